@@ -1,0 +1,181 @@
+"""The lossless rule: follow the target's own choice through the tree.
+
+At each node the user's processors are applied to the target's logits with that node's own prefix, the target chooses
+(argmax or sample), and the walk goes to the child with that token; where there is none, the choice is the bonus token.
+Each choice is made exactly as plain decoding makes it, so the output is the target's for any tree and any processor.
+That holds for drafts chosen without randomness and for drafts that are drawn independently of the target's choices.
+Source: DDTree, arXiv 2604.12989, Section 4.1, step 4; the rule is Lemma-free: no draft probability enters it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.decoding.tree import DraftTree
+
+# Processors that look at the logits alone, one row at a time: all nodes of a tree can go through them in one call.
+PREFIX_FREE = frozenset(
+    {
+        EpsilonLogitsWarper,
+        EtaLogitsWarper,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinPLogitsWarper,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What the target made of a tree.
+
+    Attributes:
+        path: [batch, max_depth + 1] int64, accepted nodes in order, root first; entries behind them are 0.
+        num_accepted: [batch] int64, drafted nodes kept; root and bonus excluded.
+        bonus_ids: [batch] int64, the target's choice after the last accepted node.
+        scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`, or None if not asked for.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    bonus_ids: Tensor
+    scores: Tensor | None
+
+
+class FollowTarget:
+    """The acceptance rule of one `generate` call.
+
+    Args:
+        logits_processor: of the call, warpers included.
+        do_sample: sample from the processed distribution, or take its argmax.
+        keep_scores: whether processed logits are wanted in the output.
+    """
+
+    def __init__(self, logits_processor: LogitsProcessorList, *, do_sample: bool, keep_scores: bool) -> None:
+        self.processors = logits_processor
+        self.do_sample = do_sample
+        self.keep_scores = keep_scores
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
+
+    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Sequences) -> Acceptance:
+        """Walks `tree` by the target's choices.
+
+        Args:
+            tree: the tree that was verified.
+            logits: [batch, nodes, vocab] float32, the target's. May be written to.
+            sequences: the rows up to and including the root.
+        """
+        if not self.prefix_free:
+            return self._walk_step_by_step(tree, logits, sequences)
+        if self.processors:
+            vocab = logits.shape[-1]
+            flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
+            logits = flat.view(logits.shape)
+        path, num_accepted, bonus_ids = follow(tree, self._choose(logits))
+        scores = None
+        if self.keep_scores:
+            scores = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        return Acceptance(path, num_accepted, bonus_ids, scores)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """[..., vocab] -> [...] int64: the target's choice, as plain decoding makes it."""
+        if not self.do_sample:
+            return scores.argmax(-1)
+        probs = torch.softmax(scores, dim=-1)
+        return torch.multinomial(probs.view(-1, probs.shape[-1]), num_samples=1).view(scores.shape[:-1])
+
+    def _walk_step_by_step(self, tree: DraftTree, logits: Tensor, sequences: Sequences) -> Acceptance:
+        """The same rule for processors that read the prefix: one call per accepted token plus one, in plain order.
+
+        In a batch of one, even a processor with a state of its own sees exactly the calls that plain decoding makes.
+        """
+        batch, _, vocab = logits.shape
+        device = logits.device
+        rows = torch.arange(batch, device=device)
+        path = torch.zeros(batch, tree.max_depth + 1, dtype=torch.int64, device=device)
+        num_accepted = torch.zeros(batch, dtype=torch.int64, device=device)
+        bonus_ids = tree.token_ids[:, 0].clone()
+        scores = logits.new_zeros(batch, tree.max_depth + 1, vocab) if self.keep_scores else None
+        node = torch.zeros(batch, dtype=torch.int64, device=device)
+        sequences.reserve(tree.max_depth + 1)
+        walking = [row for row, active in enumerate(sequences.active) if active]
+        for depth in range(tree.max_depth + 1):
+            at_node = logits[rows, node]
+            processed = torch.empty_like(at_node)
+
+            def ask(length: int, group: list[int], stand_ins: list[int], at_node: Tensor = at_node) -> Tensor:
+                return self.processors(sequences.prefixes(length, group), at_node[stand_ins])
+
+            for group, values in sequences.for_each_length(walking, depth, ask):
+                processed[group] = values[group]
+            chosen = torch.empty_like(bonus_ids)
+            chosen[walking] = self._choose(processed[walking])
+            if scores is not None:
+                scores[walking, depth] = processed[walking]
+            bonus_ids[walking] = chosen[walking]
+            is_child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == chosen.unsqueeze(1)) & tree.valid
+            found, child = is_child.max(-1)
+            # The next prefix of this walk is this one plus the choice.
+            walking = [row for row, hit in zip(walking, found[walking].tolist(), strict=True) if hit]
+            if not walking or depth == tree.max_depth:
+                break
+            for row in walking:
+                sequences.ids[row, sequences.lengths[row] + depth] = chosen[row]
+            node[walking] = child[walking]
+            path[walking, depth + 1] = child[walking]
+            num_accepted[walking] += 1
+        return Acceptance(path, num_accepted, bonus_ids, scores)
+
+
+def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Walks every row of a tree by the target's choice at each node, all nodes at once and without a host sync.
+
+    A node is accepted when it and all its ancestors carry the token chosen at their parent.
+
+    Args:
+        tree: the tree.
+        choices: [batch, nodes] int64, the token the target chose after each node.
+
+    Returns:
+        path [batch, max_depth + 1], num_accepted [batch] and bonus_ids [batch], all int64, as in `Acceptance`.
+
+    Example:
+        >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
+        >>> follow(tree, torch.tensor([[2, 9, 3, 5]]))
+        (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
+    """
+    matched = choices.gather(1, tree.parents.clamp(min=0)) == tree.token_ids
+    matched &= tree.valid
+    matched[:, 0] = True
+    accepted = (matched.unsqueeze(1) | ~tree.ancestor_mask).all(-1)
+    batch, nodes = choices.shape
+    # Accepted nodes form one path: siblings differ in their token. Each is written at its depth, the rest aside.
+    slot = tree.depths.where(accepted, tree.max_depth + 1)
+    path = choices.new_zeros(batch, tree.max_depth + 2)
+    path.scatter_(1, slot, torch.arange(nodes, device=choices.device).expand(batch, nodes))
+    path = path[:, :-1]
+    num_accepted = accepted.sum(-1) - 1
+    last = path.gather(1, num_accepted.unsqueeze(1))
+    return path, num_accepted, choices.gather(1, last).squeeze(1)

@@ -1,0 +1,234 @@
+"""TreeCache: the keys and values of committed tokens, plus the nodes of the round in flight.
+
+Every attention layer keeps all keys and values (sliding windows live in the masks only), each row of a batch has its
+own length, and the buffers are zeroed, since a masked NaN would still poison a softmax. A round writes all its nodes
+behind the longest row; `commit` then moves the accepted ones to the end of their own row, for all layers in one copy,
+and rollback is forgetting the rest. The same cache serves targets and drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+GROWTH = 256  # entries added at a time when a row outgrows its capacity
+
+
+class Extent:
+    """The length of the longest row, shared by a cache and its layers; None during prefill.
+
+    A reference from the layers to the cache itself would be a cycle, and its memory would wait for the collector.
+    """
+
+    longest: int | None = None
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, [batch, kv_heads, entries, head_dim] as the host model sees them."""
+
+    is_sliding = False  # all entries are kept, so stock masks of the prefill must not shift
+    is_croppable = False
+
+    def __init__(self, extent: Extent) -> None:
+        super().__init__()
+        self.extent = extent
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Adds [batch, kv_heads, new, head_dim] entries; returns all entries that a query may be allowed to see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.extent.longest
+        if start is None:  # prefill: all rows grow alike, in chunks as the host likes
+            self.keys = torch.cat([self.keys, key_states], dim=2)
+            self.values = torch.cat([self.values, value_states], dim=2)
+            return self.keys, self.values
+        stop = start + key_states.shape[2]
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def get_seq_length(self) -> int:
+        if self.extent.longest is not None:
+            return self.extent.longest
+        return self.keys.shape[2] if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(Cache):
+    """A cache for rounds of draft trees, in two phases: `prefill` (rows grow together), then rounds (rows diverge).
+
+    Args:
+        num_layers: attention layers that will write here.
+
+    Attributes:
+        row_lengths: committed entries of each row. Left padding counts: its entries exist, the mask hides them.
+        lengths: the same as [batch] int64, on the device of the first layer.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._extent = Extent()
+        super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
+        self.row_lengths: list[int] = []
+        self.lengths: Tensor
+        self._slabs: list[Tensor] = []  # each [2 * layers, batch, capacity, kv_heads, head_dim]
+
+    @classmethod
+    def continuing(cls, cache: Cache, num_layers: int) -> TreeCache:
+        """A TreeCache in its prefill phase that holds what `cache` (a DynamicCache that the user passed) holds.
+
+        Sliding layers of a DynamicCache have dropped what no later query can see; zeros stand in for those entries.
+
+        Raises:
+            ValueError: `cache` is of a class whose content cannot be taken over exactly.
+        """
+        known = isinstance(cache, DynamicCache) and not cache.offloading
+        if not known or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            kinds = sorted({type(layer).__name__ for layer in cache.layers})
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__} with layers {kinds}; speculative decoding can continue "
+                "only a DynamicCache of full or sliding-window attention layers without offloading. Pass a "
+                "DynamicCache, or leave past_key_values out."
+            )
+        own = cls(num_layers)
+        for layer, source in zip(own.layers, cache.layers, strict=False):
+            if source.is_initialized and source.keys.numel():
+                missing = source.get_seq_length() - source.keys.shape[2]
+                padding = (0, 0, missing, 0)
+                layer.lazy_initialization(source.keys, source.values)
+                layer.keys = torch.nn.functional.pad(source.keys, padding)
+                layer.values = torch.nn.functional.pad(source.values, padding)
+        return own
+
+    @classmethod
+    def empty(
+        cls,
+        num_layers: int,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity: int = GROWTH,
+    ) -> TreeCache:
+        """A cache that starts with rounds at once, no entry committed, all layers of one shape on one device."""
+        cache = cls(num_layers)
+        nothing = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        for layer in cache.layers:
+            layer.lazy_initialization(nothing, nothing)
+        cache.begin_rounds(capacity)
+        return cache
+
+    @property
+    def longest(self) -> int:
+        """The largest of `row_lengths`."""
+        assert self._extent.longest is not None, "the cache is still in its prefill phase"
+        return self._extent.longest
+
+    def begin_rounds(self, capacity: int) -> None:
+        """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
+        started = [layer for layer in self.layers if layer.is_initialized]
+        batch, _, length, _ = started[0].keys.shape
+        self.lengths = torch.empty(0, dtype=torch.int64, device=started[0].device)
+        self._allocate(started, length, capacity)
+        self._set_lengths([length] * batch)
+
+    def _allocate(self, layers: Sequence[CacheLayerMixin], length: int, capacity: int) -> None:
+        groups: dict[tuple[object, ...], list[CacheLayerMixin]] = {}
+        for layer in layers:
+            shape, value_shape = layer.keys.shape, layer.values.shape
+            groups.setdefault((shape[1], shape[3], value_shape[3], layer.dtype, layer.device), []).append(layer)
+        self._slabs = []
+        for (kv_heads, head_dim, value_dim, dtype, device), members in groups.items():
+            batch = members[0].keys.shape[0]
+            for name, dim in (("keys", head_dim), ("values", value_dim)):
+                # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
+                slab = torch.zeros(len(members), batch, capacity, kv_heads, dim, dtype=dtype, device=device)  # type: ignore[call-overload]
+                for buffer, layer in zip(slab, members, strict=True):
+                    view = buffer.transpose(1, 2)
+                    view[:, :, :length] = getattr(layer, name)[:, :, :length]
+                    setattr(layer, name, view)
+                self._slabs.append(slab)
+
+    @property
+    def capacity(self) -> int:
+        """Entries a row can hold before the buffers must grow."""
+        return self._slabs[0].shape[2]
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return len(self.row_lengths)
+
+    def reserve(self, nodes: int) -> None:
+        """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
+        if self.longest + nodes > self.capacity:
+            started = [layer for layer in self.layers if layer.is_initialized]
+            self._allocate(started, self.longest, self.longest + nodes + GROWTH)
+
+    def commit(self, path: Tensor, counts: Sequence[int]) -> None:
+        """Keeps the first nodes of `path` at the end of each row and forgets all other nodes of the round.
+
+        Args:
+            path: [batch, steps] int64, node indices within the round just written, in ascending order. Entries
+                beyond a row's count may be any node index.
+            counts: how many entries of `path` each row keeps.
+        """
+        batch, steps = path.shape
+        capacity = self.capacity
+        rows = torch.arange(batch, device=path.device).unsqueeze(1) * capacity
+        source = (rows + self.longest + path).flatten()
+        target = (rows + self.lengths.unsqueeze(1) + torch.arange(steps, device=path.device)).flatten()
+        for slab in self._slabs:
+            flat = slab.view(slab.shape[0], batch * capacity, -1)
+            kept = flat.index_select(1, source.to(slab.device))
+            # Entries past a row's count land behind its new end, where nothing is read before it is written again.
+            flat.index_copy_(1, target.to(slab.device), kept)
+        self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
+
+    def rollback(self, row_lengths: Sequence[int]) -> None:
+        """Forgets all entries of each row beyond `row_lengths`."""
+        assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))
+        self._set_lengths(list(row_lengths))
+
+    def _set_lengths(self, row_lengths: list[int]) -> None:
+        self.row_lengths = row_lengths
+        self.lengths = torch.tensor(row_lengths, device=self.lengths.device)
+        self._extent.longest = max(row_lengths)
+
+    def to_dynamic(self, like: Cache, length: int) -> None:
+        """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.
+
+        Sliding layers receive their window only, as plain decoding would have left them. Nothing is copied: the
+        tensors are views of this cache's buffers, which must not be written to afterwards.
+        """
+        while len(like.layers) < len(self.layers):  # a DynamicCache() made without a config grows as it is used
+            like.layers.append(DynamicLayer())
+        for own, layer in zip(self.layers, like.layers, strict=False):
+            if not own.is_initialized:
+                continue
+            start = 0
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                start = max(0, length - layer.sliding_window + 1)
+                layer.cumulative_length = length
+            layer.lazy_initialization(own.keys, own.values)
+            layer.keys, layer.values = own.keys[:, :, start:length], own.values[:, :, start:length]

@@ -1,0 +1,263 @@
+"""The loop: prefill, then rounds of draft, verify, accept, commit, until every row has stopped.
+
+It knows the target, trees and the rule of acceptance, and no method by name. Only one small tensor per round travels
+to the host: how many nodes each row kept and which tokens they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.decoding.acceptance import FollowTarget
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.records import TokenRecords
+from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.tree import DraftTree
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What plain `generate` returns with `return_dict_in_generate=True`, and the statistics of the speculation."""
+
+    speculation: SpeculationStats | None = None
+
+
+@torch.no_grad()
+def speculative_decoding(
+    target: TargetModel,
+    make_generator: Callable[[TargetModel], TreeCandidateGenerator],
+    input_ids: Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    stats: SpeculationStats,
+    streamer: BaseStreamer | None = None,
+) -> SpeculativeOutput | Tensor:
+    """Generates what the target alone would generate, several tokens per target forward.
+
+    Args:
+        target: the target of this call.
+        make_generator: builds the candidate generator of this call.
+        input_ids: [batch, seq] int64 prompts, left-padded, rows already expanded for `num_return_sequences`.
+        logits_processor: processors and warpers as `generate` has prepared them.
+        stopping_criteria: as `generate` has prepared them.
+        generation_config: of the call, with its special token tensors.
+        model_kwargs: of the call; `past_key_values` is read and, at the end, brought to plain decoding's state.
+        stats: filled while the call runs.
+        streamer: receives tokens in order, as soon as no later round can change them.
+
+    Returns:
+        [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
+    """
+    return _Decoding(
+        target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
+        streamer,
+    ).run()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target made of one tree, on the device (path) and as the host read it (the rest, per row)."""
+
+    path: Tensor
+    path_ids: Tensor
+    num_accepted: list[int]
+    num_drafted: list[int]
+    finite: list[bool]
+
+
+class _Decoding:
+    """The state of one call: what `speculative_decoding` describes, one method per part of a round."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        make_generator: Callable[[TargetModel], TreeCandidateGenerator],
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        stats: SpeculationStats,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        self.target = target
+        self.make_generator = make_generator
+        self.config = generation_config
+        self.model_kwargs = model_kwargs
+        self.stats = stats
+        pad_token = generation_config._pad_token_tensor
+        pad_token_id = None if pad_token is None else int(pad_token)
+        self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
+        self.records = TokenRecords(generation_config, input_ids.shape[0])
+        self.accept = FollowTarget(
+            logits_processor, do_sample=generation_config.do_sample, keep_scores=self.records.keeps_scores
+        )
+        self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        self.root_ids: Tensor
+
+    def run(self) -> SpeculativeOutput | Tensor:
+        started = time.perf_counter()
+        self.stats.per_step_accepted += [[] for _ in range(self.sequences.batch)]
+        generator = self.make_generator(self.target)
+        try:
+            with self.target.tapping():
+                self.prefill(generator)
+                while not self.sequences.done:
+                    self.round(generator)
+                output_ids = self.sequences.finish()
+                self.hand_back_cache(output_ids)
+        finally:
+            generator.close()
+            self.stats.total_time_s = time.perf_counter() - started
+        if not self.config.return_dict_in_generate:
+            return output_ids
+        return SpeculativeOutput(
+            sequences=output_ids,
+            past_key_values=self.model_kwargs["past_key_values"],
+            speculation=self.stats,
+            **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
+        )
+
+    def prefill(self, generator: TreeCandidateGenerator) -> None:
+        """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root."""
+        batch, prompt_length = self.sequences.batch, self.sequences.prompt_length
+        prompt = self.sequences.ids[:, :prompt_length]
+        output = self.target.prefill(prompt, self.config, self.model_kwargs)
+        entries = self.target.cache.get_seq_length()
+        # Cache entry e holds token e - entry_offset of a row; not 0 where a cache came with only the new tokens.
+        self.entry_offset = entries - prompt_length
+        # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
+        self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
+
+        positions, valid = self.target.prompt_positions()
+        new = positions.shape[1]  # fewer than the prompt where a cache was continued
+        generator.observe(
+            RoundOutcome(
+                token_ids=prompt[:, -new:],
+                features=output.features,
+                position_ids=positions,
+                valid=valid,
+                num_committed=[new] * batch,
+                num_accepted=[0] * batch,
+                target_logits=output.logits,
+            )
+        )
+        self.judge(DraftTree.root_only(prompt[:, -1]), output)
+
+    def round(self, generator: TreeCandidateGenerator) -> None:
+        """Draft, verify, accept, commit."""
+        active = self.sequences.active
+        began = time.perf_counter()
+        context = DraftContext(
+            root_ids=self.root_ids,
+            root_positions=self.target.root_positions(),
+            sequences=self.sequences.ids,
+            lengths=self.sequences.lengths,
+            active=active,
+        )
+        tree = generator.draft(context).within_vocabulary(self.vocab_size)
+        drafted = time.perf_counter()
+        output = self.target.verify(
+            tree,
+            output_attentions=self.records.keeps_attentions,
+            output_hidden_states=self.records.keeps_hidden_states,
+        )
+        self.stats.draft_time_s += drafted - began
+        self.stats.verify_time_s += time.perf_counter() - drafted
+        self.stats.num_target_forwards += 1
+        verdict = self.judge(tree, output)
+        self.count(verdict, active)
+        generator.observe(self.commit(verdict, active, tree, output))
+
+    def judge(self, tree: DraftTree, output: TargetOutput) -> Verdict:
+        """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
+        raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
+        acceptance = self.accept(tree, output.logits, self.sequences)
+        self.root_ids = acceptance.bonus_ids
+        path_ids = tree.token_ids.gather(1, acceptance.path)
+        finite = tree.valid[:, 0] if tree.finite is None else tree.finite
+        columns = (acceptance.num_accepted, acceptance.bonus_ids, tree.valid.sum(-1) - 1, finite)
+        report = torch.cat([torch.stack(columns, dim=1), path_ids[:, 1:]], dim=1).tolist()
+        tokens = [row[4 : 4 + row[0]] + [row[1]] for row in report]
+        kept = self.sequences.append(tokens, self.records.scores_including(acceptance.scores))
+        self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
+        return Verdict(
+            path=acceptance.path,
+            path_ids=path_ids,
+            num_accepted=[row[0] for row in report],
+            num_drafted=[row[2] for row in report],
+            finite=[bool(row[3]) for row in report],
+        )
+
+    def commit(self, verdict: Verdict, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
+        """Keeps root and accepted nodes in the target's cache, and tells what was kept."""
+        counts = [kept + 1 if going else 0 for kept, going in zip(verdict.num_accepted, active, strict=True)]
+        steps = max(counts)
+        path = verdict.path[:, :steps]
+        order = torch.arange(steps, device=path.device)
+        positions = self.target.root_positions().unsqueeze(1) + order
+        valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
+        features = output.features
+        if features is not None:
+            index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+            features = features.gather(1, index)
+        self.target.cache.commit(path, counts)
+        return RoundOutcome(
+            token_ids=verdict.path_ids[:, :steps],
+            features=features,
+            position_ids=positions,
+            valid=valid,
+            num_committed=counts,
+            num_accepted=verdict.num_accepted,
+            target_logits=output.logits,
+            tree=tree,
+            path=path,
+        )
+
+    def count(self, verdict: Verdict, active: list[bool]) -> None:
+        """Adds a round to the statistics."""
+        for row in (row for row, going in enumerate(active) if going):
+            self.stats.per_step_accepted[row].append(verdict.num_accepted[row])
+            self.stats.num_draft_tokens += verdict.num_drafted[row]
+            if not verdict.finite[row]:
+                if not self.stats.num_plain_steps:
+                    logger.warning(
+                        "The drafter (%s) gave NaN or infinite logits. Such rounds are decoded plainly and counted in "
+                        "stats.num_plain_steps; the output is not affected.",
+                        self.stats.method,
+                    )
+                self.stats.num_plain_steps += 1
+
+    def hand_back_cache(self, output_ids: Tensor) -> None:
+        """Leaves `past_key_values` as plain decoding would: all output tokens of every row but the last."""
+        cache = self.target.cache
+        entries = output_ids.shape[1] - 1 + self.entry_offset
+        known = [min(length - 1 + self.entry_offset, entries) for length in self.sequences.lengths]
+        cache.rollback([min(have, length) for have, length in zip(known, cache.row_lengths, strict=True)])
+        missing = [entries - length for length in cache.row_lengths]
+        if any(missing):
+            # Rows that ended early: plain decoding has run their padding through the target as well.
+            longest = max(missing)
+            columns = torch.arange(longest, device=output_ids.device)
+            starts = torch.tensor(cache.row_lengths, device=output_ids.device).unsqueeze(1) - self.entry_offset
+            token_ids = output_ids.gather(1, (starts + columns).clamp(max=output_ids.shape[1] - 1))
+            self.target.verify(DraftTree.chain(token_ids))
+            cache.commit(columns.expand(cache.batch, longest), missing)
+        cache.to_dynamic(self.model_kwargs["past_key_values"], entries)

@@ -1,0 +1,116 @@
+"""TokenRecords: scores, logits, attentions and hidden states of every generated token, as `generate` returns them.
+
+Plain decoding appends one entry per step for the whole batch. Here rows advance by different numbers of tokens, so
+entries are kept per row and joined at the end. Entries of a row after it has stopped, which plain decoding fills from
+running padding through the target, are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hf_specdec.decoding.acceptance import Acceptance
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.sequences import ScoresSoFar
+from hf_specdec.decoding.target import TargetOutput
+from hf_specdec.decoding.tree import DraftTree
+
+
+class TokenRecords:
+    """Collects what `return_dict_in_generate` asks for; keeps nothing where nothing is asked."""
+
+    def __init__(self, generation_config: GenerationConfig, batch: int) -> None:
+        asked = generation_config.return_dict_in_generate
+        self.keeps_scores = bool(asked and generation_config.output_scores)
+        self.keeps_logits = bool(asked and generation_config.output_logits)
+        self.keeps_attentions = bool(asked and generation_config.output_attentions)
+        self.keeps_hidden_states = bool(asked and generation_config.output_hidden_states)
+        # [row][token] -> [1, vocab]; for states [row][token][layer] -> [1, ...]
+        self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
+        self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
+        self._attentions: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
+        self._hidden_states: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
+        # The prefill's states cover the whole prompt, so they are kept as the host returned them.
+        self._prefill_attentions: tuple[Tensor, ...] | None = None
+        self._prefill_hidden_states: tuple[Tensor, ...] | None = None
+        self._prefilled = False
+
+    def scores_including(self, new: Tensor | None) -> ScoresSoFar:
+        """Scores up to some of the new tokens; `new` is [batch, steps, vocab], at the nodes of the accepted path."""
+
+        def scores(stand_ins: list[int], count: int) -> tuple[Tensor, ...] | None:
+            if new is None:
+                return None
+            past = zip(*(self._scores[row] for row in stand_ins), strict=True)
+            steps = [torch.cat(step) if len(step) > 1 else step[0] for step in past]
+            return (*steps, *(new[stand_ins, step] for step in range(count)))
+
+        return scores
+
+    def append(
+        self,
+        kept: list[int],
+        acceptance: Acceptance,
+        raw_logits: Tensor,
+        output: TargetOutput,
+        tree: DraftTree,
+        cache: TreeCache,
+    ) -> None:
+        """Notes the first `kept` tokens of each row's accepted path, bonus included."""
+        for row, count in enumerate(kept):
+            nodes = acceptance.path[row, :count]
+            if acceptance.scores is not None:
+                self._scores[row] += list(acceptance.scores[row, :count].split(1))
+            if self.keeps_logits:
+                self._logits[row] += list(raw_logits[row, nodes].split(1))
+            if self.keeps_hidden_states and self._prefilled and output.hidden_states is not None:
+                layers = [states[row, nodes].split(1) for states in output.hidden_states]
+                self._hidden_states[row] += list(zip(*layers, strict=True))
+            if self.keeps_attentions and self._prefilled and output.attentions is not None:
+                self._attentions[row] += _own_attentions(output.attentions, row, nodes, tree, cache)
+        if not self._prefilled:
+            self._prefill_attentions, self._prefill_hidden_states = output.attentions, output.hidden_states
+            self._prefilled = True
+
+    def finish(self, num_tokens: int) -> dict[str, tuple[Tensor, ...] | tuple[tuple[Tensor, ...], ...]]:
+        """The fields of `GenerateDecoderOnlyOutput` for the first `num_tokens` tokens of every row."""
+        fields: dict[str, tuple[Tensor, ...] | tuple[tuple[Tensor, ...], ...]] = {}
+        if self.keeps_scores:
+            fields["scores"] = _join(self._scores, num_tokens)
+        if self.keeps_logits:
+            fields["logits"] = _join(self._logits, num_tokens)
+        if self._prefill_hidden_states is not None:
+            fields["hidden_states"] = (self._prefill_hidden_states, *_join_layers(self._hidden_states, num_tokens - 1))
+        if self._prefill_attentions is not None:
+            fields["attentions"] = (self._prefill_attentions, *_join_layers(self._attentions, num_tokens - 1))
+        return fields
+
+
+def _own_attentions(
+    attentions: tuple[Tensor, ...], row: int, nodes: Tensor, tree: DraftTree, cache: TreeCache
+) -> list[tuple[Tensor, ...]]:
+    """Per node, per layer [1, heads, 1, own entries]: plain decoding has no columns for other nodes of the tree."""
+    prefix = torch.arange(cache.row_lengths[row], device=nodes.device)
+    per_node = []
+    for node in nodes.tolist():
+        ancestors = tree.ancestor_mask[row, node].nonzero().squeeze(-1)
+        entries = torch.cat([prefix, cache.longest + ancestors])
+        per_node.append(tuple(layer[row, :, node, entries.to(layer.device)][None, :, None] for layer in attentions))
+    return per_node
+
+
+def _join(rows: list[list[Tensor]], num_tokens: int) -> tuple[Tensor, ...]:
+    filler = [torch.zeros_like(max(rows, key=len)[step]) for step in range(num_tokens)]
+    return tuple(
+        torch.cat([row[step] if step < len(row) else filler[step] for row in rows]) for step in range(num_tokens)
+    )
+
+
+def _join_layers(rows: list[list[tuple[Tensor, ...]]], num_tokens: int) -> tuple[tuple[Tensor, ...], ...]:
+    if not num_tokens:
+        return ()
+    num_layers = len(max(rows, key=len)[0])
+    layers = [_join([[token[layer] for token in row] for row in rows], num_tokens) for layer in range(num_layers)]
+    return tuple(zip(*layers, strict=True))

@@ -1,0 +1,214 @@
+"""Sequences: the tokens of every row, where each row stops, and what the streamer has been told.
+
+Rows of a batch grow by different numbers of tokens per round, while processors and stopping criteria expect a batch
+whose rows have one length, one token more than the last time. This file bridges the two: whatever is asked about a row
+is asked with that row's own prefix, token by token, in the order plain decoding would have asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.streamers import BaseStreamer
+
+# (rows to stand in the batch, how many of their new tokens count) -> one [batch, vocab] tensor per token, or None.
+ScoresSoFar: TypeAlias = Callable[[list[int], int], tuple[Tensor, ...] | None]
+
+GROWTH = 256  # columns added at a time when the final length is not known
+
+
+class Sequences:
+    """Token ids of a batch, [batch, capacity] on the device and their lengths on the host.
+
+    Args:
+        prompt_ids: [batch, seq] int64.
+        stopping_criteria: of the `generate` call.
+        pad_token_id: what a finished row is filled with, where plain decoding would do so.
+        streamer: of the `generate` call.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Tensor,
+        stopping_criteria: StoppingCriteriaList,
+        pad_token_id: int | None,
+        streamer: BaseStreamer | None,
+    ) -> None:
+        batch, length = prompt_ids.shape
+        self.ids = torch.nn.functional.pad(prompt_ids, (0, GROWTH))
+        self.prompt_length = length
+        self.lengths = [length] * batch
+        self.finished_at: list[int | None] = [None] * batch
+        self.pad_token_id = pad_token_id
+        # As in plain decoding: with an end-of-text criterion finished rows are padded, without one they go on.
+        self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self._streamer = streamer
+        self._streamed = length
+        self._eos_ids: set[int] = set()
+        self._max_length: int | None = None
+        self._deadlines: list[MaxTimeCriteria] = []
+        self._others = StoppingCriteriaList()
+        for criterion in stopping_criteria:
+            # These three are answered on the host, without a look at the device; exact types, since subclasses differ.
+            if type(criterion) is EosTokenCriteria:
+                self._eos_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self._max_length = min(criterion.max_length, self._max_length or criterion.max_length)
+            elif type(criterion) is MaxTimeCriteria:
+                self._deadlines.append(criterion)
+            else:
+                self._others.append(criterion)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    @property
+    def done(self) -> bool:
+        """Whether the loop may end: all rows have stopped, and none lags behind the last one to stop."""
+        stops = [stop for stop in self.finished_at if stop is not None]
+        return len(stops) == self.batch and (self.pads_finished or min(self.lengths) >= max(stops))
+
+    @property
+    def active(self) -> list[bool]:
+        """Per row, whether further tokens of it may end up in the output."""
+        longest = max(self.lengths)
+        return [
+            stop is None or (not self.pads_finished and length < longest)
+            for stop, length in zip(self.finished_at, self.lengths, strict=True)
+        ]
+
+    def reserve(self, columns: int) -> None:
+        """Makes room for `columns` tokens behind the longest row."""
+        missing = max(self.lengths) + columns - self.ids.shape[1]
+        if missing > 0:
+            self.ids = torch.nn.functional.pad(self.ids, (0, missing + GROWTH))
+
+    def prefixes(self, length: int, rows: list[int]) -> Tensor:
+        """[batch, length] int64: the prefixes of `rows`; the other rows hold a copy of the first of `rows`.
+
+        Processors and criteria may keep state per batch, so they always see the whole batch and never a single row.
+        """
+        prefixes = self.ids[:, :length]
+        if len(rows) == self.batch:
+            return prefixes
+        return prefixes[self._stand_ins(rows)]
+
+    def _stand_ins(self, rows: list[int]) -> list[int]:
+        return [row if row in rows else rows[0] for row in range(self.batch)]
+
+    def for_each_length(
+        self, rows: Iterable[int], extra: int, ask: Callable[[int, list[int], list[int]], Tensor]
+    ) -> list[tuple[list[int], Tensor]]:
+        """Calls `ask(length, rows, stand_ins)` once per distinct length of `rows`, counted `extra` tokens further on.
+
+        `stand_ins` gives for every row of the batch the row whose values it should carry in that call.
+        """
+        groups: dict[int, list[int]] = {}
+        for row in rows:
+            groups.setdefault(self.lengths[row] + extra, []).append(row)
+        return [(group, ask(length, group, self._stand_ins(group))) for length, group in groups.items()]
+
+    def append(self, tokens: list[list[int]], scores: ScoresSoFar) -> list[int]:
+        """Adds each row's new tokens, up to where plain decoding would have stopped.
+
+        Args:
+            tokens: per row its new tokens; ignored for rows that are not active.
+            scores: gives the scores that plain decoding would hand to a criterion.
+
+        Returns:
+            How many tokens each row kept.
+        """
+        active = self.active
+        self.reserve(max(map(len, tokens)))
+        for row in range(self.batch):
+            if active[row]:
+                start = self.lengths[row]
+                self.ids[row, start : start + len(tokens[row])] = torch.tensor(tokens[row], device=self.ids.device)
+        kept = [0] * self.batch
+        going = [row for row in range(self.batch) if active[row]]
+        while going:
+            stopped = self._check_stops([row for row in going if self.finished_at[row] is None], kept, tokens, scores)
+            for row in going:
+                kept[row] += 1
+                if row in stopped:
+                    self.finished_at[row] = self.lengths[row] + kept[row]
+            going = [
+                row
+                for row in going
+                if kept[row] < len(tokens[row]) and (self.finished_at[row] is None or not self.pads_finished)
+            ]
+        for row in range(self.batch):
+            self.lengths[row] += kept[row]
+        self._stream()
+        return kept
+
+    def _check_stops(
+        self,
+        rows: list[int],
+        kept: list[int],
+        tokens: list[list[int]],
+        scores: ScoresSoFar,
+    ) -> set[int]:
+        """The rows among `rows` that stop with their next token."""
+        late = any(time.time() - rule.initial_timestamp > rule.max_time for rule in self._deadlines)
+        stopped = {
+            row
+            for row in rows
+            if late
+            or tokens[row][kept[row]] in self._eos_ids
+            or (self._max_length is not None and self.lengths[row] + kept[row] + 1 >= self._max_length)
+        }
+        if self._others and rows:
+            step = kept[rows[0]]  # all rows that still go on have kept equally many of their new tokens
+
+            def ask(length: int, group: list[int], stand_ins: list[int]) -> Tensor:
+                return self._others(self.prefixes(length, group), scores(stand_ins, step + 1))
+
+            for group, verdict in self.for_each_length(rows, step + 1, ask):
+                stops = verdict.tolist()
+                stopped.update(row for row in group if stops[row])
+        return stopped
+
+    def _stream(self) -> None:
+        if self._streamer is None:
+            return
+        for column in range(self._streamed, self._settled_length()):
+            self._streamer.put(torch.tensor([self._token_at(row, column) for row in range(self.batch)]))
+            self._streamed = column + 1
+
+    def _settled_length(self) -> int:
+        """Columns of the output that no later round can change."""
+        if self.done:
+            return max(stop for stop in self.finished_at if stop is not None)
+        waiting = [
+            length
+            for length, stop in zip(self.lengths, self.finished_at, strict=True)
+            if stop is None or not self.pads_finished
+        ]
+        return min(waiting)
+
+    def _token_at(self, row: int, column: int) -> int:
+        if column < self.lengths[row]:
+            return int(self.ids[row, column])
+        assert self.pad_token_id is not None, "a finished row is padded only where generate defines a pad token"
+        return self.pad_token_id
+
+    def finish(self) -> Tensor:
+        """Ends the stream; returns [batch, length] int64 as plain `generate` would."""
+        length = self._settled_length()
+        output = self.ids[:, :length].clone()
+        for row in range(self.batch):
+            if self.lengths[row] < length:
+                assert self.pad_token_id is not None, "a finished row is padded only where generate defines a pad token"
+                output[row, self.lengths[row] :] = self.pad_token_id
+        if self._streamer is not None:
+            self._streamer.end()
+        return output

@@ -1,0 +1,268 @@
+"""TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
+
+Knows how host models want their masks (one tensor, or one per layer type), where their decoder layers are, and how to
+read hidden states from chosen layers. It changes nothing in the model: taps are forward hooks that live as long as one
+`generate` call. The tree's meaning is in `tree.py`, the stored keys and values in `cache.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.tree import DraftTree
+
+ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one target forward gave.
+
+    Attributes:
+        logits: [batch, nodes, vocab] in float32, whatever the model's dtype; nodes is 1 after a prefill.
+        features: [batch, nodes, taps * hidden], outputs of the tapped layers joined in the order asked for, or None
+            without taps. After a prefill: of all entries that this call added.
+        attentions: per layer [batch, heads, nodes, entries], or None unless asked for.
+        hidden_states: embedding output and per layer [batch, nodes, hidden], or None unless asked for.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    attentions: tuple[Tensor, ...] | None
+    hidden_states: tuple[Tensor, ...] | None
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal language model, whatever its family calls them.
+
+    Raises:
+        ValueError: no list of `num_hidden_layers` layers is found in the decoder.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in (model.get_decoder(), model.base_model):
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return child
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} decoder layers in its decoder, so its hidden states cannot be "
+        "tapped. Open an issue that names the model class."
+    )
+
+
+class TargetModel:
+    """A host model bound to the needs of one `generate` call.
+
+    Args:
+        model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
+        feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined.
+
+    Raises:
+        ValueError: the target cannot verify trees; the message says why and what to do.
+    """
+
+    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.feature_layers = tuple(feature_layers)
+        self.check_supported(model)
+        self.windows = _windows(model)
+        self.dtype = model.dtype
+        self.cache: TreeCache
+        self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
+
+    @staticmethod
+    def check_supported(model: PreTrainedModel) -> None:
+        """Raises ValueError, naming what is missing, if trees cannot be verified on `model`."""
+        name = type(model).__name__
+        config = model.config.get_text_config(decoder=True)
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
+        types = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+        if types or model._is_stateful:
+            raise ValueError(
+                f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
+                f"are verified on layers of type {list(LAYER_TYPES)}. Generate without assistant_model."
+            )
+        if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+            raise ValueError(
+                f"Target {name} uses attn_implementation={config._attn_implementation!r}, which cannot take the "
+                f"ancestor mask of a draft tree; load it with one of {list(ATTENTION_IMPLEMENTATIONS)}."
+            )
+        accepted = inspect.signature(model.forward).parameters
+        if "position_ids" not in accepted:
+            raise ValueError(
+                f"Target {name} takes no position_ids, so the nodes of a draft tree cannot be placed; speculative "
+                "decoding needs a target with position_ids (rotary or learned positions)."
+            )
+
+    @contextmanager
+    def tapping(self) -> Iterator[None]:
+        """Reads the outputs of `feature_layers` while the context is open."""
+        layers = decoder_layers(self.model) if self.feature_layers else []
+        handles = []
+        try:
+            for index in dict.fromkeys(self.feature_layers):
+                handles.append(layers[index].register_forward_hook(self._tap(index)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _tap(self, index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._taps[index].append(output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _read_taps(self) -> Tensor | None:
+        if not self.feature_layers:
+            return None
+        chunks = {index: states[0] if len(states) == 1 else torch.cat(states, 1) for index, states in self._taps.items()}
+        for states in self._taps.values():
+            states.clear()
+        device = chunks[self.feature_layers[-1]].device
+        return torch.cat([chunks[index].to(device) for index in self.feature_layers], dim=-1)
+
+    def prefill(
+        self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> TargetOutput:
+        """Runs the prompt through the target as plain `generate` does, chunked and multimodal inputs included.
+
+        Args:
+            input_ids: [batch, seq] int64, left-padded.
+            generation_config: of the `generate` call.
+            model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are read here.
+        """
+        num_layers = self.config.num_hidden_layers
+        given = model_kwargs.get("past_key_values")
+        self.cache = TreeCache.continuing(given, num_layers) if given is not None else TreeCache(num_layers)
+        attention_mask = model_kwargs.get("attention_mask")
+        position_ids = model_kwargs.get("position_ids")
+        if position_ids is not None and position_ids.dim() != 2:
+            raise ValueError(
+                f"position_ids have shape {list(position_ids.shape)}; draft trees need [batch, seq] positions. "
+                "Multi-axis positions (images, video) are not supported: generate without assistant_model."
+            )
+        already = self.cache.get_seq_length()
+        arguments = dict(model_kwargs, past_key_values=self.cache)
+        outputs = self.model._prefill(input_ids, generation_config, arguments)
+
+        length = self.cache.get_seq_length()
+        batch = outputs.logits.shape[0]
+        device = outputs.logits.device
+        # Which prompt entries may be seen; None when all of them.
+        self.prompt_mask = None
+        if attention_mask is not None and not bool(attention_mask[:, :length].all()):
+            self.prompt_mask = attention_mask[:, :length].to(device=device, dtype=torch.bool)
+        if position_ids is not None:
+            last = position_ids[:, -1].to(device).expand(batch)
+        else:
+            last = torch.full((batch,), length - 1, device=device)
+        # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
+        self.position_offset = last + 1 - length
+        features = self._read_taps()
+        self.prefilled = slice(already, length)
+        return TargetOutput(
+            outputs.logits[:, -1:].to(torch.float32, copy=True),
+            features,
+            outputs.get("attentions"),
+            outputs.get("hidden_states"),
+        )
+
+    def begin_rounds(self, capacity: int) -> None:
+        """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
+        self.cache.begin_rounds(capacity)
+        device = self.cache.lengths.device
+        self._visible = torch.zeros((), dtype=self.dtype, device=device)
+        self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+
+    def prompt_positions(self) -> tuple[Tensor, Tensor]:
+        """Position ids and validity of the entries that the prefill added, both [batch, entries]."""
+        entries = torch.arange(self.prefilled.start, self.prefilled.stop, device=self.position_offset.device)
+        positions = self.position_offset.unsqueeze(1) + entries
+        if self.prompt_mask is None:
+            return positions, torch.ones_like(positions, dtype=torch.bool)
+        return positions, self.prompt_mask[:, self.prefilled]
+
+    def root_positions(self) -> Tensor:
+        """[batch] int64 position ids of the next token to be committed."""
+        return self.position_offset + self.cache.lengths
+
+    def verify(self, tree: DraftTree, *, output_attentions: bool = False, output_hidden_states: bool = False) -> TargetOutput:
+        """One forward over all nodes of a tree, each seeing the committed prefix and its own ancestors only.
+
+        Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
+        """
+        self.cache.reserve(tree.num_nodes)
+        extra = {}
+        if output_attentions:
+            extra["output_attentions"] = True
+        if output_hidden_states:
+            extra["output_hidden_states"] = True
+        outputs = self.model(
+            input_ids=tree.token_ids,
+            attention_mask=self._attention_mask(tree),
+            position_ids=self.root_positions().unsqueeze(1) + tree.depths,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **extra,
+        )
+        return TargetOutput(
+            outputs.logits.to(torch.float32),
+            self._read_taps(),
+            outputs.get("attentions"),
+            outputs.get("hidden_states"),
+        )
+
+    def _visible_entries(self, tree: DraftTree) -> Tensor:
+        """[batch, nodes or 1, entries] bool: the entries that belong to each node's own past, windows left aside."""
+        lengths, longest = self.cache.lengths, self.cache.longest
+        batch, nodes = tree.token_ids.shape
+        if batch == 1 and self.prompt_mask is None:
+            prefix = tree.valid.new_ones((1, 1, 1)).expand(1, nodes, longest)
+        else:
+            entries = torch.arange(longest, device=lengths.device)
+            prefix = entries < lengths.unsqueeze(1)
+            if self.prompt_mask is not None:
+                prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
+            prefix = prefix.unsqueeze(1).expand(batch, nodes, longest)
+        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
+
+    def _attention_mask(self, tree: DraftTree) -> Tensor | dict[str, Tensor]:
+        visible = self._visible_entries(tree)
+        masks = {kind: self._additive(visible, tree, window) for kind, window in self.windows.items()}
+        return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
+
+    def _additive(self, visible: Tensor, tree: DraftTree, window: int | None) -> Tensor:
+        # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
+        if window is not None:
+            depths = tree.depths
+            own_entry = self.cache.lengths.unsqueeze(1) + depths
+            entries = torch.arange(self.cache.longest, device=depths.device)
+            distance = torch.cat(
+                [own_entry.unsqueeze(-1) - entries, depths.unsqueeze(-1) - depths.unsqueeze(1)], dim=-1
+            )
+            visible = visible & (distance < window)
+        return torch.where(visible, self._visible, self._hidden).unsqueeze(1)
+
+
+def _windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """The masks a target wants: by layer type where it takes a dict, else under the key "all"."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in types:
+        return {"full_attention": None, "sliding_attention": window}
+    # Without layer types a window holds for all layers (Mistral); with all layers full it is not in use (Qwen2).
+    return {"all": None if types else window}

@@ -1,0 +1,76 @@
+"""Drafter: what every method gives the integration, whether it is a network or a lookup."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.registry import unknown_name
+
+
+class Drafter(ABC):
+    """Proposes tokens for a target. Pass it as `assistant_model=` to the target's `generate`.
+
+    A drafter holds weights and drafting options; what a call needs to remember lives in the candidate generator that
+    it makes per call. Drafting options are plain attributes and may be changed between calls.
+
+    Attributes:
+        method: name of the way it drafts.
+        stats: of the latest `generate` call, filled while the call runs; None before the first.
+        option_names: drafting options that `load_drafter` accepts, all of them attributes.
+    """
+
+    option_names: ClassVar[tuple[str, ...]] = ("method",)
+
+    method: str
+    stats: SpeculationStats | None = None
+
+    @abstractmethod
+    def check_target(self, model: PreTrainedModel) -> None:
+        """Raises ValueError, naming both values and the way out, if this drafter cannot draft for `model`."""
+
+    @abstractmethod
+    def check_options(self) -> None:
+        """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
+
+    @abstractmethod
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        """Makes the state of one `generate` call on `target`."""
+
+    def feature_layers(self) -> tuple[int, ...]:
+        """0-based decoder layers of the target whose outputs the drafter reads; none by default."""
+        return ()
+
+    def set_options(self, **options: Any) -> None:
+        """Sets drafting options by name, then checks them together.
+
+        Raises:
+            ValueError: an option is unknown (the nearest name is suggested) or out of range.
+        """
+        for name in options:
+            if name not in self.option_names:
+                raise unknown_name("drafting option", name, self.option_names)
+        for name, value in options.items():
+            setattr(self, name, value)
+        self.check_options()
+
+
+class BlockMarginals(ABC):
+    """One `generate` call of a drafter that predicts all positions of a block in one forward.
+
+    Methods that build trees from independent per-position distributions (`ddtree`) or chains (`dflash`) need no more.
+    """
+
+    @abstractmethod
+    def marginals(self, context: DraftContext) -> Tensor:
+        """[batch, depth, vocab] float32 logits; entry d-1 is for the token d places after the root."""
+
+    @abstractmethod
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Takes note of what the prefill or a round committed."""

@@ -1,0 +1,198 @@
+"""DDTree: the likeliest `tree_budget` continuations, from the per-position marginals of one drafter forward.
+
+Under independent positions the tree that maximises the expected number of accepted tokens is the set of the likeliest
+prefixes (DDTree, arXiv 2604.12989, Propositions 1 and 2). Two ways of finding them give the same tree, node for node:
+`heap_tree` is the paper's Algorithm 1, the quicker one where tensors live in host memory; `level_tree` finds them level
+by level on the device, without a host sync. Nodes are in order of probability; ties break on the rank tuple.
+
+Relation to its sibling `dflash`: same forward, but alternatives at every depth instead of one chain.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import BlockMarginals
+
+
+class DDTreeGenerator(TreeCandidateGenerator):
+    """Draft trees from marginals.
+
+    Args:
+        source: gives the marginals of each round.
+        tree_budget: most drafted nodes, root not counted.
+    """
+
+    def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
+        self.source = source
+        self.tree_budget = tree_budget
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        logits = self.source.marginals(context)
+        build = heap_tree if logits.device.type == "cpu" else level_tree
+        return build(context.root_ids, logits, self.tree_budget)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.source.observe(outcome)
+
+
+def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `budget` likeliest tokens of each position, with log-probabilities normalised over the whole vocabulary.
+
+    Args:
+        logits: [batch, depth, vocab] float32.
+        budget: no node of a tree with this many nodes has a token of a lower rank (Lemma 1).
+
+    Returns:
+        logprobs [batch, depth, ranks] float32 in descending order, token ids [batch, depth, ranks] int64, and
+        finite [batch] bool: False where a row's logits are NaN or infinite upwards.
+    """
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    top, token_ids = logits.topk(min(budget, logits.shape[-1]), dim=-1)
+    return top - normaliser, token_ids, normaliser.squeeze(-1).isfinite().all(-1)
+
+
+def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
+    """Algorithm 1: pops the likeliest prefix, pushes its next sibling and its first child.
+
+    Args:
+        root_ids: [batch] int64.
+        logits: [batch, depth, vocab] float32, on the CPU.
+        budget: most drafted nodes.
+    """
+    logprobs, ranked_ids, finite = ranked_logprobs(logits, max(budget, 1))
+    batch, depth, _ = logprobs.shape
+    nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
+    token_ids = np.repeat(root_ids.numpy()[:, None], nodes, axis=1)
+    parents = np.full((batch, nodes), -1)
+    depths = np.zeros((batch, nodes), dtype=np.int64)
+    mask = np.zeros((batch, nodes, nodes), dtype=bool)
+    mask[:, :, 0] = True
+    valid = np.zeros((batch, nodes), dtype=bool)
+    valid[:, 0] = True
+    for row, usable in enumerate(finite.tolist()):
+        if usable:
+            _best_first(
+                logprobs[row].tolist(), ranked_ids[row].numpy(), token_ids[row], parents[row], depths[row], mask[row],
+                valid[row],
+            )  # fmt: skip
+    parents[:, 1:].clip(0, None, out=parents[:, 1:])
+    return DraftTree(
+        torch.from_numpy(token_ids),
+        torch.from_numpy(parents),
+        torch.from_numpy(depths),
+        torch.from_numpy(mask),
+        torch.from_numpy(valid),
+        depth,
+        finite,
+    )
+
+
+def _best_first(
+    logprobs: list[list[float]],
+    ranked_ids: np.ndarray,
+    token_ids: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    mask: np.ndarray,
+    valid: np.ndarray,
+) -> None:
+    """Fills one row's arrays, node by node in order of probability."""
+    ranks = len(logprobs[0])
+    # (minus the score, rank tuple, parent node, score of the parent): the tuple orders prefixes of equal score.
+    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-logprobs[0][0], (0,), 0, 0.0)]
+    for node in range(1, len(parents)):
+        if not heap:
+            return
+        negative, ranked, parent, above = heapq.heappop(heap)
+        if negative == np.inf:
+            return
+        level, rank = len(ranked) - 1, ranked[-1]
+        token_ids[node] = ranked_ids[level, rank]
+        parents[node] = parent
+        depths[node] = level + 1
+        mask[node] = mask[parent]
+        mask[node, node] = True
+        valid[node] = True
+        if rank + 1 < ranks:
+            heapq.heappush(heap, (-(above + logprobs[level][rank + 1]), (*ranked[:-1], rank + 1), parent, above))
+        if level + 1 < len(logprobs):
+            heapq.heappush(heap, (negative - logprobs[level + 1][0], (*ranked, 0), node, -negative))
+
+
+def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
+    """The same tree as `heap_tree`, level by level on the device.
+
+    The best `budget` prefixes of depth d all extend the best `budget` of depth d-1, and with parents and tokens both
+    sorted, prefix (i, j) has (i+1)(j+1)-1 others before it, so only pairs with (i+1)(j+1) <= budget matter. The best
+    `budget` over all depths are the tree.
+
+    Args:
+        root_ids: [batch] int64.
+        logits: [batch, depth, vocab] float32.
+        budget: most drafted nodes.
+    """
+    if budget == 0:
+        return DraftTree.root_only(root_ids)
+    logprobs, ranked_ids, finite = ranked_logprobs(logits, budget)
+    # A row without usable marginals keeps its shape; its nodes are marked invalid below.
+    logprobs = logprobs.double().where(finite[:, None, None], -torch.inf)
+    batch, depth, ranks = logprobs.shape
+    device = logprobs.device
+
+    # Kept prefixes of all levels so far, level after level; column 0 is the empty prefix, the root.
+    scores = torch.zeros(batch, 1, dtype=torch.float64, device=device)
+    parents = torch.full((batch, 1), -1, device=device)
+    token_ids = root_ids.unsqueeze(1)
+    # Place of each prefix in the order of rank tuples, a prefix before its extensions.
+    places = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    start, width = 0, 1
+    for level in range(depth):
+        pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]
+        above, rank = torch.tensor(pairs, device=device).T
+        candidates = scores[:, start + above] + logprobs[:, level, rank]
+        # Ranks count from 1 here: rank 0 in this digit is the prefix itself.
+        order = places[:, start + above] * (ranks + 1) + rank + 1
+        chosen = _best(candidates, order, min(budget, len(pairs)))
+        scores = torch.cat([scores, candidates.gather(1, chosen)], dim=1)
+        parents = torch.cat([parents, start + above[chosen]], dim=1)
+        token_ids = torch.cat([token_ids, ranked_ids[:, level].gather(1, rank[chosen])], dim=1)
+        places = torch.cat([places * (ranks + 1), order.gather(1, chosen)], dim=1).argsort(1).argsort(1)
+        start, width = start + width, chosen.shape[1]
+
+    nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
+    scores[:, 0] = torch.inf  # the root comes first
+    chosen = _best(scores, places, nodes)
+    new_index = torch.zeros_like(places).scatter_(1, chosen, torch.arange(nodes, device=device).expand(batch, nodes))
+    kept_parents = parents.gather(1, chosen)
+    return DraftTree.from_parents(
+        token_ids.gather(1, chosen),
+        new_index.gather(1, kept_parents.clamp(min=0)).where(kept_parents >= 0, -1),
+        max_depth=depth,
+        valid=scores.gather(1, chosen) > -torch.inf,
+        finite=finite,
+    )
+
+
+def _best(scores: Tensor, order: Tensor, count: int) -> Tensor:
+    """[batch, count]: indices of the largest scores, equal scores by ascending `order`."""
+    by_order = order.argsort(1)
+    by_score = scores.gather(1, by_order).argsort(1, descending=True, stable=True)
+    return by_order.gather(1, by_score[:, :count])
+
+
+def num_prefixes(vocab: int, depth: int, budget: int) -> int:
+    """How many nodes a tree of this budget has: all prefixes there are, if they are fewer than the budget."""
+    total = level = 0
+    for _ in range(depth):
+        level = max(level, 1) * vocab
+        total += level
+        if total >= budget:
+            return budget
+    return total

@@ -1,0 +1,210 @@
+"""DFlashDrafter: a block-diffusion drafter that fills a whole block of masked slots in one forward.
+
+Each layer's queries come from the block only; its keys and values come from the target's features of committed tokens
+(fused once, cached across rounds) and from the block. Embedding and head are the target's. Source: z-lab/dflash; shared
+facts on formats, section 1.5. What a `generate` call remembers is in `candidates.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.dflash.configuration import DFlashConfig
+from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+
+MAX_TREE_BUDGET = 1024
+
+
+class DFlashAttention(nn.Module):
+    """Attention of block slots over [cached context ; new context ; block]."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        block: Tensor,
+        context: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: TreeCache | None,
+        layer: int,
+    ) -> Tensor:
+        """[batch, block, hidden] x [batch, new, hidden] -> [batch, block, hidden]; see `DFlashDrafter.forward`."""
+        batch, slots, _ = block.shape
+        both = torch.cat([context, block], dim=1)
+        queries = self.q_norm(self.q_proj(block).view(batch, slots, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(both).view(batch, both.shape[1], -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(both).view(batch, both.shape[1], -1, self.head_dim).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        queries = queries * cos[:, :, -slots:] + rotate_half(queries) * sin[:, :, -slots:]
+        keys = keys * cos + rotate_half(keys) * sin
+        if cache is not None:
+            keys, values = cache.layers[layer].update(keys, values)
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, slots, -1))
+
+
+class DFlashLayer(nn.Module):
+    """A Qwen3 decoder layer on the block; the context enters its attention as it is, without this layer's norm."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block: Tensor, context: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, block, hidden] -> [batch, block, hidden]."""
+        block = block + self.self_attn(self.input_layernorm(block), context, *attention_inputs)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class DFlashDrafter(PreTrainedModel, Drafter):
+    """A DFlash checkpoint as a drafter: `method="dflash"` drafts its greedy chain, `"ddtree"` the best-first tree.
+
+    Drafting options:
+        method: `"ddtree"` (default) or `"dflash"`.
+        tree_budget: most drafted nodes of a tree, root not counted; DDTree's B.
+        block_size: slots of a block, root included; at most the trained one. Shorter blocks draft less per forward.
+    """
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["DFlashLayer"]
+    option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget", "block_size")
+
+    def __init__(self, config: DFlashConfig) -> None:
+        config.check()
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.method = "ddtree"
+        self.tree_budget = 64
+        self.block_size: int = config.block_size
+        self.post_init()
+
+    def forward(
+        self,
+        block_embeddings: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        *,
+        masks: Sequence[Tensor | None] | None = None,
+        cache: TreeCache | None = None,
+        lm_head: nn.Module | None = None,
+    ) -> Tensor:
+        """Predicts the tokens at a block's positions.
+
+        Args:
+            block_embeddings: [batch, block, hidden], the target's embeddings of root, mask, mask, ...
+            features: [batch, new, taps * hidden], raw target features of the tokens committed since the last forward.
+            position_ids: [batch, new + block] int64, of the new features and then of the block's slots.
+            masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no mask at all.
+            cache: holds earlier features' keys and values; receives those of the new features and of the block.
+            lm_head: the target's head.
+
+        Returns:
+            [batch, block, hidden] after the final norm, or with `lm_head` [batch, block - 1, vocab] float32 logits of
+            slots 1, 2, ...: slot k is for the token k places after the root.
+        """
+        context = self.hidden_norm(self.fc(features))
+        rotary = self.rotary_emb(block_embeddings, position_ids)
+        hidden = block_embeddings
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, context, rotary, masks[index] if masks else None, cache, index)
+        hidden = self.norm(hidden)
+        if lm_head is None:
+            return hidden
+        logits = lm_head(hidden[:, 1:].to(next(lm_head.parameters()).dtype)).float()
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.target_layer_ids)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+
+        return MARGINAL_METHODS[self.method](DFlashMarginals(self, target), self)
+
+    def check_options(self) -> None:
+        if self.method not in MARGINAL_METHODS:
+            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
+            raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
+        if not isinstance(self.block_size, int) or not 2 <= self.block_size <= self.config.block_size:
+            raise ValueError(
+                f"block_size={self.block_size!r} must be an integer from 2 to {self.config.block_size}, the block this "
+                "checkpoint was trained with (root included)."
+            )
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        target = model.config.get_text_config(decoder=True)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        trained_for = self.config.target_name_or_path
+        way_out = (
+            f"A drafter fits only the target it was trained for: use {trained_for!r} as target, or another drafter."
+            if trained_for
+            else "A drafter fits only the target it was trained for: choose a drafter trained for this target."
+        )
+        if self.config.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"Drafter {name!r} reads target hidden states of size {self.config.hidden_size}, but target "
+                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
+            )
+        layers = target.num_hidden_layers
+        if self.config.num_target_layers not in (None, layers):
+            raise ValueError(
+                f"Drafter {name!r} was trained for a target of {self.config.num_target_layers} layers, but target "
+                f"{target_name!r} has {layers}. {way_out}"
+            )
+        outside = [index for index in self.config.target_layer_ids if not 0 <= index < layers]
+        if outside:
+            raise ValueError(
+                f"Drafter {name!r} reads target layers {self.config.target_layer_ids}, but {outside} are not among the "
+                f"layers 0 to {layers - 1} of target {target_name!r}. {way_out}"
+            )
+        vocab = model.get_input_embeddings().num_embeddings
+        if self.config.vocab_size != vocab:
+            raise ValueError(
+                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
+                f"{target_name!r} has {vocab} embeddings. {way_out}"
+            )
+        if not 0 <= self.config.mask_token_id < vocab:
+            raise ValueError(
+                f"Drafter {name!r} writes mask_token_id {self.config.mask_token_id}, but target {target_name!r} has "
+                f"only {vocab} embeddings. {way_out}"
+            )

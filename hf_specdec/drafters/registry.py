@@ -1,0 +1,55 @@
+"""Which drafter families and which drafting methods exist. Each folder under `drafters/` registers its own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specdec.decoding.candidates import TreeCandidateGenerator
+    from hf_specdec.drafters.base import BlockMarginals, Drafter
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of checkpoint.
+
+    Attributes:
+        name: its folder under `drafters/`.
+        drafter: the class that loads it, with `from_pretrained`.
+        recognises: whether a `config.json`, as a dict, is of this kind.
+    """
+
+    name: str
+    drafter: type[Drafter]
+    recognises: Callable[[dict[str, Any]], bool]
+
+
+FAMILIES: dict[str, Family] = {}
+# Methods that draft from per-position marginals, whatever network gives them.
+MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, Any], TreeCandidateGenerator]] = {}
+
+
+def register_family(name: str, *, drafter: type[Drafter], recognises: Callable[[dict[str, Any]], bool]) -> None:
+    """Makes a kind of checkpoint known to `load_drafter`; one line at the foot of its package."""
+    _claim(FAMILIES, name, Family(name, drafter, recognises))
+
+
+def register_marginal_method(name: str, make: Callable[[BlockMarginals, Any], TreeCandidateGenerator]) -> None:
+    """Makes a way of drafting from per-position marginals known; `make(marginals, drafter)` reads the drafter's options."""
+    _claim(MARGINAL_METHODS, name, make)
+
+
+def _claim(table: dict[str, Any], name: str, entry: object) -> None:
+    if table.setdefault(name, entry) is not entry:
+        raise ValueError(f"The name {name!r} is registered already, by {table[name]!r}; {entry!r} needs another.")
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name nobody knows: suggests the nearest one, then lists all."""
+    choices = sorted(known)
+    nearest = difflib.get_close_matches(str(name), choices, n=1)
+    suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    return ValueError(f"Unknown {kind} {name!r}.{suggestion} Known: {', '.join(map(repr, choices)) or 'none'}.")

@@ -1,0 +1,163 @@
+"""The one place that touches transformers: two wraps on GenerationMixin, idempotent and reversible.
+
+`generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
+streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`, and `_validate_generation_mode`
+is wrapped because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
+other assistants take the stock path, untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin, GenerationMode
+
+from hf_specdec.decoding.loop import speculative_decoding
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import Drafter
+
+# What we wrap or call, and the leading parameters that each must have for that to mean what we think it means.
+_EXPECTED = {
+    "_assisted_decoding": ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
+    "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
+    "_prefill": ("self", "input_ids", "generation_config", "model_kwargs"),
+}
+
+
+def enable() -> None:
+    """Lets `generate` accept a `Drafter` as `assistant_model`. Done on import; doing it twice changes nothing.
+
+    Raises:
+        ImportError: the installed transformers has functions of another shape than the ones we know.
+    """
+    _check_host()
+    for name, wrap in (
+        ("_assisted_decoding", _wrap_assisted_decoding),
+        ("_validate_generation_mode", _wrap_validate_generation_mode),
+    ):
+        function = getattr(GenerationMixin, name)
+        if not hasattr(function, "_hf_specdec_original"):
+            wrapped = wrap(function)
+            wrapped._hf_specdec_original = function  # type: ignore[attr-defined]
+            setattr(GenerationMixin, name, wrapped)
+
+
+def disable() -> None:
+    """Puts transformers back as it was; a `Drafter` then is an assistant that stock `generate` does not understand."""
+    for name in ("_assisted_decoding", "_validate_generation_mode"):
+        original = getattr(getattr(GenerationMixin, name), "_hf_specdec_original", None)
+        if original is not None:
+            setattr(GenerationMixin, name, original)
+
+
+def _check_host() -> None:
+    for name, expected in _EXPECTED.items():
+        function = getattr(GenerationMixin, name, None)
+        found = tuple(inspect.signature(function).parameters)[: len(expected)] if function is not None else None
+        if found != expected:
+            raise ImportError(
+                f"hf_specdec needs GenerationMixin.{name}{expected}, but transformers {transformers.__version__} has "
+                f"{name}{found if found is not None else ' missing'}. Supported: transformers >= 5.17, < 6."
+            )
+
+
+def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # generate() inspects the signature
+    def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(assistant_model, Drafter):
+            return original(self, *args, assistant_model=assistant_model, **kwargs)
+        return _decode(self, assistant_model, *args, **kwargs)
+
+    return _assisted_decoding
+
+
+def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _validate_generation_mode(
+        self: PreTrainedModel,
+        generation_mode: GenerationMode,
+        generation_config: GenerationConfig,
+        generation_mode_kwargs: dict[str, Any],
+    ) -> None:
+        drafter = generation_mode_kwargs.get("assistant_model")
+        if not isinstance(drafter, Drafter):
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        _check_call(self, drafter, generation_mode, generation_config, generation_mode_kwargs)
+        return None
+
+    return _validate_generation_mode
+
+
+def _check_call(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    mode: GenerationMode,
+    config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    """Everything that can be refused before the first token is refused here, drafter and target together."""
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
+            f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
+        )
+    if config.use_cache is False:
+        raise ValueError("Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out.")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r} cannot hold draft trees; leave it out, the cache is "
+            "preallocated in any case."
+        )
+    if config.assistant_ensemble_weight is not None:
+        raise ValueError(
+            f"assistant_ensemble_weight={config.assistant_ensemble_weight} asks for output that is not the target's "
+            "own; hf_specdec is lossless only. Leave it out."
+        )
+    if mode_kwargs.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
+            "speculation does not; generate on a replicated target, or without assistant_model."
+        )
+    peft_config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    if peft_config is not None and peft_config.is_prompt_learning:
+        raise ValueError(
+            f"The target carries {peft_config.peft_type} virtual tokens, which shift every position; prompt learning "
+            "is not supported. Merge it away or use a LoRA adapter."
+        )
+    TargetModel.check_supported(model)
+    drafter.check_options()
+    drafter.check_target(model)
+
+
+def _decode(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    inputs_tensor: Any = None,
+    assistant_tokenizer: Any = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    drafter.stats = SpeculationStats(method=drafter.method)
+    return speculative_decoding(
+        TargetModel(model, drafter.feature_layers()),
+        drafter.candidate_generator,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        model_kwargs=model_kwargs,
+        stats=drafter.stats,
+        streamer=streamer,
+    )
