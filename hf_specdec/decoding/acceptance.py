@@ -4,7 +4,7 @@ At each node the user's processors are applied to the target's logits with that 
 (argmax or sample), and the walk goes to the child with that token; where there is none, the choice is the bonus token.
 Each choice is made exactly as plain decoding makes it, so the output is the target's for any tree and any processor.
 That holds for drafts chosen without randomness and for drafts that are drawn independently of the target's choices.
-Source: DDTree, arXiv 2604.12989, Section 4.1, step 4; the rule is Lemma-free: no draft probability enters it.
+Source: DDTree, arXiv 2604.12989, Section 4.1, step 4.
 """
 
 from __future__ import annotations
@@ -166,16 +166,14 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         >>> follow(tree, torch.tensor([[2, 9, 3, 5]]))
         (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
     """
-    matched = choices.gather(1, tree.parents.clamp(min=0)) == tree.token_ids
-    matched &= tree.valid
-    matched[:, 0] = True
-    accepted = (matched.unsqueeze(1) | ~tree.ancestor_mask).all(-1)
+    rejected = (choices.gather(1, tree.parents[:, 1:]) != tree.token_ids[:, 1:]) | ~tree.valid[:, 1:]
+    # The root has no column here: it is always accepted.
+    blocked = (rejected.unsqueeze(1) & tree.ancestor_mask[:, :, 1:]).any(-1)
+    # Accepted nodes form one path, since siblings differ in their token; each is written at its depth, the rest aside.
+    slots = tree.depths.masked_fill(blocked, tree.max_depth + 1)
     batch, nodes = choices.shape
-    # Accepted nodes form one path: siblings differ in their token. Each is written at its depth, the rest aside.
-    slot = tree.depths.where(accepted, tree.max_depth + 1)
-    path = choices.new_zeros(batch, tree.max_depth + 2)
-    path.scatter_(1, slot, torch.arange(nodes, device=choices.device).expand(batch, nodes))
-    path = path[:, :-1]
-    num_accepted = accepted.sum(-1) - 1
-    last = path.gather(1, num_accepted.unsqueeze(1))
-    return path, num_accepted, choices.gather(1, last).squeeze(1)
+    index = torch.arange(nodes, device=choices.device).expand(batch, nodes)
+    path = choices.new_zeros(batch, tree.max_depth + 2).scatter_(1, slots, index)[:, :-1]
+    num_accepted = nodes - 1 - blocked.sum(1, keepdim=True)
+    bonus_ids = choices.gather(1, path.gather(1, num_accepted))
+    return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)

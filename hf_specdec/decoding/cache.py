@@ -205,6 +205,17 @@ class TreeCache(Cache):
             flat.index_copy_(1, target.to(slab.device), kept)
         self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
 
+    def commit_first(self, counts: Sequence[int]) -> None:
+        """Keeps the first `counts` nodes of the round, in order, at the end of each row: a commit of a chain.
+
+        Where all rows have one length, the nodes already lie where they belong.
+        """
+        if min(self.row_lengths) == self.longest:
+            self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
+        else:
+            steps = torch.arange(max(counts), device=self.lengths.device)
+            self.commit(steps.expand(self.batch, -1), counts)
+
     def rollback(self, row_lengths: Sequence[int]) -> None:
         """Forgets all entries of each row beyond `row_lengths`."""
         assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))

@@ -43,7 +43,8 @@ class RoundOutcome:
         token_ids: [batch, steps] int64.
         features: [batch, steps, taps * hidden], the target's at exactly these tokens, or None without taps.
         position_ids: [batch, steps] int64.
-        valid: [batch, steps] bool. False for padding: left padding of the prompt, the end of shorter rows of a round.
+        valid: [batch, steps] bool, or None for all True. False for padding: left padding of the prompt, the end of
+            shorter rows of a round.
         num_committed: valid entries of each row, as the host knows them.
         num_accepted: drafted tokens kept per row; zeros for the prefill.
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
@@ -54,7 +55,7 @@ class RoundOutcome:
     token_ids: Tensor
     features: Tensor | None
     position_ids: Tensor
-    valid: Tensor
+    valid: Tensor | None
     num_committed: list[int]
     num_accepted: list[int]
     target_logits: Tensor

@@ -111,6 +111,7 @@ class _Decoding:
         )
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         self.root_ids: Tensor
+        self.root_positions: Tensor
 
     def run(self) -> SpeculativeOutput | Tensor:
         started = time.perf_counter()
@@ -154,7 +155,7 @@ class _Decoding:
                 features=output.features,
                 position_ids=positions,
                 valid=valid,
-                num_committed=[new] * batch,
+                num_committed=[new] * batch if valid is None else valid.sum(1).tolist(),
                 num_accepted=[0] * batch,
                 target_logits=output.logits,
             )
@@ -164,10 +165,11 @@ class _Decoding:
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
+        self.root_positions = self.target.root_positions()
         began = time.perf_counter()
         context = DraftContext(
             root_ids=self.root_ids,
-            root_positions=self.target.root_positions(),
+            root_positions=self.root_positions,
             sequences=self.sequences.ids,
             lengths=self.sequences.lengths,
             active=active,
@@ -176,6 +178,7 @@ class _Decoding:
         drafted = time.perf_counter()
         output = self.target.verify(
             tree,
+            self.root_positions,
             output_attentions=self.records.keeps_attentions,
             output_hidden_states=self.records.keeps_hidden_states,
         )
@@ -192,18 +195,20 @@ class _Decoding:
         acceptance = self.accept(tree, output.logits, self.sequences)
         self.root_ids = acceptance.bonus_ids
         path_ids = tree.token_ids.gather(1, acceptance.path)
-        finite = tree.valid[:, 0] if tree.finite is None else tree.finite
-        columns = (acceptance.num_accepted, acceptance.bonus_ids, tree.valid.sum(-1) - 1, finite)
-        report = torch.cat([torch.stack(columns, dim=1), path_ids[:, 1:]], dim=1).tolist()
-        tokens = [row[4 : 4 + row[0]] + [row[1]] for row in report]
+        finite = tree.valid[:, :1] if tree.finite is None else tree.finite.unsqueeze(1)
+        columns = (acceptance.num_accepted.unsqueeze(1), acceptance.bonus_ids.unsqueeze(1), finite, tree.valid, path_ids)
+        report = torch.cat(columns, dim=1).tolist()
+        num_accepted = [row[0] for row in report]
+        first = 3 + tree.num_nodes + 1  # where the tokens of the path begin, root left out
+        tokens = [row[first : first + row[0]] + [row[1]] for row in report]
         kept = self.sequences.append(tokens, self.records.scores_including(acceptance.scores))
         self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
         return Verdict(
             path=acceptance.path,
             path_ids=path_ids,
-            num_accepted=[row[0] for row in report],
-            num_drafted=[row[2] for row in report],
-            finite=[bool(row[3]) for row in report],
+            num_accepted=num_accepted,
+            num_drafted=[sum(row[3 : first - 1]) - 1 for row in report],
+            finite=[bool(row[2]) for row in report],
         )
 
     def commit(self, verdict: Verdict, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
@@ -212,8 +217,9 @@ class _Decoding:
         steps = max(counts)
         path = verdict.path[:, :steps]
         order = torch.arange(steps, device=path.device)
-        positions = self.target.root_positions().unsqueeze(1) + order
-        valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
+        valid = None
+        if min(counts) < steps:
+            valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
         features = output.features
         if features is not None:
             index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
@@ -222,7 +228,7 @@ class _Decoding:
         return RoundOutcome(
             token_ids=verdict.path_ids[:, :steps],
             features=features,
-            position_ids=positions,
+            position_ids=self.root_positions.unsqueeze(1) + order,
             valid=valid,
             num_committed=counts,
             num_accepted=verdict.num_accepted,
@@ -258,6 +264,6 @@ class _Decoding:
             columns = torch.arange(longest, device=output_ids.device)
             starts = torch.tensor(cache.row_lengths, device=output_ids.device).unsqueeze(1) - self.entry_offset
             token_ids = output_ids.gather(1, (starts + columns).clamp(max=output_ids.shape[1] - 1))
-            self.target.verify(DraftTree.chain(token_ids))
-            cache.commit(columns.expand(cache.batch, longest), missing)
+            self.target.verify(DraftTree.chain(token_ids), self.target.root_positions())
+            cache.commit_first(missing)
         cache.to_dynamic(self.model_kwargs["past_key_values"], entries)

@@ -186,22 +186,33 @@ class TargetModel:
         self._visible = torch.zeros((), dtype=self.dtype, device=device)
         self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
 
-    def prompt_positions(self) -> tuple[Tensor, Tensor]:
-        """Position ids and validity of the entries that the prefill added, both [batch, entries]."""
+    def prompt_positions(self) -> tuple[Tensor, Tensor | None]:
+        """Position ids [batch, entries] of the entries that the prefill added, and which are no padding (None: all)."""
         entries = torch.arange(self.prefilled.start, self.prefilled.stop, device=self.position_offset.device)
         positions = self.position_offset.unsqueeze(1) + entries
-        if self.prompt_mask is None:
-            return positions, torch.ones_like(positions, dtype=torch.bool)
-        return positions, self.prompt_mask[:, self.prefilled]
+        return positions, None if self.prompt_mask is None else self.prompt_mask[:, self.prefilled]
 
     def root_positions(self) -> Tensor:
         """[batch] int64 position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths
 
-    def verify(self, tree: DraftTree, *, output_attentions: bool = False, output_hidden_states: bool = False) -> TargetOutput:
+    def verify(
+        self,
+        tree: DraftTree,
+        root_positions: Tensor,
+        *,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> TargetOutput:
         """One forward over all nodes of a tree, each seeing the committed prefix and its own ancestors only.
 
         Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
+
+        Args:
+            tree: what to verify.
+            root_positions: [batch] int64, `root_positions()` at the start of the round.
+            output_attentions: also return attention weights.
+            output_hidden_states: also return hidden states of all layers.
         """
         self.cache.reserve(tree.num_nodes)
         extra = {}
@@ -212,7 +223,7 @@ class TargetModel:
         outputs = self.model(
             input_ids=tree.token_ids,
             attention_mask=self._attention_mask(tree),
-            position_ids=self.root_positions().unsqueeze(1) + tree.depths,
+            position_ids=root_positions.unsqueeze(1) + tree.depths,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,

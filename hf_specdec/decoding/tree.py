@@ -93,6 +93,10 @@ class DraftTree:
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
+        if self.token_ids.device.type == "cpu":  # a look at the values is free here, and nearly always all there is to do
+            lowest, highest = self.token_ids.aminmax()
+            if 0 <= lowest and highest < vocab_size:
+                return self
         inside = (self.token_ids >= 0) & (self.token_ids < vocab_size)
         inside[:, 0] = True
         valid = self.valid & (inside.unsqueeze(1) | ~self.ancestor_mask).all(-1)

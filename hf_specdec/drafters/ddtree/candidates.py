@@ -53,9 +53,9 @@ def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor
         logprobs [batch, depth, ranks] float32 in descending order, token ids [batch, depth, ranks] int64, and
         finite [batch] bool: False where a row's logits are NaN or infinite upwards.
     """
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    top, token_ids = logits.topk(min(budget, logits.shape[-1]), dim=-1)
-    return top - normaliser, token_ids, normaliser.squeeze(-1).isfinite().all(-1)
+    logprobs, token_ids = logits.log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
+    # NaN and +inf anywhere in a position make its best log-probability NaN, -inf everywhere makes it NaN too.
+    return logprobs, token_ids, logprobs[..., 0].isfinite().all(-1)
 
 
 def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
@@ -183,7 +183,7 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
 def _best(scores: Tensor, order: Tensor, count: int) -> Tensor:
     """[batch, count]: indices of the largest scores, equal scores by ascending `order`."""
     by_order = order.argsort(1)
-    by_score = scores.gather(1, by_order).argsort(1, descending=True, stable=True)
+    by_score = scores.gather(1, by_order).argsort(dim=1, descending=True, stable=True)
     return by_order.gather(1, by_score[:, :count])
 
 

@@ -25,6 +25,11 @@ class DFlashMarginals(BlockMarginals):
         self.block_size = drafter.block_size
         self.embed_tokens = target.model.get_input_embeddings()
         self.lm_head = target.model.get_output_embeddings()
+        self.slots = torch.arange(self.block_size, device=drafter.device)
+        self.layer_kinds = [
+            (drafter.config.window(layer), drafter.config.block_is_causal(layer))
+            for layer in range(drafter.config.num_hidden_layers)
+        ]
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
 
@@ -46,21 +51,22 @@ class DFlashMarginals(BlockMarginals):
 
         block_ids = context.root_ids.new_full((batch, self.block_size), config.mask_token_id)
         block_ids[:, 0] = context.root_ids
-        slots = torch.arange(self.block_size, device=context.root_positions.device)
-        positions = torch.cat([pending.position_ids, context.root_positions.unsqueeze(1) + slots], dim=1)
+        block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
+        positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
         logits = self.drafter(
             self.embed_tokens(block_ids).to(device=device, dtype=dtype),
             pending.features.to(device=device, dtype=dtype),
-            positions.to(device),
+            positions,
             masks=self._masks(pending, new),
             cache=self.cache,
             lm_head=self.lm_head,
         )
-        # Valid entries first, in order; a left-padded prompt has its padding in front.
-        entries = torch.arange(new, device=device).expand(batch, new)
-        if pending.tree is None:
-            entries = (~pending.valid.to(device)).to(torch.int8).argsort(dim=1, stable=True)
-        self.cache.commit(entries, pending.num_committed)
+        if pending.tree is None and pending.valid is not None:
+            # A left-padded prompt has its padding in front: keep the other entries, in order.
+            padding = (~pending.valid).to(device=device, dtype=torch.int8)
+            self.cache.commit(padding.argsort(dim=1, stable=True), pending.num_committed)
+        else:
+            self.cache.commit_first(pending.num_committed)
         self.pending = None
         # The mask may be an id that the target can emit; a draft of it would be a guess about nothing.
         logits[..., config.mask_token_id] = -torch.inf
@@ -68,38 +74,32 @@ class DFlashMarginals(BlockMarginals):
 
     def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""
-        cache, config = self.cache, self.drafter.config
+        cache = self.cache
         assert cache is not None
-        layers = range(config.num_hidden_layers)
-        kinds = [(config.window(layer), config.block_is_causal(layer)) for layer in layers]
-        all_there = min(pending.num_committed) == new and min(cache.row_lengths) == cache.longest
-        if all_there and all(kind == (None, False) for kind in kinds):
-            return None
-        device = self.drafter.device
-        batch = cache.batch
-        cached = torch.arange(cache.longest, device=device) < cache.lengths.unsqueeze(1)
-        visible = torch.cat([cached, pending.valid.to(device)], dim=1)
-        # Order of the entries in the row's text: context entries count up to the root, slots from it.
-        before = torch.cat([torch.arange(cache.longest, device=device).expand(batch, -1),
-                            cache.lengths.unsqueeze(1) + pending.valid.to(device).cumsum(1) - 1], dim=1)  # fmt: skip
+        if pending.valid is None and min(cache.row_lengths) == cache.longest:
+            if all(kind == (None, False) for kind in self.layer_kinds):
+                return None
+        device, batch, slots = self.drafter.device, cache.batch, self.slots
+        cached = torch.arange(cache.longest, device=device)
+        new_valid = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid
+        new_valid = new_valid.to(device)
+        visible = torch.cat([cached < cache.lengths.unsqueeze(1), new_valid], dim=1)
+        # Where each entry stands in its row's text; padding stands anywhere, it is not visible.
+        new_places = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
+        places = torch.cat([cached.expand(batch, -1), new_places], dim=1)
         root = cache.lengths + torch.tensor(pending.num_committed, device=device)
-        slots = torch.arange(self.block_size, device=device)
-        built: dict[tuple[int | None, bool], Tensor] = {}
-        for window, causal in kinds:
-            if (window, causal) in built:
-                continue
-            context_visible = visible.unsqueeze(1).expand(-1, self.block_size, -1)
-            block_visible = (slots.unsqueeze(1) >= slots) if causal else torch.ones_like(slots.unsqueeze(1) >= slots)
+        masks = {}
+        for window, causal in set(self.layer_kinds):
+            context = visible.unsqueeze(1).expand(-1, self.block_size, -1)
+            ahead = slots.unsqueeze(1) - slots
+            block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
             if window is not None:
-                distance = root[:, None, None] + slots[:, None] - before.unsqueeze(1)
-                context_visible = context_visible & (distance < window)
-                block_visible = block_visible & (slots.unsqueeze(1) - slots < window)
-            both = torch.cat([context_visible, block_visible.expand(batch, -1, -1)], dim=-1)
-            lowest = torch.finfo(self.drafter.dtype).min
-            built[window, causal] = torch.zeros(both.shape, dtype=self.drafter.dtype, device=device).masked_fill_(
-                ~both, lowest
-            ).unsqueeze(1)  # fmt: skip
-        return [built[kind] for kind in kinds]
+                context = context & (root[:, None, None] + slots.unsqueeze(1) - places.unsqueeze(1) < window)
+                block = block & (ahead < window)
+            seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
+            mask = torch.zeros(seen.shape, dtype=self.drafter.dtype, device=device)
+            masks[window, causal] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)
+        return [masks[kind] for kind in self.layer_kinds]
 
 
 class ChainGenerator(TreeCandidateGenerator):

@@ -6,6 +6,7 @@ have `block_size` at the top. Source: shared facts on formats, section 1; z-lab/
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from transformers import Qwen3Config
@@ -38,6 +39,8 @@ class DFlashConfig(Qwen3Config):
         is_causal: attention inside a block for every layer; None applies the rule of `block_is_causal`.
         final_logit_softcapping: tanh cap on the borrowed head's logits.
         target_name_or_path: the target it was trained for, if known.
+        target_revision: the commit or branch of that target.
+        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class DFlashConfig(Qwen3Config):
         is_causal: bool | None = None,
         final_logit_softcapping: float | None = None,
         target_name_or_path: str | None = None,
+        target_revision: str | None = None,
+        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         window = kwargs.get("sliding_window")
@@ -61,7 +66,10 @@ class DFlashConfig(Qwen3Config):
         self.is_causal = is_causal
         self.final_logit_softcapping = final_logit_softcapping
         self.target_name_or_path = target_name_or_path
+        self.target_revision = target_revision
+        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
+        self._as_published: dict[str, Any] | None = None  # the file it was read from
 
     def check(self) -> None:
         """Raises ValueError, naming the field and where it lives, if the drafter cannot be built from this config."""
@@ -77,6 +85,11 @@ class DFlashConfig(Qwen3Config):
                 "This DFlash config has neither dflash_config.target_layer_ids nor num_target_layers, so the target "
                 "layers it reads are unknown; add one of them to its config.json."
             )
+        for key in ("is_neox_style", "rope_is_neox_style"):
+            if getattr(self, key, True) is False:  # keys of some published files, unknown to Qwen3Config
+                raise ValueError(f"{key} is false in this DFlash config: interleaved rotary embeddings are not supported.")
+        if self.dflash_config.get("attention_sink_bias"):
+            raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are not supported.")
 
     @property
     def mask_token_id(self) -> int | None:
@@ -106,9 +119,61 @@ class DFlashConfig(Qwen3Config):
             return bool(explicit)
         return self.layer_types[layer] == "sliding_attention"
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Reads a `config.json` and remembers it as it was, to be written back unchanged."""
+        as_published = {key: value for key, value in config_dict.items() if not key.startswith("_")}
+        as_published = copy.deepcopy(as_published)  # the host's reader completes nested fields in place
+        read = super().from_dict(config_dict, **kwargs)
+        config = read[0] if isinstance(read, tuple) else read
+        config._as_published = as_published
+        return read
+
     def to_dict(self) -> dict[str, Any]:
-        """The published layout, which every DFlash loader reads."""
-        return super().to_dict() | {"model_type": "qwen3", "architectures": [ARCHITECTURE]}
+        """All fields, in the published layout, which every DFlash loader reads."""
+        fields = super().to_dict() | {"model_type": "qwen3", "architectures": [ARCHITECTURE]}
+        del fields["_as_published"]
+        if "block_size" in fields["dflash_config"]:
+            fields["dflash_config"]["block_size"] = fields.pop("block_size")
+        return fields
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: the file it was read from, unknown keys included, and what changed since.
+
+        Other loaders give meaning to which keys are there (`use_swa` without `layer_types`, a top-level `rope_theta`),
+        so nothing is added to a file that we only pass on.
+        """
+        if self._as_published is None:
+            fields = super().to_diff_dict()
+            fields = {key: value for key, value in fields.items() if value is not None or key not in _OPTIONAL}
+            # Loaders from before rope_parameters read the base at the top level, and take 10000 where it is missing.
+            return fields | _legacy_rope(fields["rope_parameters"])
+        before = type(self)(**copy.deepcopy(self._as_published)).to_dict()
+        fields = self.to_dict()
+        changed = {key: value for key, value in fields.items() if key not in before or before[key] != value}
+        changed.pop("_name_or_path", None)
+        written = copy.deepcopy(self._as_published)
+        if "dtype" in changed and "torch_dtype" in written:
+            written["torch_dtype"] = changed["dtype"]
+        if "rope_parameters" in changed:
+            written.pop("rope_scaling", None)
+            changed |= _legacy_rope(changed["rope_parameters"])
+        return {"model_type": "qwen3", "architectures": [ARCHITECTURE]} | written | changed
+
+
+# Fields of ours that other loaders need not see when they say nothing.
+_OPTIONAL = (
+    "final_logit_softcapping",
+    "is_causal",
+    "num_target_layers",
+    "target_name_or_path",
+    "target_revision",
+    "target_tokenizer_sha256",
+)
+
+
+def _legacy_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
 
 
 def is_dflash(config: dict[str, Any]) -> bool:

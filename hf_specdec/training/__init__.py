@@ -1,0 +1,9 @@
+"""Training drafters: rows of text, the frozen target's states, losses, and a Trainer with one step per method.
+
+Nothing here is imported by `hf_specdec` itself; it needs the extra `hf_specdec[train]`.
+"""
+
+from hf_specdec.training.dflash import DFlashStep
+from hf_specdec.training.trainer import DrafterTrainer
+
+__all__ = ["DFlashStep", "DrafterTrainer"]

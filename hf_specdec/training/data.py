@@ -1,0 +1,240 @@
+"""Training rows: text that the target wrote itself, plain text, and mixtures of both.
+
+A row is one stretch of tokens with three columns: `input_ids`, all rows of a set equally long (padded at the end);
+`first_anchor`, the first position a block may start at, which leaves a prompt that nobody has to draft out; and
+`length`, the tokens before the padding. Drafters learn most from the target's own continuations, since that is what
+they will be asked to foresee. The states of the target for these rows are in `features.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from hf_specdec.training.features import fingerprint
+
+if TYPE_CHECKING:
+    import datasets
+
+COLUMNS = ("input_ids", "first_anchor", "length")
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            "Training rows are kept in datasets.Dataset, and the package datasets is not installed: "
+            "pip install 'hf_specdec[train]'. Drafting and generation work without it."
+        ) from error
+    return datasets
+
+
+def pack_text(documents: Iterable[Sequence[int]], length: int, *, separator_id: int | None = None) -> datasets.Dataset:
+    """Joins tokenized documents and cuts them into rows of `length` tokens; a rest shorter than a row is dropped.
+
+    Args:
+        documents: token ids of each document.
+        length: tokens per row.
+        separator_id: put in front of each document, or None for nothing.
+
+    Raises:
+        ValueError: the documents do not fill one row.
+    """
+    stream: list[int] = []
+    for document in documents:
+        stream += ([] if separator_id is None else [separator_id]) + list(document)
+    count = len(stream) // length
+    if count == 0:
+        raise ValueError(f"The documents have {len(stream)} tokens, less than one row of {length}.")
+    rows = [stream[index * length : (index + 1) * length] for index in range(count)]
+    return _datasets().Dataset.from_dict({"input_ids": rows, "first_anchor": [1] * count, "length": [length] * count})
+
+
+def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, seed: int = 0) -> datasets.Dataset:
+    """All rows of `own` plus as many of `plain` as make `plain_share` of the whole, shuffled.
+
+    Raises:
+        ValueError: the share is not in [0, 1), `plain` is too small for it, or rows differ in length.
+    """
+    if not 0 <= plain_share < 1:
+        raise ValueError(f"plain_share={plain_share} must be at least 0 and less than 1.")
+    wanted = round(len(own) * plain_share / (1 - plain_share))
+    if wanted > len(plain):
+        raise ValueError(
+            f"plain_share={plain_share} of a mixture with {len(own)} written rows needs {wanted} rows of plain text, "
+            f"but there are {len(plain)}: give more text or a smaller share."
+        )
+    if wanted == 0:
+        return own.shuffle(seed=seed)
+    lengths = len(own[0]["input_ids"]), len(plain[0]["input_ids"])
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"Written rows have {lengths[0]} tokens and rows of plain text {lengths[1]}; pack to one length.")
+    chosen = plain.shuffle(seed=seed).select(range(wanted))
+    return _datasets().concatenate_datasets([own, chosen]).shuffle(seed=seed)
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Stacks rows, with or without cached states, into a batch."""
+    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+
+
+class _MostFinished(StoppingCriteria):
+    """Ends a batch once a share of its rows has reached the end of text; the rest is cut, which is still its text."""
+
+    def __init__(self, prompt_length: int, end_ids: Tensor, share: float) -> None:
+        self.prompt_length, self.end_ids, self.share = prompt_length, end_ids, share
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        written = input_ids[:, self.prompt_length :]
+        finished = torch.isin(written, self.end_ids.to(written.device)).any(1)
+        stop = finished.float().mean() >= self.share
+        return stop.expand(len(input_ids))
+
+
+def write_continuations(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    folder: str | Path,
+    *,
+    num_rows: int,
+    prompt_lengths: tuple[int, int] = (32, 96),
+    new_tokens: int = 224,
+    temperatures: Sequence[float] = (0.0, 0.0, 0.0, 0.8),
+    batch_size: int = 128,
+    finished_share: float = 0.75,
+    max_minutes: float | None = None,
+    cache_implementation: str | None = None,
+    worker: tuple[int, int] = (0, 1),
+    seed: int = 0,
+) -> datasets.Dataset:
+    """Lets the target continue prompts cut from documents, and keeps what it wrote on disk.
+
+    One batch is one part on disk. A part depends on its number and the recipe alone, so an interrupted call goes on
+    where it stopped, asking for more rows adds parts, and several processes can share the work.
+
+    Args:
+        model: the target.
+        documents: token ids of the documents that prompts are the beginnings of.
+        folder: parent of the cache; a subfolder is named after the recipe (target, documents, all that follows here
+            and shapes the text), which is written into it as `recipe.json`.
+        num_rows: rows wanted, rounded up to whole batches.
+        prompt_lengths: shortest and longest prompt in tokens; one length per batch, so that none needs padding.
+        new_tokens: most tokens to write per prompt.
+        temperatures: of the batches, in turn; 0 is greedy.
+        batch_size: prompts per batch.
+        finished_share: a batch ends early once this share of its rows has reached the end of text.
+        max_minutes: stop adding parts after this time.
+        cache_implementation: handed to `generate`; "static" writes faster on CPUs.
+        worker: (rank, number of workers); this call writes every n-th part and returns its own parts only.
+        seed: of prompts and sampling.
+
+    Returns:
+        Rows of `prompt_lengths[1] + new_tokens` tokens with the columns of this module.
+
+    Raises:
+        ValueError: no document is long enough for a prompt.
+    """
+    datasets = _datasets()
+    shortest, longest = prompt_lengths
+    lengths = torch.tensor([len(document) for document in documents])
+    # A prompt may be a whole document, but the target should not only continue after its end.
+    if not bool((lengths > shortest).any()):
+        raise ValueError(
+            f"None of {len(documents)} documents has more than {shortest} tokens, the shortest prompt; lower prompt_lengths."
+        )
+    recipe = {
+        "target": fingerprint(model),
+        "documents": hashlib.sha256(json.dumps([list(map(int, d)) for d in documents]).encode()).hexdigest(),
+        "prompt_lengths": list(prompt_lengths),
+        "new_tokens": new_tokens,
+        "temperatures": list(temperatures),
+        "batch_size": batch_size,
+        "finished_share": finished_share,
+        "seed": seed,
+    }
+    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
+    own = Path(folder) / f"continuations-{name}"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+
+    started = time.monotonic()
+    rank, workers = worker
+    parts = []
+    numbers = range(rank, -(-num_rows // batch_size), workers)
+    for number in tqdm(numbers, desc="target writes", unit="batch", disable=rank > 0):
+        part = own / f"part-{number:06d}"
+        if not part.exists():
+            if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
+                break
+            rows = _write_batch(model, documents, lengths, recipe, number, cache_implementation)
+            unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
+            datasets.Dataset.from_dict(rows).save_to_disk(unfinished)
+            if part.exists():  # another process was asked for the same part and came first
+                shutil.rmtree(unfinished)
+            else:
+                unfinished.rename(part)
+        parts.append(datasets.load_from_disk(part))
+    if not parts:
+        raise ValueError(f"max_minutes={max_minutes} left no time for a single batch of {batch_size} rows.")
+    return datasets.concatenate_datasets(parts)
+
+
+@torch.no_grad()
+def _write_batch(
+    model: PreTrainedModel,
+    documents: Sequence[Sequence[int]],
+    lengths: Tensor,
+    recipe: dict[str, Any],
+    number: int,
+    cache_implementation: str | None,
+) -> dict[str, list[Any]]:
+    chosen = torch.Generator().manual_seed(recipe["seed"] * 1_000_003 + number)
+    shortest, longest = recipe["prompt_lengths"]
+    longest = min(longest, int(lengths.max()) - 1)
+    prompt_length = int(torch.randint(shortest, longest + 1, (), generator=chosen))
+    fitting = (lengths > prompt_length).nonzero().squeeze(1)
+    picks = fitting[torch.randint(len(fitting), (recipe["batch_size"],), generator=chosen)].tolist()
+    prompts = torch.tensor([list(documents[index][:prompt_length]) for index in picks], device=model.device)
+
+    temperature = recipe["temperatures"][number % len(recipe["temperatures"])]
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    end = model.generation_config.eos_token_id
+    end_ids = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
+    stopping = StoppingCriteriaList([_MostFinished(prompt_length, end_ids, recipe["finished_share"])])
+    # generate() draws from the global generator; leave it to the caller as it was found.
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(recipe["seed"] * 1_000_003 + number)
+        written = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=recipe["new_tokens"],
+            pad_token_id=0 if end is None else int(end_ids[0]),
+            stopping_criteria=stopping,
+            cache_implementation=cache_implementation,
+            use_cache=True,
+            disable_compile=True,
+            **sampling,
+        ).cpu()
+    width = recipe["prompt_lengths"][1] + recipe["new_tokens"]
+    rows = torch.zeros(len(written), width, dtype=torch.long)
+    rows[:, : written.shape[1]] = written
+    ended = torch.isin(written[:, prompt_length:], end_ids)
+    first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, ended.shape[1])
+    # The end of text itself is something to draft; what generate() pads with after it is not.
+    return {
+        "input_ids": rows.tolist(),
+        "first_anchor": [prompt_length] * len(rows),
+        "length": (prompt_length + first_end).tolist(),
+    }

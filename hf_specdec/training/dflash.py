@@ -1,0 +1,202 @@
+"""The DFlash training step: random anchors, masked blocks, all blocks of a row in one drafter forward.
+
+A block is what the drafter sees at inference: the anchor (there the root) in slot 0, the mask token in the others, and
+the target's features of the positions before the anchor as context. Slot k is for the token k places after the anchor.
+The blocks of a row share its context and lie behind one another; a mask keeps them apart.
+Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The drafter is in
+`hf_specdec/drafters/dflash/`, the losses in `losses.py`, the target's side in `data.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.dflash.configuration import DFlashConfig
+from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
+from hf_specdec.training.step import StepOutput, TrainingStep
+
+
+class DFlashStep(TrainingStep):
+    """Loss of one batch of rows for a `DFlashDrafter`.
+
+    Args:
+        drafter: the drafter in training; its block size, mask token and window rules are used.
+        target: the frozen target it drafts for.
+        num_anchors: blocks per row and step, drawn without replacement; rows with fewer candidates give fewer.
+        loss: "ce" with the row's own tokens, or "kl", "tv", "lk" against the target's distributions.
+        gamma: decay length of the position weights; None weighs all positions alike.
+        eta: of "lk".
+
+    Raises:
+        ValueError: the drafter does not fit the target, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        target: PreTrainedModel,
+        *,
+        num_anchors: int = 16,
+        loss: LossName = "ce",
+        gamma: float | None = 4.0,
+        eta: float = LK_ETA,
+    ) -> None:
+        drafter.check_target(target)
+        if loss not in LOSS_NAMES:
+            raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
+        if num_anchors < 1:
+            raise ValueError(f"num_anchors={num_anchors} must be at least 1.")
+        self.config: DFlashConfig = drafter.config
+        self.reader = TargetReader(target, drafter.feature_layers(), last_hidden=loss in SOFT_LOSSES)
+        self.num_anchors, self.loss, self.eta = num_anchors, loss, eta
+        self.block_size: int = drafter.config.block_size
+        self.weights = position_weights(self.block_size, gamma)
+        self.embed_tokens = target.get_input_embeddings()
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        input_ids = batch["input_ids"]
+        device = input_ids.device
+        states = self.reader.of_batch(batch)
+        anchors, valid = choose_anchors(batch["first_anchor"], batch["length"], self.num_anchors, random=training)
+
+        hidden = block_hidden(model, self.config, self.embed_tokens, input_ids, states.features, anchors)
+        hidden = hidden.unflatten(1, (anchors.shape[1], self.block_size))[:, :, 1:]
+        places = anchors.unsqueeze(-1) + torch.arange(1, self.block_size, device=device)
+        labelled = valid.unsqueeze(-1) & (places < batch["length"][:, None, None])
+        places = places.clamp(max=input_ids.shape[1] - 1)
+        rows = torch.arange(input_ids.shape[0], device=device)[:, None, None].expand_as(places)[labelled]
+        places = places[labelled]
+
+        # The target's distribution for the token at a place comes from the position before it.
+        target_hidden = states.last_hidden[rows, places - 1] if states.last_hidden is not None else None
+        losses, hits = draft_losses(
+            self.loss,
+            hidden[labelled],
+            self._draft_head,
+            input_ids[rows, places],
+            target_hidden=target_hidden,
+            target_head=self.reader.head,
+            eta=self.eta,
+        )
+        weights = self.weights.to(device).expand(labelled.shape)[labelled]
+        # Empty batches (no row with room for a block) give 0, attached to the graph so that backward still works.
+        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * hidden.sum()
+        correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits)
+        return StepOutput(loss, correct.detach(), labelled)
+
+    def _draft_head(self, hidden: Tensor) -> Tensor:
+        head = self.reader.lm_head
+        logits = head(hidden.to(next(head.parameters()).dtype)).float()
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: bool) -> tuple[Tensor, Tensor]:
+    """Anchor positions of each row, ascending.
+
+    Args:
+        first: [batch] int64, first position that may be an anchor; at least 1 is used, since a root always has a
+            token before it.
+        length: [batch] int64, tokens of the row; the last cannot be an anchor, nothing follows it.
+        num_anchors: wanted per row.
+        random: draw without replacement from the global generator (whose state checkpoints keep), or space evenly.
+
+    Returns:
+        anchors: [batch, num_anchors] int64; where `valid` is False a position that is safe to index, 0.
+        valid: [batch, num_anchors] bool.
+
+    Example:
+        >>> choose_anchors(torch.tensor([4]), torch.tensor([9]), 3, random=False)
+        (tensor([[4, 5, 6]]), tensor([[True, True, True]]))
+    """
+    first = first.clamp(min=1).unsqueeze(1)
+    candidates = (length.unsqueeze(1) - 1 - first).clamp(min=0)
+    order = torch.arange(num_anchors, device=first.device)
+    valid = order < candidates
+    if random:
+        # On the CPU whatever the device: the anchors of a run do not depend on where it runs.
+        widest = max(int(candidates.max()), num_anchors)
+        draws = torch.rand(len(first), widest).to(first.device)
+        draws = draws.masked_fill(torch.arange(widest, device=first.device) >= candidates, 2.0)
+        offsets = draws.argsort(1)[:, :num_anchors].sort(1).values
+        # Sorting keeps the drawn candidates in front of the fillers: their indices are the smaller ones.
+    else:
+        offsets = torch.where(candidates >= num_anchors, order * candidates // num_anchors, order)
+    return torch.where(valid, first + offsets, 0), valid
+
+
+def block_hidden(
+    model: nn.Module,
+    config: DFlashConfig,
+    embed_tokens: nn.Module,
+    input_ids: Tensor,
+    features: Tensor,
+    anchors: Tensor,
+) -> Tensor:
+    """[batch, anchors * block, hidden] of every slot of every block, from one forward of the drafter.
+
+    Args:
+        model: the drafter, or what a distributed run wrapped around it.
+        config: the drafter's.
+        embed_tokens: the target's.
+        input_ids: [batch, seq] int64; only the tokens at the anchors are read.
+        features: [batch, seq, taps * hidden], the target's; a block sees those before its anchor.
+        anchors: [batch, anchors] int64.
+    """
+    batch, num_anchors = anchors.shape
+    block_size = config.block_size
+    parameter = next(model.parameters())
+    block_ids = anchors.new_full((batch, num_anchors, block_size), config.mask_token_id)
+    block_ids[:, :, 0] = input_ids.gather(1, anchors)
+    with torch.no_grad():
+        embeddings = embed_tokens(block_ids.flatten(1)).to(parameter.dtype)
+    context = torch.arange(features.shape[1], device=anchors.device).expand(batch, -1)
+    slots = anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)
+    return model(
+        embeddings,
+        features.to(parameter.dtype),
+        torch.cat([context, slots.flatten(1)], dim=1),
+        masks=block_masks(config, anchors, features.shape[1], _attention_dtype(parameter)),
+    )
+
+
+def block_masks(config: DFlashConfig, anchors: Tensor, context: int, dtype: torch.dtype) -> list[Tensor]:
+    """Per draft layer the additive mask [batch, 1, anchors * block, context + anchors * block].
+
+    A slot sees the context before its own anchor and the slots of its own block, within the layer's window and, where
+    the layer is causal, no later slot: the rules of inference, for many blocks at once.
+    """
+    batch, num_anchors = anchors.shape
+    block_size, device = config.block_size, anchors.device
+    within = torch.arange(block_size, device=device)
+    block_of = torch.arange(num_anchors, device=device).repeat_interleave(block_size)
+    slot = within.repeat(num_anchors)
+    anchor = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)
+    entries = torch.arange(context, device=device)
+    built: dict[tuple[int | None, bool], Tensor] = {}
+    kinds = [(config.window(layer), config.block_is_causal(layer)) for layer in range(config.num_hidden_layers)]
+    for window, causal in dict.fromkeys(kinds):
+        past = entries < anchor
+        own = block_of.unsqueeze(1) == block_of
+        if causal:
+            own = own & (slot.unsqueeze(1) >= slot)
+        if window is not None:
+            past = past & (anchor + slot.unsqueeze(1) - entries < window)
+            own = own & (slot.unsqueeze(1) - slot < window)
+        visible = torch.cat([past, own.expand(batch, -1, -1)], dim=-1)
+        lowest = torch.finfo(dtype).min
+        built[window, causal] = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+            ~visible, lowest
+        ).unsqueeze(1)  # fmt: skip
+    return [built[kind] for kind in kinds]
+
+
+def _attention_dtype(parameter: Tensor) -> torch.dtype:
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype

@@ -1,0 +1,213 @@
+"""The frozen target's side of training: hidden states of the tapped layers, on the fly or cached to disk.
+
+A drafter trains on what the target computed for text that is already there, so one plain forward over whole rows gives
+everything. `TargetReader` runs it; `cache_states` writes its results once and `CachedStates` reads them back row by
+row, for runs that pass over the same text several times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.target import decoder_layers
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What a drafter's training reads of the target for a batch of rows.
+
+    Attributes:
+        features: [batch, seq, taps * hidden], outputs of the tapped layers joined in the order asked for.
+        last_hidden: [batch, seq, hidden], input of the target's head, or None unless asked for.
+    """
+
+    features: Tensor
+    last_hidden: Tensor | None
+
+
+class TargetReader:
+    """Runs the frozen target over rows of tokens.
+
+    Args:
+        model: the target; it is put in evaluation mode and its parameters stop requiring gradients.
+        layers: 0-based decoder layers to read, in the order in which to join them.
+        last_hidden: also read what enters the head, which the losses that compare distributions need.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], *, last_hidden: bool = False) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.layers = tuple(layers)
+        self.wants_last_hidden = last_hidden
+        self.lm_head: nn.Module = model.get_output_embeddings()
+        self._cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        self._head_checked = False
+
+    def of_batch(self, batch: Mapping[str, Tensor]) -> TargetStates:
+        """The cached states that the batch carries, or those of a forward over its `input_ids`.
+
+        Raises:
+            ValueError: the batch carries features without the last hidden states that are needed here.
+        """
+        if "features" not in batch:
+            return self.read(batch["input_ids"])
+        if self.wants_last_hidden and "last_hidden" not in batch:
+            raise ValueError(
+                "The cached states hold no last_hidden, which this loss needs; cache them again with a reader made "
+                'with last_hidden=True, or train with loss="ce".'
+            )
+        return TargetStates(batch["features"], batch.get("last_hidden"))
+
+    @torch.no_grad()
+    def read(self, input_ids: Tensor) -> TargetStates:
+        """States at every position of [batch, seq] rows. Padding belongs at the end, where causality hides it."""
+        taken: dict[int | str, Tensor] = {}
+
+        def tap(index: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+                taken[index] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        def before_norm(module: nn.Module, args: Any, output: Any) -> None:
+            taken["last"] = output[0]
+
+        layers = decoder_layers(self.model)
+        handles = [layers[index].register_forward_hook(tap(index)) for index in dict.fromkeys(self.layers)]
+        decoder = self.model.get_decoder()
+        handles.append(decoder.register_forward_hook(before_norm))
+        try:
+            # The head runs on one position only: its logits are the most expensive thing that nobody reads.
+            logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
+        finally:
+            for handle in handles:
+                handle.remove()
+        device = input_ids.device
+        features = torch.cat([taken[index].to(device) for index in self.layers], dim=-1)
+        if not self.wants_last_hidden:
+            return TargetStates(features, None)
+        self._check_head(taken["last"][:, -1], logits[:, -1])
+        return TargetStates(features, taken["last"].to(device))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
+        logits = self.lm_head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
+    def _check_head(self, hidden: Tensor, logits: Tensor) -> None:
+        """Raises ValueError, once, if the target does more to its logits than its head and a soft cap."""
+        if self._head_checked:
+            return
+        ours = self.head(hidden)
+        apart = (ours - logits.float()).abs().max().item()
+        # Two kernels of a low-precision head may round differently; a missing scale is off by far more.
+        if apart > 0.05 * logits.float().abs().max().item() + 1e-3:
+            raise ValueError(
+                f"The logits of target {type(self.model).__name__} differ by {apart:.3g} from its head applied to its "
+                'last hidden state, so it transforms them in a way unknown here; train with loss="ce".'
+            )
+        self._head_checked = True
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short hash of a model's config and of a sample of every weight, to tell whether a cache belongs to it."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(device="cpu", dtype=torch.float32)
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def cache_states(
+    reader: TargetReader,
+    rows: Sequence[Mapping[str, Any]],
+    folder: str | Path,
+    *,
+    batch_size: int = 16,
+    rows_per_file: int = 256,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CachedStates:
+    """Writes the target's states of every row to `folder`, or finds them there, and returns the rows with them.
+
+    Files appear one by one under their final name, so an interrupted run goes on where it stopped. A folder made for
+    other rows, layers or another target is told apart by a name derived from all three; `folder` may hold several.
+
+    Args:
+        reader: the target's.
+        rows: a map-style dataset of the columns in `data.py`.
+        folder: parent of the cache.
+        batch_size: rows per target forward.
+        rows_per_file: rows per safetensors file.
+        dtype: of the states on disk.
+    """
+    input_ids = torch.tensor([row["input_ids"] for row in rows])
+    identity = {
+        "target": fingerprint(reader.model),
+        "layers": list(reader.layers),
+        "last_hidden": reader.wants_last_hidden,
+        "dtype": str(dtype),
+        "rows": list(input_ids.shape),
+        "tokens": hashlib.sha256(input_ids.numpy().tobytes()).hexdigest(),
+        "rows_per_file": rows_per_file,
+    }
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    own = Path(folder) / f"states-{name}"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / "identity.json").write_text(json.dumps(identity, indent=2) + "\n")
+    files = []
+    device = reader.model.device
+    for start in tqdm(range(0, len(input_ids), rows_per_file), desc="target states", unit="file"):
+        file = own / f"rows-{start:08d}.safetensors"
+        files.append(file)
+        if file.exists():
+            continue
+        parts: dict[str, list[Tensor]] = {"features": [], "last_hidden": []}
+        for chunk in input_ids[start : start + rows_per_file].split(batch_size):
+            states = reader.read(chunk.to(device))
+            parts["features"].append(states.features.to("cpu", dtype))
+            if states.last_hidden is not None:
+                parts["last_hidden"].append(states.last_hidden.to("cpu", dtype))
+        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+        save_file({key: torch.cat(value) for key, value in parts.items() if value}, unfinished)
+        unfinished.replace(file)
+    return CachedStates(rows, files, rows_per_file)
+
+
+class CachedStates(Dataset):
+    """Rows with the target's states next to their tokens; states are read from disk when a row is asked for."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], files: Sequence[Path], rows_per_file: int) -> None:
+        self.rows, self.files, self.rows_per_file = rows, list(files), rows_per_file
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, place = divmod(index, self.rows_per_file)
+        if number not in self._open:
+            self._open[number] = safe_open(self.files[number], framework="pt")
+        file = self._open[number]
+        # Read by slice: the file is mapped, and only the pages of this row are touched.
+        states = {key: file.get_slice(key)[place] for key in file.keys()}  # noqa: SIM118 - no dict
+        return dict(self.rows[index]) | states
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Open files do not travel to the processes of a DataLoader.
+        return self.__dict__ | {"_open": {}}

@@ -1,0 +1,182 @@
+"""Losses of draft positions, and the one place that turns draft hidden states into them chunk by chunk.
+
+The four losses are plain formulas on logits, one value per position. `draft_losses` applies one of them behind the
+target's head without ever holding the logits of all positions: memory is bounded by a number of elements, whatever the
+number of positions and the vocabulary. Which positions count, and for which token, is the business of a method's step.
+Sources: survey paper on speculative decoding (shared papers, 003), section "LK Losses - Train for Acceptance and Not
+KL", for `tv` and `lk`; Samarin et al., arXiv 2602.23881, for the schedule of `lk`; DFlash, arXiv 2602.06036, Eq. 4, for
+the position weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+LossName = Literal["ce", "kl", "tv", "lk"]
+LOSS_NAMES: tuple[str, ...] = get_args(LossName)
+SOFT_LOSSES: tuple[str, ...] = ("kl", "tv", "lk")  # they need the target's logits, not only its token
+LK_ETA = 3.0
+MAX_CHUNK_ELEMENTS = 1 << 24  # logits held at once, 64 MB in float32
+
+
+def position_weights(block_size: int, gamma: float | None) -> Tensor:
+    """Weight of each drafted position of a block: exp(-(k - 1) / gamma) for k = 1 .. block_size - 1.
+
+    A wrong early token makes the rest of the block worthless, so early positions count more. DFlash
+    (arXiv 2602.06036), Eq. 4; its authors use gamma 7, 5, 4 for blocks of 16, 10, 8.
+
+    Args:
+        block_size: slots of a block, root included.
+        gamma: decay length in positions; None weighs all alike.
+
+    Returns:
+        [block_size - 1] float32, 1 at the first.
+
+    Raises:
+        ValueError: gamma is not positive.
+
+    Example:
+        >>> position_weights(4, 1.0)
+        tensor([1.0000, 0.3679, 0.1353])
+    """
+    if gamma is None:
+        return torch.ones(block_size - 1)
+    if not gamma > 0:
+        raise ValueError(f"gamma={gamma!r} must be positive, or None to weigh all positions alike.")
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+
+
+def ce_loss(draft_logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Cross-entropy with the token that the target wrote: [positions, vocab], [positions] int64 -> [positions], nats."""
+    return torch.nn.functional.cross_entropy(draft_logits.float(), token_ids, reduction="none")
+
+
+def kl_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """KL(target || draft) at temperature 1: twice [positions, vocab] -> [positions], nats."""
+    draft_logprobs = draft_logits.float().log_softmax(-1)
+    target_logprobs = target_logits.float().log_softmax(-1)
+    return (target_logprobs.exp() * (target_logprobs - draft_logprobs)).sum(-1)
+
+
+def tv_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Total variation distance: twice [positions, vocab] -> [positions], from 0 to 1.
+
+    It is 1 - alpha, where alpha = sum over tokens of min(target_probs, draft_probs) is the chance that speculative
+    sampling accepts a token drawn from the drafter.
+    """
+    difference = target_logits.float().softmax(-1) - draft_logits.float().softmax(-1)
+    return 0.5 * difference.abs().sum(-1)
+
+
+def lk_loss(draft_logits: Tensor, target_logits: Tensor, eta: float = LK_ETA) -> Tensor:
+    """The acceptance-aware hybrid: lambda * KL + (1 - lambda) * TV with lambda = exp(-eta * alpha).
+
+    Mostly KL, whose gradient is useful everywhere, while acceptance is low; mostly TV, which is the objective itself,
+    once it is high. Samarin et al. (arXiv 2602.23881) for the schedule, with their best eta as default; alpha is each
+    position's own and carries no gradient.
+    """
+    tv = tv_loss(draft_logits, target_logits)
+    share = torch.exp(-eta * (1 - tv.detach()))
+    return share * kl_loss(draft_logits, target_logits) + (1 - share) * tv
+
+
+def draft_losses(
+    loss: LossName,
+    draft_hidden: Tensor,
+    draft_head: Callable[[Tensor], Tensor],
+    token_ids: Tensor,
+    *,
+    target_hidden: Tensor | None = None,
+    target_head: Callable[[Tensor], Tensor] | None = None,
+    eta: float = LK_ETA,
+    max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Loss and greedy hit of every position, holding at most `max_chunk_elements` logits of a model at a time.
+
+    The gradient with respect to `draft_hidden` is found chunk by chunk in the forward pass, where the logits are at
+    hand, so nothing is recomputed. The heads are taken as frozen: their parameters get no gradient.
+
+    Args:
+        loss: one of "ce", "kl", "tv", "lk".
+        draft_hidden: [positions, hidden], input of the head.
+        draft_head: [chunk, hidden] -> [chunk, vocab] logits.
+        token_ids: [positions] int64, the token that belongs at each position: the label of "ce", and what a hit is.
+        target_hidden: [positions, hidden], the target's head input at the same positions; for "kl", "tv" and "lk".
+        target_head: [chunk, hidden] -> [chunk, vocab], the target's logits.
+        eta: of "lk".
+        max_chunk_elements: bound on chunk * vocab; one position is always taken.
+
+    Returns:
+        Per position the loss, [positions] float32 with gradient, and whether the draft's likeliest token is the
+        token, [positions] bool.
+
+    Raises:
+        ValueError: the loss is unknown, or the target's side that it needs is missing.
+    """
+    if loss not in LOSS_NAMES:
+        raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
+    if loss in SOFT_LOSSES and (target_hidden is None or target_head is None):
+        raise ValueError(
+            f"loss={loss!r} compares distributions, so it needs target_hidden and target_head; "
+            'with the tokens alone use loss="ce".'
+        )
+
+    def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        logits = draft_head(hidden)
+        hits = logits.detach().argmax(-1) == token_ids[chunk]
+        if loss == "ce":
+            return ce_loss(logits, token_ids[chunk]), hits
+        assert target_hidden is not None and target_head is not None
+        with torch.no_grad():
+            target_logits = target_head(target_hidden[chunk])
+        if loss == "kl":
+            return kl_loss(logits, target_logits), hits
+        return (tv_loss(logits, target_logits) if loss == "tv" else lk_loss(logits, target_logits, eta)), hits
+
+    return _ChunkedLosses.apply(draft_hidden, of_chunk, draft_head, max_chunk_elements)
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Per-position losses whose gradients are taken in the forward pass; positions must not depend on each other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        of_chunk: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
+        head: Callable[[Tensor], Tensor],
+        max_chunk_elements: int,
+    ) -> tuple[Tensor, Tensor]:
+        positions = hidden.shape[0]
+        losses = hidden.new_empty(positions, dtype=torch.float32)
+        hits = torch.empty(positions, dtype=torch.bool, device=hidden.device)
+        needs_grad = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if needs_grad else None
+        start = 0
+        # The vocabulary is the head's to know; one position tells it.
+        vocab = head(hidden[:1]).shape[-1] if positions else 1
+        length = max(1, max_chunk_elements // vocab)
+        while start < positions:
+            chunk = slice(start, start + length)
+            if gradient is not None:
+                with torch.enable_grad():
+                    leaf = hidden[chunk].detach().requires_grad_()
+                    values, hits[chunk] = of_chunk(leaf, chunk)
+                    (gradient[chunk],) = torch.autograd.grad(values.sum(), leaf)
+            else:
+                values, hits[chunk] = of_chunk(hidden[chunk], chunk)
+            losses[chunk] = values.detach()
+            start += length
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(hits)
+        return losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * gradients[0].unsqueeze(1).to(gradient.dtype), None, None, None)

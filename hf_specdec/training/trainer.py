@@ -1,0 +1,74 @@
+"""DrafterTrainer: a `transformers.Trainer` that trains a drafter while its target stays frozen.
+
+Progress bar, checkpoints, resuming, mixed precision, several processes and `push_to_hub` are the host's. What differs:
+the loss comes from a method's `TrainingStep`, the target is neither wrapped nor saved, and logs and evaluation report
+how much of the draft would have been accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+
+from hf_specdec.training.data import collate
+from hf_specdec.training.step import TrainingStep, acceptance_metrics
+
+
+class DrafterTrainer(Trainer):
+    """Trains a drafter with the step of its method.
+
+    Args:
+        drafter: a drafter that is a `PreTrainedModel`; what checkpoints hold.
+        step: made for this drafter and its target; the target is moved to the training device.
+        args: the host's. `remove_unused_columns` is switched off: the step names the columns, not the forward.
+        **kwargs: handed to `transformers.Trainer` (datasets, callbacks, optimizers, ...). `data_collator` and
+            `compute_metrics` default to this library's.
+    """
+
+    def __init__(
+        self, drafter: PreTrainedModel, step: TrainingStep, args: TrainingArguments | None = None, **kwargs: Any
+    ) -> None:
+        args = args if args is not None else TrainingArguments()
+        args.remove_unused_columns = False
+        kwargs.setdefault("data_collator", collate)
+        kwargs.setdefault("compute_metrics", _metrics_of_prediction)
+        super().__init__(model=drafter, args=args, **kwargs)
+        self.step = step
+        target = step.reader.model
+        if getattr(target, "hf_device_map", None) is None:
+            target.to(args.device)
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        output = self.step(model, inputs, training=model.training)
+        if model.training:
+            self._pending.append((output.correct, output.labelled))
+        return (output.loss, output) if return_outputs else output.loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        with torch.no_grad(), self.compute_loss_context_manager():
+            output = self.step(model, self._prepare_inputs(inputs), training=False)
+        if prediction_loss_only:
+            return output.loss, None, None
+        return output.loss, output.correct, output.labelled
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self._pending:
+            correct, labelled = (torch.cat([entry.flatten(0, -2) for entry in part]) for part in zip(*self._pending, strict=True))
+            self._pending.clear()
+            logs |= {name: round(value, 4) for name, value in acceptance_metrics(correct, labelled).items()}
+        super().log(logs, *args, **kwargs)
+
+
+def _metrics_of_prediction(prediction: EvalPrediction) -> dict[str, float]:
+    correct, labelled = (torch.from_numpy(np.asarray(part)) > 0 for part in (prediction.predictions, prediction.label_ids))
+    return acceptance_metrics(correct, labelled)
