@@ -208,7 +208,7 @@ def main() -> None:
         bf16=True,
         use_cpu=not torch.cuda.is_available(),
         eval_strategy="steps",
-        eval_steps=max(1, arguments.steps // 6),
+        eval_steps=max(1, arguments.steps // 3),
         save_steps=max(1, arguments.steps // 12),
         save_total_limit=1,
         logging_steps=50,

@@ -9,7 +9,7 @@ Source: DDTree, arXiv 2604.12989, Section 4.1, step 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,16 +52,28 @@ class Acceptance:
     """What the target made of a tree.
 
     Attributes:
-        path: [batch, max_depth + 1] int64, accepted nodes in order, root first; entries behind them are 0.
-        num_accepted: [batch] int64, drafted nodes kept; root and bonus excluded.
+        path: [batch, steps] int64, accepted nodes in order, root first; any node index behind a row's last. `steps` is
+            at least the longest accepted path, root included.
+        path_ids: [batch, steps] int64, their tokens.
         bonus_ids: [batch] int64, the target's choice after the last accepted node.
-        scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`, or None if not asked for.
+        tokens: the same for the host: per row the accepted tokens, root excluded, and then the bonus token.
+        num_drafted: valid nodes per row, root excluded.
+        finite: per row, whether the drafter's output was finite.
+        scores: [batch, steps, vocab] float32, processed logits at the nodes of `path`, or None if not asked for.
     """
 
     path: Tensor
-    num_accepted: Tensor
+    path_ids: Tensor
     bonus_ids: Tensor
+    tokens: list[list[int]]
+    num_drafted: list[int]
+    finite: list[bool]
     scores: Tensor | None
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """Drafted nodes kept per row; root and bonus excluded."""
+        return [len(row) - 1 for row in self.tokens]
 
 
 class FollowTarget:
@@ -93,11 +105,12 @@ class FollowTarget:
             vocab = logits.shape[-1]
             flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
             logits = flat.view(logits.shape)
-        path, num_accepted, bonus_ids = follow(tree, self._choose(logits))
-        scores = None
+        choices = self._choose(logits)
+        acceptance = _walk(tree, choices) if tree.children is not None else _read(tree, *follow(tree, choices))
         if self.keep_scores:
-            scores = logits.gather(1, path.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        return Acceptance(path, num_accepted, bonus_ids, scores)
+            index = acceptance.path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            acceptance = replace(acceptance, scores=logits.gather(1, index))
+        return acceptance
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[..., vocab] -> [...] int64: the target's choice, as plain decoding makes it."""
@@ -146,7 +159,7 @@ class FollowTarget:
             node[walking] = child[walking]
             path[walking, depth + 1] = child[walking]
             num_accepted[walking] += 1
-        return Acceptance(path, num_accepted, bonus_ids, scores)
+        return replace(_read(tree, path, num_accepted, bonus_ids), scores=scores)
 
 
 def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +172,7 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         choices: [batch, nodes] int64, the token the target chose after each node.
 
     Returns:
-        path [batch, max_depth + 1], num_accepted [batch] and bonus_ids [batch], all int64, as in `Acceptance`.
+        path [batch, max_depth + 1], number of accepted nodes [batch], root excluded, and bonus_ids [batch], all int64.
 
     Example:
         >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
@@ -177,3 +190,44 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_accepted = nodes - 1 - blocked.sum(1, keepdim=True)
     bonus_ids = choices.gather(1, path.gather(1, num_accepted))
     return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)
+
+
+def _read(tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor) -> Acceptance:
+    """Brings the outcome of a walk to the host: the only transfer of a round."""
+    path_ids = tree.token_ids.gather(1, path)
+    finite = tree.valid[:, :1] if tree.finite is None else tree.finite.unsqueeze(1)
+    columns = (num_accepted.unsqueeze(1), bonus_ids.unsqueeze(1), finite, tree.valid, path_ids)
+    rows = torch.cat(columns, dim=1).tolist()
+    first = 3 + tree.num_nodes + 1  # where the path's tokens begin, root left out
+    return Acceptance(
+        path=path,
+        path_ids=path_ids,
+        bonus_ids=bonus_ids,
+        tokens=[[*row[first : first + row[0]], row[1]] for row in rows],
+        num_drafted=[sum(row[3 : first - 1]) - 1 for row in rows],
+        finite=[bool(row[2]) for row in rows],
+        scores=None,
+    )
+
+
+def _walk(tree: DraftTree, choices: Tensor) -> Acceptance:
+    """`follow` for a tree whose children are known to the host: one look-up per accepted token."""
+    assert tree.children is not None
+    paths, tokens = [], []
+    for children, chosen in zip(tree.children, choices.tolist(), strict=True):
+        path = [0]
+        while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
+            path.append(child)
+        paths.append(path)
+        tokens.append([chosen[node] for node in path])
+    steps = max(map(len, paths))
+    path = torch.tensor([path + [0] * (steps - len(path)) for path in paths])
+    return Acceptance(
+        path=path,
+        path_ids=tree.token_ids.gather(1, path),
+        bonus_ids=torch.tensor([row[-1] for row in tokens]),
+        tokens=tokens,
+        num_drafted=[len(children) for children in tree.children],
+        finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),
+        scores=None,
+    )

@@ -89,7 +89,7 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
         self.row_lengths: list[int] = []
         self.lengths: Tensor
-        self._slabs: list[Tensor] = []  # each [2 * layers, batch, capacity, kv_heads, head_dim]
+        self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
 
     @classmethod
     def continuing(cls, cache: Cache, num_layers: int) -> TreeCache:
@@ -153,21 +153,22 @@ class TreeCache(Cache):
         self._set_lengths([length] * batch)
 
     def _allocate(self, layers: Sequence[CacheLayerMixin], length: int, capacity: int) -> None:
-        groups: dict[tuple[object, ...], list[CacheLayerMixin]] = {}
+        groups: dict[tuple[object, ...], list[tuple[CacheLayerMixin, str]]] = {}
         for layer in layers:
-            shape, value_shape = layer.keys.shape, layer.values.shape
-            groups.setdefault((shape[1], shape[3], value_shape[3], layer.dtype, layer.device), []).append(layer)
+            for name in ("keys", "values"):
+                _, kv_heads, _, head_dim = getattr(layer, name).shape
+                groups.setdefault((kv_heads, head_dim, layer.dtype, layer.device), []).append((layer, name))
         self._slabs = []
-        for (kv_heads, head_dim, value_dim, dtype, device), members in groups.items():
-            batch = members[0].keys.shape[0]
-            for name, dim in (("keys", head_dim), ("values", value_dim)):
-                # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
-                slab = torch.zeros(len(members), batch, capacity, kv_heads, dim, dtype=dtype, device=device)  # type: ignore[call-overload]
-                for buffer, layer in zip(slab, members, strict=True):
-                    view = buffer.transpose(1, 2)
-                    view[:, :, :length] = getattr(layer, name)[:, :, :length]
-                    setattr(layer, name, view)
-                self._slabs.append(slab)
+        for (kv_heads, head_dim, dtype, device), members in groups.items():
+            batch = getattr(*members[0]).shape[0]
+            # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
+            shape = (len(members), batch, capacity, kv_heads, head_dim)
+            slab = torch.zeros(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
+            for buffer, (layer, name) in zip(slab, members, strict=True):
+                view = buffer.transpose(1, 2)
+                view[:, :, :length] = getattr(layer, name)[:, :, :length]
+                setattr(layer, name, view)
+            self._slabs.append(slab)
 
     @property
     def capacity(self) -> int:

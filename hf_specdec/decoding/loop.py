@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.acceptance import FollowTarget
+from hf_specdec.decoding.acceptance import Acceptance, FollowTarget
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
@@ -69,17 +69,6 @@ def speculative_decoding(
         target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
         streamer,
     ).run()  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the target made of one tree, on the device (path) and as the host read it (the rest, per row)."""
-
-    path: Tensor
-    path_ids: Tensor
-    num_accepted: list[int]
-    num_drafted: list[int]
-    finite: list[bool]
 
 
 class _Decoding:
@@ -185,37 +174,30 @@ class _Decoding:
         self.stats.draft_time_s += drafted - began
         self.stats.verify_time_s += time.perf_counter() - drafted
         self.stats.num_target_forwards += 1
-        verdict = self.judge(tree, output)
-        self.count(verdict, active)
-        generator.observe(self.commit(verdict, active, tree, output))
+        roots = self.root_ids
+        acceptance = self.judge(tree, output)
+        if not all(active):  # a row that waits for the others goes on from the root it has
+            self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
+        self.count(acceptance, active)
+        generator.observe(self.commit(acceptance, active, tree, output))
 
-    def judge(self, tree: DraftTree, output: TargetOutput) -> Verdict:
+    def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
         acceptance = self.accept(tree, output.logits, self.sequences)
         self.root_ids = acceptance.bonus_ids
-        path_ids = tree.token_ids.gather(1, acceptance.path)
-        finite = tree.valid[:, :1] if tree.finite is None else tree.finite.unsqueeze(1)
-        columns = (acceptance.num_accepted.unsqueeze(1), acceptance.bonus_ids.unsqueeze(1), finite, tree.valid, path_ids)
-        report = torch.cat(columns, dim=1).tolist()
-        num_accepted = [row[0] for row in report]
-        first = 3 + tree.num_nodes + 1  # where the tokens of the path begin, root left out
-        tokens = [row[first : first + row[0]] + [row[1]] for row in report]
-        kept = self.sequences.append(tokens, self.records.scores_including(acceptance.scores))
+        kept = self.sequences.append(acceptance.tokens, self.records.scores_including(acceptance.scores))
         self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
-        return Verdict(
-            path=acceptance.path,
-            path_ids=path_ids,
-            num_accepted=num_accepted,
-            num_drafted=[sum(row[3 : first - 1]) - 1 for row in report],
-            finite=[bool(row[2]) for row in report],
-        )
+        return acceptance
 
-    def commit(self, verdict: Verdict, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
+    def commit(
+        self, acceptance: Acceptance, active: list[bool], tree: DraftTree, output: TargetOutput
+    ) -> RoundOutcome:
         """Keeps root and accepted nodes in the target's cache, and tells what was kept."""
-        counts = [kept + 1 if going else 0 for kept, going in zip(verdict.num_accepted, active, strict=True)]
+        num_accepted = acceptance.num_accepted
+        counts = [kept + 1 if going else 0 for kept, going in zip(num_accepted, active, strict=True)]
         steps = max(counts)
-        path = verdict.path[:, :steps]
+        path = acceptance.path[:, :steps]
         order = torch.arange(steps, device=path.device)
         valid = None
         if min(counts) < steps:
@@ -226,23 +208,23 @@ class _Decoding:
             features = features.gather(1, index)
         self.target.cache.commit(path, counts)
         return RoundOutcome(
-            token_ids=verdict.path_ids[:, :steps],
+            token_ids=acceptance.path_ids[:, :steps],
             features=features,
             position_ids=self.root_positions.unsqueeze(1) + order,
             valid=valid,
             num_committed=counts,
-            num_accepted=verdict.num_accepted,
+            num_accepted=num_accepted,
             target_logits=output.logits,
             tree=tree,
             path=path,
         )
 
-    def count(self, verdict: Verdict, active: list[bool]) -> None:
+    def count(self, acceptance: Acceptance, active: list[bool]) -> None:
         """Adds a round to the statistics."""
         for row in (row for row, going in enumerate(active) if going):
-            self.stats.per_step_accepted[row].append(verdict.num_accepted[row])
-            self.stats.num_draft_tokens += verdict.num_drafted[row]
-            if not verdict.finite[row]:
+            self.stats.per_step_accepted[row].append(len(acceptance.tokens[row]) - 1)
+            self.stats.num_draft_tokens += acceptance.num_drafted[row]
+            if not acceptance.finite[row]:
                 if not self.stats.num_plain_steps:
                     logger.warning(
                         "The drafter (%s) gave NaN or infinite logits. Such rounds are decoded plainly and counted in "

@@ -102,7 +102,8 @@ class Sequences:
         return prefixes[self._stand_ins(rows)]
 
     def _stand_ins(self, rows: list[int]) -> list[int]:
-        return [row if row in rows else rows[0] for row in range(self.batch)]
+        own = set(rows)
+        return [row if row in own else rows[0] for row in range(self.batch)]
 
     def for_each_length(
         self, rows: Iterable[int], extra: int, ask: Callable[[int, list[int], list[int]], Tensor]

@@ -172,6 +172,8 @@ class TargetModel:
         self.position_offset = last + 1 - length
         features = self._read_taps()
         self.prefilled = slice(already, length)
+        # No output token is placed beyond this entry, drafted nodes may be.
+        self.last_entry = length + generation_config.max_length - input_ids.shape[1] - 1
         return TargetOutput(
             outputs.logits[:, -1:].to(torch.float32, copy=True),
             features,
@@ -215,6 +217,10 @@ class TargetModel:
             output_hidden_states: also return hidden states of all layers.
         """
         self.cache.reserve(tree.num_nodes)
+        position_ids = root_positions.unsqueeze(1) + tree.depths
+        if self.cache.longest + tree.max_depth > self.last_entry:
+            # Such nodes are never kept, but learned positions would have no embedding for them.
+            position_ids = position_ids.minimum((self.position_offset + self.last_entry).unsqueeze(1))
         extra = {}
         if output_attentions:
             extra["output_attentions"] = True
@@ -223,7 +229,7 @@ class TargetModel:
         outputs = self.model(
             input_ids=tree.token_ids,
             attention_mask=self._attention_mask(tree),
-            position_ids=root_positions.unsqueeze(1) + tree.depths,
+            position_ids=position_ids,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,

@@ -8,7 +8,7 @@ Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. What the target makes of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class DraftTree:
         max_depth: no node is deeper (known to the host, so that shapes never wait for the device).
         finite: [batch] bool, or None for all True. False where the drafter's output was NaN or infinite; such a row
             must have no valid node but the root.
+        children: per row (parent, token) -> node for all valid nodes, or None. A drafter that builds trees in host
+            memory knows it anyway; the accepted path is then a few look-ups instead of tensor operations.
     """
 
     token_ids: Tensor
@@ -36,6 +38,7 @@ class DraftTree:
     valid: Tensor
     max_depth: int
     finite: Tensor | None = None
+    children: list[dict[tuple[int, int], int]] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -93,17 +96,15 @@ class DraftTree:
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
-        if self.token_ids.device.type == "cpu":  # a look at the values is free here, and nearly always all there is to do
-            lowest, highest = self.token_ids.aminmax()
-            if 0 <= lowest and highest < vocab_size:
-                return self
+        if self.children is not None and all(
+            0 <= token < vocab_size for known in self.children for _, token in known
+        ):
+            return self
         inside = (self.token_ids >= 0) & (self.token_ids < vocab_size)
         inside[:, 0] = True
         valid = self.valid & (inside.unsqueeze(1) | ~self.ancestor_mask).all(-1)
         token_ids = self.token_ids.where(valid, self.token_ids[:, :1])
-        return DraftTree(
-            token_ids, self.parents, self.depths, self.ancestor_mask, valid, self.max_depth, self.finite
-        )
+        return replace(self, token_ids=token_ids, valid=valid, children=None)
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_specdec.decoding.candidates import TreeCandidateGenerator
-    from hf_specdec.drafters.base import BlockMarginals, Drafter
+    from hf_specdec.drafters.base import BlockMarginals
+    from hf_specdec.drafters.pretrained import PretrainedDrafter
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class Family:
 
     Attributes:
         name: its folder under `drafters/`.
-        drafter: the class that loads it, with `from_pretrained`.
+        drafter: the class that loads it.
         recognises: whether a `config.json`, as a dict, is of this kind.
     """
 
     name: str
-    drafter: type[Drafter]
+    drafter: type[PretrainedDrafter]
     recognises: Callable[[dict[str, Any]], bool]
 
 
@@ -32,7 +33,9 @@ FAMILIES: dict[str, Family] = {}
 MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, Any], TreeCandidateGenerator]] = {}
 
 
-def register_family(name: str, *, drafter: type[Drafter], recognises: Callable[[dict[str, Any]], bool]) -> None:
+def register_family(
+    name: str, *, drafter: type[PretrainedDrafter], recognises: Callable[[dict[str, Any]], bool]
+) -> None:
     """Makes a kind of checkpoint known to `load_drafter`; one line at the foot of its package."""
     _claim(FAMILIES, name, Family(name, drafter, recognises))
 

@@ -1,1 +1,1 @@
-"""To and from the Hugging Face Hub: loading drafters by what their files are, and publishing them with a card."""
+"""From the Hugging Face Hub or a folder to a drafter, by what the files are. Publishing is a method of the drafter."""

@@ -9,17 +9,20 @@ Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash.configuration import DFlashConfig
+from hf_specdec.drafters.dflash.configuration import DFlashConfig, default_target_layer_ids
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
 from hf_specdec.training.step import StepOutput, TrainingStep
+
+# A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
+NEVER = -1e4
 
 
 class DFlashStep(TrainingStep):
@@ -58,6 +61,7 @@ class DFlashStep(TrainingStep):
         self.block_size: int = drafter.config.block_size
         self.weights = position_weights(self.block_size, gamma)
         self.embed_tokens = target.get_input_embeddings()
+        self.mask_token = torch.tensor([drafter.config.mask_token_id])
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         input_ids = batch["input_ids"]
@@ -81,7 +85,7 @@ class DFlashStep(TrainingStep):
             self._draft_head,
             input_ids[rows, places],
             target_hidden=target_hidden,
-            target_head=self.reader.head,
+            target_head=self._target_head,
             eta=self.eta,
         )
         weights = self.weights.to(device).expand(labelled.shape)[labelled]
@@ -94,7 +98,63 @@ class DFlashStep(TrainingStep):
         head = self.reader.lm_head
         logits = head(hidden.to(next(head.parameters()).dtype)).float()
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        # The mask is never drafted. Until it has learned so, a drafter that reads masks answers with masks.
+        return logits.index_fill(-1, self.mask_token.to(logits.device), NEVER)
+
+    def _target_head(self, hidden: Tensor) -> Tensor:
+        logits = self.reader.head(hidden)
+        return logits.index_fill(-1, self.mask_token.to(logits.device), NEVER)
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    *,
+    mask_token_id: int,
+    num_layers: int = 2,
+    block_size: int = 8,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+) -> DFlashDrafter:
+    """A DFlash drafter with random weights that fits a target; attention, rotary and norm settings are the target's.
+
+    Args:
+        target: the model to draft for.
+        mask_token_id: an id of the target's embedding that text does not use.
+        num_layers: draft layers.
+        block_size: slots of a block, root included.
+        target_layer_ids: target layers to read; by default as many as `num_layers`, but at least 4, evenly spaced.
+        intermediate_size: of the MLPs; by default the target's.
+    """
+    config = target.config.get_text_config(decoder=True)
+    if target_layer_ids is None:
+        target_layer_ids = default_target_layer_ids(max(4, num_layers), config.num_hidden_layers)
+    draft_config = DFlashConfig(
+        dflash_config={
+            "mask_token_id": mask_token_id,
+            "target_layer_ids": list(target_layer_ids),
+            "block_size": block_size,
+        },
+        num_target_layers=config.num_hidden_layers,
+        target_name_or_path=target.name_or_path or None,
+        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
+        vocab_size=target.get_input_embeddings().num_embeddings,
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size or config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+    drafter = DFlashDrafter(draft_config)
+    drafter.check_target(target)
+    return drafter
 
 
 def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: bool) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class TargetReader:
     @torch.no_grad()
     def read(self, input_ids: Tensor) -> TargetStates:
         """States at every position of [batch, seq] rows. Padding belongs at the end, where causality hides it."""
-        taken: dict[int | str, Tensor] = {}
+        taken: dict[int, Tensor] = {}
 
         def tap(index: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -82,16 +82,11 @@ class TargetReader:
 
             return hook
 
-        def before_norm(module: nn.Module, args: Any, output: Any) -> None:
-            taken["last"] = output[0]
-
         layers = decoder_layers(self.model)
         handles = [layers[index].register_forward_hook(tap(index)) for index in dict.fromkeys(self.layers)]
-        decoder = self.model.get_decoder()
-        handles.append(decoder.register_forward_hook(before_norm))
         try:
-            # The head runs on one position only: its logits are the most expensive thing that nobody reads.
-            logits = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits
+            # The decoder alone: logits of every position are the most expensive thing that nobody reads.
+            last_hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         finally:
             for handle in handles:
                 handle.remove()
@@ -99,22 +94,22 @@ class TargetReader:
         features = torch.cat([taken[index].to(device) for index in self.layers], dim=-1)
         if not self.wants_last_hidden:
             return TargetStates(features, None)
-        self._check_head(taken["last"][:, -1], logits[:, -1])
-        return TargetStates(features, taken["last"].to(device))
+        self._check_head(input_ids[:1], last_hidden[:1])
+        return TargetStates(features, last_hidden.to(device))
 
     def head(self, hidden: Tensor) -> Tensor:
         """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
         logits = self.lm_head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
-    def _check_head(self, hidden: Tensor, logits: Tensor) -> None:
+    def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Raises ValueError, once, if the target does more to its logits than its head and a soft cap."""
         if self._head_checked:
             return
-        ours = self.head(hidden)
-        apart = (ours - logits.float()).abs().max().item()
+        logits = self.model(input_ids=input_ids, use_cache=False).logits.float()
+        apart = (self.head(hidden) - logits).abs().max().item()
         # Two kernels of a low-precision head may round differently; a missing scale is off by far more.
-        if apart > 0.05 * logits.float().abs().max().item() + 1e-3:
+        if apart > 0.05 * logits.abs().max().item() + 1e-3:
             raise ValueError(
                 f"The logits of target {type(self.model).__name__} differ by {apart:.3g} from its head applied to its "
                 'last hidden state, so it transforms them in a way unknown here; train with loss="ce".'

@@ -11,6 +11,7 @@ Relation to its sibling `dflash`: same forward, but alternatives at every depth 
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 import torch
@@ -67,62 +68,60 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         budget: most drafted nodes.
     """
     logprobs, ranked_ids, finite = ranked_logprobs(logits, max(budget, 1))
-    batch, depth, _ = logprobs.shape
+    depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
-    token_ids = np.repeat(root_ids.numpy()[:, None], nodes, axis=1)
-    parents = np.full((batch, nodes), -1)
-    depths = np.zeros((batch, nodes), dtype=np.int64)
-    mask = np.zeros((batch, nodes, nodes), dtype=bool)
+    # Lists and look-ups throughout: on a CPU each small tensor operation costs more than a node does.
+    token_ids = [[root] * nodes for root in root_ids.tolist()]  # padding repeats the root
+    parents = [[-1] + [0] * (nodes - 1) for _ in token_ids]
+    depths = [[0] + [1] * (nodes - 1) for _ in token_ids]
+    mask = np.zeros((len(token_ids), nodes, nodes), dtype=bool)
     mask[:, :, 0] = True
-    valid = np.zeros((batch, nodes), dtype=bool)
-    valid[:, 0] = True
-    for row, usable in enumerate(finite.tolist()):
-        if usable:
-            _best_first(
-                logprobs[row].tolist(), ranked_ids[row].numpy(), token_ids[row], parents[row], depths[row], mask[row],
-                valid[row],
-            )  # fmt: skip
-    parents[:, 1:].clip(0, None, out=parents[:, 1:])
+    children: list[dict[tuple[int, int], int]] = [{} for _ in token_ids]
+    finite_rows = finite.tolist()
+    for row, (ranks, ids) in enumerate(zip(logprobs.tolist(), ranked_ids.tolist(), strict=True)):
+        if finite_rows[row]:
+            _best_first(ranks, ids, token_ids[row], parents[row], depths[row], mask[row], children[row])
+    index = torch.arange(nodes)
     return DraftTree(
-        torch.from_numpy(token_ids),
-        torch.from_numpy(parents),
-        torch.from_numpy(depths),
+        torch.tensor(token_ids),
+        torch.tensor(parents),
+        torch.tensor(depths),
         torch.from_numpy(mask),
-        torch.from_numpy(valid),
+        index <= torch.tensor([[len(known)] for known in children]),
         depth,
         finite,
+        children,
     )
 
 
 def _best_first(
     logprobs: list[list[float]],
-    ranked_ids: np.ndarray,
-    token_ids: np.ndarray,
-    parents: np.ndarray,
-    depths: np.ndarray,
+    ranked_ids: list[list[int]],
+    token_ids: list[int],
+    parents: list[int],
+    depths: list[int],
     mask: np.ndarray,
-    valid: np.ndarray,
+    children: dict[tuple[int, int], int],
 ) -> None:
-    """Fills one row's arrays, node by node in order of probability."""
-    ranks = len(logprobs[0])
+    """Fills one row of a tree, node by node in order of probability."""
+    levels, ranks = len(logprobs), len(logprobs[0])
     # (minus the score, rank tuple, parent node, score of the parent): the tuple orders prefixes of equal score.
     heap: list[tuple[float, tuple[int, ...], int, float]] = [(-logprobs[0][0], (0,), 0, 0.0)]
     for node in range(1, len(parents)):
         if not heap:
             return
         negative, ranked, parent, above = heapq.heappop(heap)
-        if negative == np.inf:
+        if negative == math.inf:
             return
         level, rank = len(ranked) - 1, ranked[-1]
-        token_ids[node] = ranked_ids[level, rank]
-        parents[node] = parent
-        depths[node] = level + 1
+        token = ranked_ids[level][rank]
+        token_ids[node], parents[node], depths[node] = token, parent, level + 1
         mask[node] = mask[parent]
         mask[node, node] = True
-        valid[node] = True
+        children[parent, token] = node
         if rank + 1 < ranks:
             heapq.heappush(heap, (-(above + logprobs[level][rank + 1]), (*ranked[:-1], rank + 1), parent, above))
-        if level + 1 < len(logprobs):
+        if level + 1 < levels:
             heapq.heappush(heap, (negative - logprobs[level + 1][0], (*ranked, 0), node, -negative))
 
 

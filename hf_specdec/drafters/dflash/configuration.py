@@ -78,8 +78,14 @@ class DFlashConfig(Qwen3Config):
                 f"block_size is {self.block_size!r} in this DFlash config (top level or dflash_config); it must be an "
                 "integer of at least 2: the root's slot and one to fill."
             )
-        if self.mask_token_id is None:
-            raise ValueError("dflash_config.mask_token_id is missing: the id to write into the slots to be filled.")
+        if not isinstance(self.mask_token_id, int):
+            raise ValueError(
+                f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id to write into the slots to be "
+                "filled."
+            )
+        layers = self.dflash_config.get("target_layer_ids", [])
+        if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+            raise ValueError(f"dflash_config.target_layer_ids is {layers!r}; it must be a list of 0-based layer numbers.")
         if "target_layer_ids" not in self.dflash_config and self.num_target_layers is None:
             raise ValueError(
                 "This DFlash config has neither dflash_config.target_layer_ids nor num_target_layers, so the target "

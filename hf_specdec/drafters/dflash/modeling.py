@@ -23,8 +23,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash.configuration import DFlashConfig
+from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
 
 MAX_TREE_BUDGET = 1024
@@ -88,7 +88,7 @@ class DFlashLayer(nn.Module):
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
-class DFlashDrafter(PreTrainedModel, Drafter):
+class DFlashDrafter(PretrainedDrafter):
     """A DFlash checkpoint as a drafter: `method="dflash"` drafts its greedy chain, `"ddtree"` the best-first tree.
 
     Drafting options:
@@ -101,6 +101,8 @@ class DFlashDrafter(PreTrainedModel, Drafter):
     config: DFlashConfig
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["DFlashLayer"]
+    # Some savers write this buffer; it follows from the config.
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
     option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget", "block_size")
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -159,6 +161,23 @@ class DFlashDrafter(PreTrainedModel, Drafter):
         from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 
         return MARGINAL_METHODS[self.method](DFlashMarginals(self, target), self)
+
+    def card_summary(self) -> str:
+        return (
+            "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
+            "and borrows the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
+            '(`method="ddtree"`, the default) or one chain (`method="dflash"`).'
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        return {
+            "Method": f"{self.method}, on a DFlash drafter",
+            "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
+            "Block size": f"{config.block_size}, the root's slot included",
+            "Target layers read": ", ".join(map(str, config.target_layer_ids)),
+            "Vocabulary": f"{config.vocab_size}, mask token id {config.mask_token_id}",
+        }
 
     def check_options(self) -> None:
         if self.method not in MARGINAL_METHODS:
