@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -28,7 +29,7 @@ from transformers.generation import (
 )
 
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, count_up
 
 # Processors that look at the logits alone, one row at a time: all nodes of a tree can go through them in one call.
 PREFIX_FREE = frozenset(
@@ -185,7 +186,7 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Accepted nodes form one path, since siblings differ in their token; each is written at its depth, the rest aside.
     slots = tree.depths.masked_fill(blocked, tree.max_depth + 1)
     batch, nodes = choices.shape
-    index = torch.arange(nodes, device=choices.device).expand(batch, nodes)
+    index = count_up(nodes, choices.device).expand(batch, nodes)
     path = choices.new_zeros(batch, tree.max_depth + 2).scatter_(1, slots, index)[:, :-1]
     num_accepted = nodes - 1 - blocked.sum(1, keepdim=True)
     bonus_ids = choices.gather(1, path.gather(1, num_accepted))
@@ -221,11 +222,11 @@ def _walk(tree: DraftTree, choices: Tensor) -> Acceptance:
         paths.append(path)
         tokens.append([chosen[node] for node in path])
     steps = max(map(len, paths))
-    path = torch.tensor([path + [0] * (steps - len(path)) for path in paths])
+    path = torch.from_numpy(np.array([path + [0] * (steps - len(path)) for path in paths]))
     return Acceptance(
         path=path,
         path_ids=tree.token_ids.gather(1, path),
-        bonus_ids=torch.tensor([row[-1] for row in tokens]),
+        bonus_ids=torch.from_numpy(np.array([row[-1] for row in tokens])),
         tokens=tokens,
         num_drafted=[len(children) for children in tree.children],
         finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),

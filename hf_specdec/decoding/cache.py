@@ -20,6 +20,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from hf_specdec.decoding.tree import count_up
+
 GROWTH = 256  # entries added at a time when a row outgrows its capacity
 
 
@@ -169,6 +171,8 @@ class TreeCache(Cache):
                 view[:, :, :length] = getattr(layer, name)[:, :, :length]
                 setattr(layer, name, view)
             self._slabs.append(slab)
+        # Where each row begins once rows and entries are one axis.
+        self._row_starts = torch.arange(batch, device=self.lengths.device).unsqueeze(1) * capacity
 
     @property
     def capacity(self) -> int:
@@ -195,12 +199,10 @@ class TreeCache(Cache):
             counts: how many entries of `path` each row keeps.
         """
         batch, steps = path.shape
-        capacity = self.capacity
-        rows = torch.arange(batch, device=path.device).unsqueeze(1) * capacity
-        source = (rows + self.longest + path).flatten()
-        target = (rows + self.lengths.unsqueeze(1) + torch.arange(steps, device=path.device)).flatten()
+        source = (path + (self._row_starts + self.longest)).flatten()
+        target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
         for slab in self._slabs:
-            flat = slab.view(slab.shape[0], batch * capacity, -1)
+            flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             kept = flat.index_select(1, source.to(slab.device))
             # Entries past a row's count land behind its new end, where nothing is read before it is written again.
             flat.index_copy_(1, target.to(slab.device), kept)
@@ -214,7 +216,7 @@ class TreeCache(Cache):
         if min(self.row_lengths) == self.longest:
             self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
         else:
-            steps = torch.arange(max(counts), device=self.lengths.device)
+            steps = count_up(max(counts), self.lengths.device)
             self.commit(steps.expand(self.batch, -1), counts)
 
     def rollback(self, row_lengths: Sequence[int]) -> None:

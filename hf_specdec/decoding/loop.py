@@ -24,7 +24,7 @@ from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, count_up
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class _Decoding:
         counts = [kept + 1 if going else 0 for kept, going in zip(num_accepted, active, strict=True)]
         steps = max(counts)
         path = acceptance.path[:, :steps]
-        order = torch.arange(steps, device=path.device)
+        order = count_up(steps, path.device)
         valid = None
         if min(counts) < steps:
             valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)

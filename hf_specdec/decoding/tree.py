@@ -107,6 +107,18 @@ class DraftTree:
         return replace(self, token_ids=token_ids, valid=valid, children=None)
 
 
+def count_up(count: int, device: torch.device) -> Tensor:
+    """[count] int64: 0, 1, 2, ... as a view of a tensor made once per device; small new tensors are dear on a CPU."""
+    numbers = _NUMBERS.get(device)
+    if numbers is None or len(numbers) < count:
+        with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
+            numbers = _NUMBERS[device] = torch.arange(max(count, 1024), device=device)
+    return numbers[:count]
+
+
+_NUMBERS: dict[torch.device, Tensor] = {}
+
+
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
     """Which nodes are on the path from the root to each node, by doubling: log2(max_depth) batched products.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Source:
 
     name: str
     revision: str | None = None
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)
     local_files_only: bool = False
     cache_dir: str | os.PathLike[str] | None = None
 

@@ -10,6 +10,7 @@ Relation to its sibling `dflash`: same forward, but alternatives at every depth 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 
@@ -43,7 +44,7 @@ class DDTreeGenerator(TreeCandidateGenerator):
         self.source.observe(outcome)
 
 
-def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor]:
+def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
     """The `budget` likeliest tokens of each position, with log-probabilities normalised over the whole vocabulary.
 
     Args:
@@ -51,12 +52,11 @@ def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor, Tensor
         budget: no node of a tree with this many nodes has a token of a lower rank (Lemma 1).
 
     Returns:
-        logprobs [batch, depth, ranks] float32 in descending order, token ids [batch, depth, ranks] int64, and
-        finite [batch] bool: False where a row's logits are NaN or infinite upwards.
+        logprobs [batch, depth, ranks] float32 in descending order and token ids [batch, depth, ranks] int64. Where a
+        position has NaN or +inf, or nothing but -inf, its first log-probability is not finite.
     """
     logprobs, token_ids = logits.log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
-    # NaN and +inf anywhere in a position make its best log-probability NaN, -inf everywhere makes it NaN too.
-    return logprobs, token_ids, logprobs[..., 0].isfinite().all(-1)
+    return logprobs, token_ids
 
 
 def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
@@ -67,31 +67,42 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         logits: [batch, depth, vocab] float32, on the CPU.
         budget: most drafted nodes.
     """
-    logprobs, ranked_ids, finite = ranked_logprobs(logits, max(budget, 1))
+    logprobs, ranked_ids = (ranked.tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
     depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     # Lists and look-ups throughout: on a CPU each small tensor operation costs more than a node does.
     token_ids = [[root] * nodes for root in root_ids.tolist()]  # padding repeats the root
-    parents = [[-1] + [0] * (nodes - 1) for _ in token_ids]
-    depths = [[0] + [1] * (nodes - 1) for _ in token_ids]
-    mask = np.zeros((len(token_ids), nodes, nodes), dtype=bool)
-    mask[:, :, 0] = True
-    children: list[dict[tuple[int, int], int]] = [{} for _ in token_ids]
-    finite_rows = finite.tolist()
-    for row, (ranks, ids) in enumerate(zip(logprobs.tolist(), ranked_ids.tolist(), strict=True)):
-        if finite_rows[row]:
-            _best_first(ranks, ids, token_ids[row], parents[row], depths[row], mask[row], children[row])
-    index = torch.arange(nodes)
+    batch = len(token_ids)
+    parents = [[-1] + [0] * (nodes - 1) for _ in range(batch)]
+    depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]
+    children: list[dict[tuple[int, int], int]] = [{} for _ in range(batch)]
+    mask = _only_roots(batch, nodes).copy()
+    finite = [all(math.isfinite(level[0]) for level in row) for row in logprobs]
+    for row in range(batch):
+        if finite[row]:
+            _best_first(
+                logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row]
+            )
+    index = np.arange(nodes)
+    valid = index <= np.array([[len(known)] for known in children])
     return DraftTree(
-        torch.tensor(token_ids),
-        torch.tensor(parents),
-        torch.tensor(depths),
-        torch.from_numpy(mask),
-        index <= torch.tensor([[len(known)] for known in children]),
-        depth,
-        finite,
-        children,
+        token_ids=torch.from_numpy(np.array(token_ids)),
+        parents=torch.from_numpy(np.array(parents)),
+        depths=torch.from_numpy(np.array(depths)),
+        ancestor_mask=torch.from_numpy(mask),
+        valid=torch.from_numpy(valid),
+        max_depth=depth,
+        finite=None if all(finite) else torch.tensor(finite),
+        children=children,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _only_roots(batch: int, nodes: int) -> np.ndarray:
+    """[batch, nodes, nodes] bool: every node sees the root and nothing else."""
+    mask = np.zeros((batch, nodes, nodes), dtype=bool)
+    mask[:, :, 0] = True
+    return mask
 
 
 def _best_first(
@@ -139,7 +150,8 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     """
     if budget == 0:
         return DraftTree.root_only(root_ids)
-    logprobs, ranked_ids, finite = ranked_logprobs(logits, budget)
+    logprobs, ranked_ids = ranked_logprobs(logits, budget)
+    finite = logprobs[..., 0].isfinite().all(-1)
     # A row without usable marginals keeps its shape; its nodes are marked invalid below.
     logprobs = logprobs.double().where(finite[:, None, None], -torch.inf)
     batch, depth, ranks = logprobs.shape

@@ -25,7 +25,8 @@ class DFlashMarginals(BlockMarginals):
         self.block_size = drafter.block_size
         self.embed_tokens = target.model.get_input_embeddings()
         self.lm_head = target.model.get_output_embeddings()
-        self.slots = torch.arange(self.block_size, device=drafter.device)
+        self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
+        self.slots = torch.arange(self.block_size, device=self.device)
         self.layer_kinds = [
             (drafter.config.window(layer), drafter.config.block_is_causal(layer))
             for layer in range(drafter.config.num_hidden_layers)
@@ -39,7 +40,7 @@ class DFlashMarginals(BlockMarginals):
 
     @torch.inference_mode()  # cheaper than no_grad, and nothing made here outlives the round but our own cache
     def marginals(self, context: DraftContext) -> Tensor:
-        config, device, dtype = self.drafter.config, self.drafter.device, self.drafter.dtype
+        config, device, dtype = self.drafter.config, self.device, self.dtype
         pending = self.pending
         assert pending is not None and pending.features is not None, "draft() before the prefill was observed"
         batch, new = pending.token_ids.shape
@@ -80,7 +81,7 @@ class DFlashMarginals(BlockMarginals):
         if pending.valid is None and min(cache.row_lengths) == cache.longest:
             if all(kind == (None, False) for kind in self.layer_kinds):
                 return None
-        device, batch, slots = self.drafter.device, cache.batch, self.slots
+        device, batch, slots = self.device, cache.batch, self.slots
         cached = torch.arange(cache.longest, device=device)
         new_valid = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid
         new_valid = new_valid.to(device)
@@ -98,7 +99,7 @@ class DFlashMarginals(BlockMarginals):
                 context = context & (root[:, None, None] + slots.unsqueeze(1) - places.unsqueeze(1) < window)
                 block = block & (ahead < window)
             seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
-            mask = torch.zeros(seen.shape, dtype=self.drafter.dtype, device=device)
+            mask = torch.zeros(seen.shape, dtype=self.dtype, device=device)
             masks[window, causal] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)
         return [masks[kind] for kind in self.layer_kinds]
 
