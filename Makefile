@@ -1,0 +1,80 @@
+# Everything runs in virtual environments that this file makes and mends; see `make help`.
+# pip's own settings hold: where its torch would bring CUDA that you do not need, PIP_EXTRA_INDEX_URL can name an index
+# of CPU builds.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
+
+VENV := .venv
+OLDEST_VENV := .venv-oldest
+# The oldest transformers that pyproject.toml allows, and a huggingface_hub of its time.
+OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
+
+# One torch thread per worker: more would fight over the cores.
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# $(call install,venv,extra,constraints): installs this project into a virtual environment and stamps the target.
+# `.unfinished` stays behind when the install is cut short. What pip had half written then looks installed to it, so
+# the next run starts from nothing; so it does when the interpreter has gone. pip's own cache keeps the downloads.
+define install
+@if [ -e $(1)/.unfinished ] || ! $(1)/bin/python -c pass 2>/dev/null; then rm -rf $(1); fi
+@mkdir -p $(1) && touch $(1)/.unfinished
+@[ -x $(1)/bin/python ] || $(PYTHON) -m venv $(1)
+@echo 'Installing .[$(2)] into $(1); the first time this takes minutes.'
+$(1)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(3) --editable '.[$(2)]'
+@touch $@ && rm $(1)/.unfinished
+endef
+
+# A stamp does not tell that an environment was left unfinished or lost its interpreter: then all of it is made again.
+SOUND = $(shell [ ! -e $(1)/.unfinished ] && $(1)/bin/python -c 'print("sound")' 2>/dev/null)
+$(VENV)/.demo $(VENV)/.dev: $(if $(call SOUND,$(VENV)),,FORCE)
+$(OLDEST_VENV)/.dev: $(if $(call SOUND,$(OLDEST_VENV)),,FORCE)
+
+# The `dev` extra holds all of `demo`.
+DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-oldest lint types format clean FORCE
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(DEMO_STAMP) ## Install into .venv and run the bundled model: plain generate, DFlash chain, DDTree
+	$(VENV)/bin/python examples/quickstart.py
+
+test: $(VENV)/.dev ## Install into .venv and run all tests and doctests (PYTEST_ARGS="-k tree" to choose)
+	$(call PYTEST,$(VENV))
+
+test-oldest: $(OLDEST_VENV)/.dev ## The same in .venv-oldest, with the oldest transformers we support
+	$(call PYTEST,$(OLDEST_VENV))
+
+lint: $(VENV)/.dev ## Check style and format
+	$(VENV)/bin/python -m ruff check
+	$(VENV)/bin/python -m ruff format --check
+
+types: $(VENV)/.dev ## Check types
+	$(VENV)/bin/python -m mypy
+
+format: $(VENV)/.dev ## Mend what the linter and the formatter can
+	$(VENV)/bin/python -m ruff check --fix
+	$(VENV)/bin/python -m ruff format
+
+clean: ## Remove the environments, caches and builds
+	rm -rf $(VENV) $(OLDEST_VENV) $(OLDEST_VENV)-constraints.txt build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(call install,$(VENV),demo,constraints.txt)
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	$(call install,$(VENV),dev,constraints.txt)
+
+$(OLDEST_VENV)/.dev: pyproject.toml $(OLDEST_VENV)-constraints.txt
+	$(call install,$(OLDEST_VENV),dev,$(OLDEST_VENV)-constraints.txt)
+
+$(OLDEST_VENV)-constraints.txt: constraints.txt Makefile
+	grep -v -e '^transformers==' -e '^huggingface_hub==' constraints.txt > $@
+	printf '%s\n' $(OLDEST) >> $@
