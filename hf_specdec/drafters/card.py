@@ -11,8 +11,9 @@ Both records are JSON files that other code writes and that travel with the weig
      "methods": {"ddtree": {"mean_acceptance_length": 3.1, "speedup": 2.2, "identical": true}},
      "sampled": {"temperature": 0.8, "methods": {"ddtree": {"mean_acceptance_length": 2.7, "speedup": 1.9}}}}
 
-`target`, `command` and `methods` are required, and in each method both numbers; `methods` is greedy decoding. Any
-other field may be added (`prompts`, `dtype`, `target_revision`, ...); plain ones are listed in the card.
+`target`, `command` and `methods` are required, and in each method both numbers (the length may be null, for decoding
+without drafts); `methods` is greedy decoding. Any other field may be added (`prompts`, `dtype`, ...); plain ones are
+listed in the card.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -61,17 +63,20 @@ def check_measurements(measurements: Record) -> None:
     for field, kind in (("target", str), ("command", str), ("methods", dict)):
         if not isinstance(measurements.get(field), kind):
             raise ValueError(
-                f"{MEASUREMENTS_FILE}: {field!r} is {measurements.get(field)!r}, but must be a {kind.__name__}. A claim "
-                "in a model card names its target and the command that measured it."
+                f"{MEASUREMENTS_FILE}: {field!r} is {measurements.get(field)!r}, but must be a {kind.__name__}. A "
+                "claim in a model card names its target and the command that measured it."
             )
     sampled = measurements.get("sampled")
     if sampled is not None and not {"temperature", "methods"} <= set(sampled):
-        raise ValueError(f"{MEASUREMENTS_FILE}: 'sampled' has {sorted(sampled)}, but needs 'temperature' and 'methods'.")
+        raise ValueError(
+            f"{MEASUREMENTS_FILE}: 'sampled' has {sorted(sampled)}, but needs 'temperature' and 'methods'."
+        )
     for _, method, numbers in _method_rows(measurements):
-        for field in ("mean_acceptance_length", "speedup"):
-            if not isinstance(numbers.get(field), (int, float)):
+        for field, kinds in (("mean_acceptance_length", (int, float, NoneType)), ("speedup", (int, float))):
+            if field not in numbers or not isinstance(numbers[field], kinds):
                 raise ValueError(
-                    f"{MEASUREMENTS_FILE}: {field!r} of method {method!r} is {numbers.get(field)!r}, but must be a number."
+                    f"{MEASUREMENTS_FILE}: {field!r} of method {method!r} is {numbers.get(field)!r}, but must be a "
+                    "number."
                 )
 
 
@@ -186,7 +191,7 @@ def _measured(measurements: Record | None) -> str:
         (
             decoding,
             method,
-            f"{numbers['mean_acceptance_length']:.2f}",
+            _number(numbers["mean_acceptance_length"]),
             f"{numbers['speedup']:.2f}x",
             words[numbers.get("identical")],
         )
@@ -206,6 +211,10 @@ def _measured(measurements: Record | None) -> str:
             f"```\n{measurements['command']}\n```",
         ]
     )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _trained(training: Record | None) -> str:

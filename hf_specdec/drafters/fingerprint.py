@@ -1,11 +1,13 @@
-"""A fingerprint of a tokenizer's vocabulary, so that a drafter can be told from one for another tokenizer."""
+"""Telling tokenizers apart: a fingerprint of the vocabulary, and where two vocabularies begin to differ."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -16,3 +18,36 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     pairs = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=False, separators=(",", ":")).encode()).hexdigest()
+
+
+def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model that came from a folder or the Hub cache; None where there is none on this machine.
+
+    Without a vocabulary's files AutoTokenizer would make up an empty tokenizer.
+    """
+    if not name_or_path:
+        return None
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    try:
+        if Path(name_or_path).is_dir():
+            known = any((Path(name_or_path) / file).is_file() for file in files)
+        else:
+            known = any(isinstance(try_to_load_from_cache(name_or_path, file), str) for file in files)
+        if not known:
+            return None
+        return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError):
+        return None  # one that needs more than is installed or allowed: nothing to compare with
+
+
+def first_difference(
+    one: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None
+) -> tuple[int, str | None, str | None] | None:
+    """The lowest id that means different tokens, with both; None where there is none, or a tokenizer is not known."""
+    if one is None or other is None:
+        return None
+    tokens, others = ({token_id: token for token, token_id in each.get_vocab().items()} for each in (one, other))
+    for token_id in sorted(tokens.keys() | others.keys()):
+        if tokens.get(token_id) != others.get(token_id):
+            return token_id, tokens.get(token_id), others.get(token_id)
+    return None

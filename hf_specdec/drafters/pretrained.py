@@ -9,10 +9,10 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import (
@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.base import Drafter
@@ -53,6 +54,21 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
 
     measurements: Record | None = None
     training_record: Record | None = None
+    # Further files of the format that hold tensors; see `side_tensors`.
+    side_files: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
+        """Tensors that `side_files` hold, by their names in the state dict; they win over those among the weights.
+
+        Args:
+            folder: where the checkpoint is; the files may be missing.
+            name: what the user asked for, for messages.
+
+        Raises:
+            ValueError: a file is damaged or holds something else.
+        """
+        return {}
 
     def card_summary(self) -> str:
         """One or two sentences on the method, for the model card."""
@@ -70,9 +86,8 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             ValueError: the checkpoint is not of this architecture; names the weights.
         """
         return_info = kwargs.pop("output_loading_info", False)
-        drafter, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        drafter, info = loaded
         for kind in ("missing", "unexpected", "mismatched"):
             if info[f"{kind}_keys"]:
                 names = sorted(str(key) for key in info[f"{kind}_keys"])
@@ -83,7 +98,7 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
                 )
         return (drafter, info) if return_info else drafter
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]  # the host's further arguments are in kwargs
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
@@ -120,16 +135,17 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         if replaced is not None and replaced != _weights_digest(folder):
             measured.unlink()
             warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=2)
-        self._write_records(folder, folder.resolve().name)
+        self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
 
-    def model_card(self, name: str | None = None, *, license: str | None = None) -> ModelCard:
+    def model_card(self, name: str | None = None, *, license: str | None = None, tags: Iterable[str] = ()) -> ModelCard:
         """The card that `save_pretrained` and `push_to_hub` write.
 
         Args:
             name: what users will give to `load_drafter`; the last part of where it was loaded from if None.
             license: Hub licence id; the training record's where None.
+            tags: beside the general ones and the family's.
 
         Raises:
             ValueError: the measurements lack a field.
@@ -138,7 +154,7 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             name=name or Path(self.name_or_path or "").name or type(self).__name__,
             summary=self.card_summary(),
             facts=self.card_facts() | {"Parameters": f"{self.num_parameters():,}"},
-            tags=[family.name for family in FAMILIES.values() if isinstance(self, family.drafter)],
+            tags=[*(family.name for family in FAMILIES.values() if isinstance(self, family.drafter)), *tags],
             target=self.config.target_name_or_path,
             target_revision=self.config.target_revision,
             license=license,
@@ -146,7 +162,28 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             measurements=self.measurements,
         )
 
-    def _write_records(self, folder: Path, name: str, license: str | None = None) -> None:
+    def write_records(
+        self, folder: str | os.PathLike[str], name: str | None = None, *, license: str | None = None
+    ) -> None:
+        """Writes the records and the model card beside weights that are saved already, as after a measurement.
+
+        A record that the drafter does not have is taken from the folder. A README.md that was not generated, or whose
+        marker line was removed, is left as it is.
+
+        Args:
+            folder: where the weights are.
+            name: as for `model_card`; the folder's if None.
+            license: Hub licence id for the card; the training record's where None.
+
+        Raises:
+            NotADirectoryError: there is no such folder.
+            ValueError: the measurements lack a field.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise NotADirectoryError(
+                f"Cannot write records to {str(folder)!r}: it is no folder. Save the drafter there."
+            )
         for file, attribute in ((TRAINING_FILE, "training_record"), (MEASUREMENTS_FILE, "measurements")):
             if getattr(self, attribute) is not None:
                 write_record(folder, file, getattr(self, attribute))
@@ -154,9 +191,9 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
                 setattr(self, attribute, read_record(folder, file))
         card = folder / CARD_FILE
         if not card.exists() or may_overwrite(card.read_text(encoding="utf-8")):
-            card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
+            card.write_text(self.model_card(name or folder.resolve().name, license=license).content, encoding="utf-8")
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]  # gives the commit itself, a str as the host's
         self,
         repo_id: str,
         *,
@@ -167,7 +204,8 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         revision: str | None = None,
         create_pr: bool = False,
         license: str | None = None,
-        max_shard_size: str | int = "50GB",
+        tags: Iterable[str] = (),
+        max_shard_size: str | int | None = "50GB",
     ) -> CommitInfo:
         """Publishes config, weights, records and model card, as one commit; creates the repo where needed.
 
@@ -182,6 +220,7 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             revision: branch to commit to, made where needed; None for the main one.
             create_pr: opens a pull request in place of a commit.
             license: Hub licence id for the card; the training record's where None.
+            tags: further tags for the card.
             max_shard_size: of one weight file.
 
         Returns:
@@ -202,13 +241,13 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         with tempfile.TemporaryDirectory() as temporary, _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"
             super().save_pretrained(folder, max_shard_size=max_shard_size)
-            self._write_records(folder, repo_id, license)  # a record that cannot be used creates no repo
+            self.write_records(folder, repo_id, license=license)  # a record that cannot be used creates no repo
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             card = folder / CARD_FILE
             if _card_is_ours(api, repo_id, revision, Path(temporary) / "published"):
-                card.write_text(self.model_card(repo_id, license=license).content, encoding="utf-8")
+                card.write_text(self.model_card(repo_id, license=license, tags=tags).content, encoding="utf-8")
             else:
                 card.unlink()
             return api.upload_folder(
@@ -245,7 +284,7 @@ def _weights_digest(folder: Path) -> list[tuple[str, str]]:
 
 
 _HUB_ARGUMENTS = frozenset(
-    ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "license")
+    ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "license", "tags")
 )
 
 
@@ -260,7 +299,9 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
             "save_pretrained(folder) and upload later."
         ) from error
     except LocalTokenNotFoundError as error:
-        raise OSError(f"Cannot publish to {repo_id!r}: no token is stored. Run `hf auth login`, or pass token=.") from error
+        raise OSError(
+            f"Cannot publish to {repo_id!r}: no token is stored. Run `hf auth login`, or pass token=."
+        ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403) or isinstance(error, RepositoryNotFoundError):

@@ -1,6 +1,7 @@
 """The files of a checkpoint: where they are, what they hold, and whether they can be trusted to be whole.
 
-Only JSON and safetensors files are downloaded or opened: no pickle, no Python. Nothing here knows a drafter format.
+Only JSON and safetensors files are downloaded or opened, and no Python; pickles only where a format asks for one by
+name, and then without running anything in it. Nothing here knows a drafter format.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 CONFIG_FILE = "config.json"
@@ -32,6 +34,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # safetensors' names of the types a drafter may be stored in.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of tables that a network looks things up in; such a tensor must be of the very type.
+WHOLE_DTYPES = {"I64": torch.int64, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Source:
                 )
             return folder
         if folder.is_file():
-            raise NotADirectoryError(f"{self.name!r} is a file; give the folder that holds config.json and the weights.")
+            raise NotADirectoryError(f"{self.name!r} is a file; give the folder of config.json and the weights.")
         if folder.is_absolute() or self.name.startswith((".", "~")) or self.name.count("/") > 1:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
@@ -110,8 +114,8 @@ class Source:
             )
         if isinstance(error, RevisionNotFoundError):
             return (
-                f"The repo {self.name!r} is on the Hub but has no revision {self.revision!r}. Leave revision out for its "
-                "main branch, or give one of its branches, tags or commits."
+                f"The repo {self.name!r} is on the Hub but has no revision {self.revision!r}. Leave revision out for "
+                "its main branch, or give one of its branches, tags or commits."
             )
         if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
             if self.local_files_only:
@@ -123,11 +127,11 @@ class Source:
                 why = f"the Hub cannot be reached ({type(cause).__name__}: {cause})"
                 way_out = "check the connection"
             return (
-                f"There is no folder {self.name!r} here, the files of {repo} are not all in the Hub cache, and {why}. To "
-                f"download them {way_out}, {folder}."
+                f"There is no folder {self.name!r} here, the files of {repo} are not all in the Hub cache, and {why}. "
+                f"To download them {way_out}, {folder}."
             )
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
-            return f"The Hub refused the token for {repo}. Log in with `hf auth login` or pass another token=, {folder}."
+            return f"The Hub refused the token for {repo}. Log in with `hf auth login` or pass another one, {folder}."
         return f"{repo} could not be downloaded ({type(error).__name__}: {error}). Try again, {folder}."
 
 
@@ -143,9 +147,9 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
         ValueError: it is no JSON object.
     """
     if not file.is_file():
-        present = sorted(entry.name for entry in file.parent.iterdir())
+        present = ", ".join(_present(file.parent)) or "none that a drafter consists of"
         raise FileNotFoundError(
-            f"{name!r} has no {file.name}, so it is not a drafter checkpoint. Files there: {', '.join(present) or 'none'}."
+            f"{name!r} has no {file.name}, so it is not a drafter checkpoint. Files there: {present}."
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -164,9 +168,20 @@ class StoredTensor:
     dtype: str
     file: Path
 
+    @classmethod
+    def beside(cls, tensor: Tensor, file: Path) -> StoredTensor:
+        """The same description of a tensor that a file beside the weights held."""
+        names = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
+        return cls(tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), file)
 
-def weight_files(folder: Path, name: str) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or the shards that its index lists.
+
+def weight_files(folder: Path, name: str, pickles: Sequence[str] = ()) -> list[Path]:
+    """The weight files of a checkpoint: one, or the shards that its index lists.
+
+    Args:
+        folder: where they are.
+        name: what the user asked for, for messages.
+        pickles: names of files that the format may have in place of safetensors.
 
     Raises:
         FileNotFoundError: there are none, or a shard is missing; says what is there.
@@ -175,20 +190,22 @@ def weight_files(folder: Path, name: str) -> list[Path]:
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
-        present = sorted(entry.name for entry in folder.iterdir())
-        pickles = [file for file in present if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-        pickled = (
-            f" {', '.join(pickles)} would have to be unpickled, which can run code: convert it to safetensors first."
-            if pickles
+        if known := [folder / pickle for pickle in pickles if (folder / pickle).is_file()]:
+            return known[:1]
+        present = _present(folder)
+        pickled = [file for file in present if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        why = (
+            f" {', '.join(pickled)} would have to be unpickled, which can run code: convert it to safetensors first."
+            if pickled
             else ""
         )
         raise FileNotFoundError(
-            f"{name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, so there are no weights to load.{pickled} Files "
+            f"{name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, so there are no weights to load.{why} Files "
             f"there: {', '.join(present)}."
         )
     weight_map = read_json(folder / INDEX_FILE, name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{INDEX_FILE} of {name!r} has no weight_map that names the shards; copy or download it again.")
+        raise ValueError(f"{INDEX_FILE} of {name!r} has no weight_map naming the shards; copy or download it again.")
     shards = sorted(set(map(str, weight_map.values())))
     for shard in shards:
         # The index is data from elsewhere: it may name files of its own folder, nothing else.
@@ -212,6 +229,9 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
     """
     stored: dict[str, StoredTensor] = {}
     for file in files:
+        if file.suffix != ".safetensors":
+            stored |= {key: StoredTensor.beside(tensor, file) for key, tensor in load_tensors(file, name).items()}
+            continue
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():
@@ -231,6 +251,29 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
                 f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as safetensors: {why}."
             ) from error
     return stored
+
+
+def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
+    """Loads a weight file to host memory; a pickle with `weights_only`, which runs nothing that is in it.
+
+    Tensors of a pickle may be views that claim any shape: check shapes before copying one.
+
+    Raises:
+        ValueError: a pickle is damaged or holds anything but tensors by name.
+    """
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damage shows as errors of many kinds; whatever it is, nothing was run
+        raise ValueError(
+            f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as plain tensors: it is damaged, or "
+            f"holds objects whose loading would run code ({type(error).__name__}). Nothing in it was run: use a "
+            "drafter saved as safetensors."
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise ValueError(f"{file.name} of {name!r} must hold tensors by name, but holds something else.")
+    return {str(key): tensor for key, tensor in content.items()}
 
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
@@ -257,7 +300,17 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
     ]
     if shapes:
         problems.append(f"of another shape: {_some(shapes)}")
-    types = [f"{key} is {tensor.dtype}" for key, tensor in stored.items() if tensor.dtype not in DTYPES]
+    tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
+    wrong = [
+        f"{key} is {stored[key].dtype}, not {tensor.dtype}"
+        for key, tensor in tables.items()
+        if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
+    ]
+    if wrong:
+        problems.append(f"of another type: {_some(wrong)}")
+    types = [
+        f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
+    ]
     if types:
         problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {_some(types)}")
     if problems:
@@ -265,6 +318,11 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
             f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
             f"{'; '.join(problems)}. Nothing was loaded: check that weights and config.json are of one checkpoint."
         )
+
+
+def _present(folder: Path) -> list[str]:
+    """Names of what is in a folder; a snapshot of which no file was wanted has none."""
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def _some(items: Sequence[str], most: int = 5) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import Family
+from hf_specdec.drafters.registry import FAMILIES, Family
 from hf_specdec.hub.files import (
     CONFIG_FILE,
     DTYPES,
@@ -32,11 +32,18 @@ from hf_specdec.hub.files import (
     Source,
     StoredTensor,
     check_tensors,
+    load_tensors,
     read_headers,
     read_json,
     weight_files,
 )
+from hf_specdec.hub.formats.base import Format, as_it_is
+from hf_specdec.hub.formats.medusa import MEDUSA
+from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.recognition import recognise
+
+MAX_MODULES = 1024  # layers or heads of a drafter
+_COUNTS = ("num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
 
 
 def load_drafter(
@@ -50,7 +57,7 @@ def load_drafter(
     device: torch.device | str | int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     **drafting_options: Any,
-) -> PretrainedDrafter:
+) -> Drafter:
     """Loads a drafter, to be passed to the target's `generate` as `assistant_model=`.
 
     Args:
@@ -79,28 +86,47 @@ def load_drafter(
     asked_dtype = _floating_dtype(dtype)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
-    family, config = _read_config(folder, name)
+    format, fields = _read_config(folder, source)
+    family = FAMILIES[format.family]
+    if family.load is not None:
+        drafter = _load_host_model(family, fields, source, folder, asked_dtype, target, drafting_options)
+        return drafter.to(_device_for(target) if device is None else device)
 
-    blueprint = _blueprint(family, config, name)
-    blueprint.set_options(**drafting_options)
-    if target is not None:
-        blueprint.check_target(target)
-        _check_tokenizer(blueprint, target)
+    with _naming_config(format, name):
+        reading = format.read(fields, None)
+    if reading is not None:
+        _, blueprint = _blueprint(format, reading.fields, name)
+        _check(blueprint, drafting_options, target)
 
     # The folder of a snapshot is named after its commit: the weights must be of the same one.
-    folder = source.locate(["model*.safetensors", INDEX_FILE, TRAINING_FILE, MEASUREMENTS_FILE], revision=folder.name)
-    files = weight_files(folder, name)
+    wanted = ["model*.safetensors", INDEX_FILE, TRAINING_FILE, MEASUREMENTS_FILE, *family.drafter.side_files]
+    folder = source.locate(wanted, revision=folder.name)
+    if format.pickles and not any(folder.glob("model*.safetensors")):
+        folder = source.locate(format.pickles, revision=folder.name)
+    files = weight_files(folder, name, format.pickles)
+    headers = read_headers(files, name)
+    with _naming_config(format, name):
+        reading = format.read(fields, headers)
+    assert reading is not None, "a format can always be read once the headers are there"
+    config, blueprint = _blueprint(format, reading.fields, name)
+    if format.read is not as_it_is:  # the weights have told more than the config did
+        _check(blueprint, drafting_options, target)
+    side_tensors = family.drafter.side_tensors(folder, name)
     ignorable = [re.compile(pattern) for pattern in blueprint._keys_to_ignore_on_load_unexpected or ()]
-    stored = {
-        key: tensor
-        for key, tensor in read_headers(files, name).items()
-        if not any(pattern.search(key) for pattern in ignorable)
+    names = {
+        theirs: ours
+        for theirs, ours in reading.names.items()
+        if not any(pattern.search(ours) for pattern in ignorable)
     }
-    check_tensors(blueprint.state_dict(), stored, name, family.name)
+    stored = {ours: headers[theirs] for theirs, ours in names.items()}
+    stored |= {key: StoredTensor.beside(tensor, folder) for key, tensor in side_tensors.items()}
+    check_tensors(blueprint.state_dict(), stored, name, format.name)
 
-    tensors: dict[str, Tensor] = {}
+    loaded: dict[str, Tensor] = {}
     for file in files:
-        tensors |= load_file(file)
+        loaded |= load_tensors(file, name)
+    format.check(loaded, name)
+    tensors = {ours: loaded[theirs].contiguous() for theirs, ours in names.items()} | side_tensors
     drafter = family.drafter.from_pretrained(
         None,
         config=config,
@@ -114,36 +140,92 @@ def load_drafter(
     return drafter.to(_device_for(target) if device is None else device)
 
 
-def _read_config(folder: Path, name: str) -> tuple[Family, PreTrainedConfig]:
+def _load_host_model(
+    family: Family,
+    fields: dict[str, Any],
+    source: Source,
+    folder: Path,
+    dtype: torch.dtype | None,
+    target: PreTrainedModel | None,
+    options: dict[str, Any],
+) -> Drafter:
+    """Loads a drafter that is a model of transformers; what can be refused is refused before its weights are there."""
+    assert family.load is not None
+    with _naming_config(Format(family.name, family.name, as_it_is), source.name):
+        blueprint = family.load(fields, source.name, None, None)
+    blueprint.set_options(**options)
+    if target is not None:
+        blueprint.check_target(target)
+    folder = source.locate(["model*.safetensors", INDEX_FILE, "generation_config.json"], revision=folder.name)
+    read_headers(weight_files(folder, source.name), source.name)
+    drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target))
+    drafter.set_options(**options)
+    return drafter
+
+
+def _read_config(folder: Path, source: Source) -> tuple[Format, dict[str, Any]]:
+    name = source.name
     fields = read_json(folder / CONFIG_FILE, name)
-    family = recognise(fields, name)
+
+    def tensor_names() -> Collection[str]:
+        pickles = [*SAFEAILAB.pickles, *MEDUSA.pickles]
+        source.locate(["model*.safetensors", INDEX_FILE, *pickles], revision=folder.name)
+        try:
+            return read_headers(weight_files(folder, name, pickles), name)
+        except FileNotFoundError:
+            return ()  # no weights: what the config lacks is the better thing to say
+
+    format = recognise(fields, name, tensor_names)
     if "quantization_config" in fields:
         raise ValueError(
             f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: load "
             "the checkpoint that it was made from."
         )
     fields.pop("transformers_weights", None)  # would have the host look for weights in a file of its choice
-    with _naming_config(family, name):
-        return family, family.drafter.config_class.from_dict(fields)
+    _check_counts(fields, name)
+    return format, fields
 
 
-def _blueprint(family: Family, config: PreTrainedConfig, name: str) -> PretrainedDrafter:
-    """The drafter without storage: knows its options, its needs of a target, and the shapes of its weights."""
-    with _naming_config(family, name), torch.device("meta"):
-        blueprint = family.drafter(config)
+def _check_counts(fields: dict[str, Any], name: str) -> None:
+    """Raises ValueError if a config asks for more modules than any drafter has; building them would take forever."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _check_counts(value, name)
+        elif key in _COUNTS and isinstance(value, int) and value > MAX_MODULES:
+            raise ValueError(
+                f"{CONFIG_FILE} of {name!r} has {key}={value}, more than the {MAX_MODULES} that are built. The checkpoint "
+                "is damaged or hostile: nothing was loaded."
+            )
+
+
+def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
+    """The config, and the drafter without storage: knows options, its needs of a target, the shapes of its weights."""
+    drafter = FAMILIES[format.family].drafter
+    with _naming_config(format, name):
+        config = drafter.config_class.from_dict(fields)
+        with torch.device("meta"):
+            blueprint = drafter(config)
     blueprint.name_or_path = name
-    return blueprint
+    return config, blueprint
+
+
+def _check(blueprint: PretrainedDrafter, options: dict[str, Any], target: PreTrainedModel | None) -> None:
+    """Raises ValueError if an option or the target does not fit the drafter."""
+    blueprint.set_options(**options)
+    if target is not None:
+        blueprint.check_target(target)
+        _check_tokenizer(blueprint, target)
 
 
 @contextmanager
-def _naming_config(family: Family, name: str) -> Iterator[None]:
+def _naming_config(format: Format, name: str) -> Iterator[None]:
     """Says which file is at fault for whatever the host's classes raise on values that make no sense."""
     try:
         yield
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(
-            f"{CONFIG_FILE} of {name!r} does not describe a {family.name} drafter. {kind}{str(error).strip()}"
+            f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {kind}{str(error).strip()}"
         ) from error
 
 
@@ -191,7 +273,8 @@ def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:
 
 def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """The type that most weights are stored in."""
-    return DTYPES[Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]]
+    floating = Counter(tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPES)
+    return DTYPES[floating.most_common(1)[0][0]]
 
 
 def _device_for(target: PreTrainedModel | None) -> torch.device:

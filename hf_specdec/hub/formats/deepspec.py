@@ -1,0 +1,58 @@
+"""DeepSpec's drafters: DFlash under the class name of DSpark, and EAGLE-3 with five taps.
+
+DeepSpec's DFlash reads its slots one place further on than z-lab's: the root's slot predicts, too. Its configs do not
+say so. Both kinds bring embeddings and head. Source: shared facts on formats, section 5.2 and A3; deepseek-ai/DeepSpec.
+"""
+
+from __future__ import annotations
+
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
+from hf_specdec.hub.formats.dflash import dflash_reading
+from hf_specdec.hub.formats.eagle3 import eagle3_reading
+
+
+def is_deepspec_dflash(fields: Config) -> bool:
+    """Whether a config of DSpark's class is a DFlash drafter: no Markov head and no confidence head."""
+    named = "Qwen3DSparkModel" in (fields.get("architectures") or ())
+    return named and fields.get("markov_rank") == 0 and not fields.get("enable_confidence_head", True)
+
+
+def is_deepspec_eagle3(fields: Config) -> bool:
+    """Whether a config is of DeepSpec's EAGLE-3 for Qwen3 targets."""
+    return "Qwen3Eagle3Model" in (fields.get("architectures") or ())
+
+
+def _taps(fields: Config) -> list[int]:
+    layers = layer_list(fields, "target_layer_ids")
+    if layers is None:
+        raise ValueError("target_layer_ids is missing, so the target layers that the drafter reads are unknown.")
+    return layers
+
+
+def read_dflash(fields: Config, stored: Headers | None) -> Reading:
+    ours = decoder_shape(fields, "qwen3") | {
+        "draft_vocab_size": fields.get("vocab_size"),
+        "num_target_layers": fields.get("num_target_layers"),
+        "target_name_or_path": fields.get("target_model_name_or_path"),
+    }
+    block = {
+        "block_size": fields.get("block_size"),
+        "mask_token_id": fields.get("mask_token_id"),
+        "target_layer_ids": _taps(fields),
+        "sample_from_anchor": bool(fields.get("sample_from_anchor", True)),
+    }
+    return dflash_reading(ours, block, stored)
+
+
+def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
+    ours = decoder_shape(fields, "qwen3") | {
+        "draft_vocab_size": fields.get("draft_vocab_size"),
+        "target_layer_ids": _taps(fields),
+        "target_hidden_size": fields.get("target_hidden_size"),
+        "target_name_or_path": fields.get("target_model_name_or_path"),
+    }
+    return eagle3_reading(ours, stored)
+
+
+DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash)
+DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3)

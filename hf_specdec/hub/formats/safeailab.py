@@ -1,0 +1,22 @@
+"""EAGLE-3 as SafeAILab publishes it: a Llama config with `draft_vocab_size`, tensors `midlayer.*`.
+
+The config names no target layers: they are the default three. Head and, as a rule, no embeddings. Where no rotary base
+is named it is 10000. Source: shared facts on formats, section 4; SafeAILab/EAGLE.
+"""
+
+from __future__ import annotations
+
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+from hf_specdec.hub.formats.specforge import eagle_config
+
+
+def read(fields: Config, stored: Headers | None) -> Reading:
+    ours = decoder_shape(fields, "llama") | {
+        "draft_vocab_size": fields.get("draft_vocab_size"),
+        "target_hidden_size": fields.get("target_hidden_size"),
+    }
+    return eagle3_reading(ours | eagle_config(fields), stored)
+
+
+SAFEAILAB = Format("EAGLE-3 (SafeAILab)", "eagle3", read, pickles=("pytorch_model.bin",), check=check_vocabulary_maps)

@@ -1,0 +1,35 @@
+"""EAGLE-3 as SpecForge exports it: SafeAILab's tensors, more in the config.
+
+`norm_output`, on by default, is the norm before the head here; elsewhere the same key says which state goes into the
+next draft step. Source: shared facts on formats, section 5.1 and A2, A6; sgl-project/SpecForge.
+"""
+
+from __future__ import annotations
+
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+
+
+def eagle_config(fields: Config) -> Config:
+    """What the nested `eagle_config` of SpecForge's and nvidia's drafters says; nothing where there is none.
+
+    Its layer ids are 0-based layers whose outputs are read, as ours are.
+    """
+    nested = fields.get("eagle_config") or {}
+    found: Config = {"target_layer_ids": layer_list(nested, "eagle_aux_hidden_state_layer_ids")}
+    if nested.get("norm_before_fc"):
+        found["norm_before_fc"] = True
+    return found
+
+
+def read(fields: Config, stored: Headers | None) -> Reading:
+    ours = decoder_shape(fields, "llama") | {
+        "draft_vocab_size": fields.get("draft_vocab_size"),
+        "target_hidden_size": fields.get("target_hidden_size"),
+        "fc_norm": bool(fields.get("fc_norm", False)),
+        "norm_before_head": bool(fields.get("norm_output", True)),
+    }
+    return eagle3_reading(ours | eagle_config(fields), stored)
+
+
+SPECFORGE = Format("EAGLE-3 (SpecForge)", "eagle3", read, pickles=("pytorch_model.bin",), check=check_vocabulary_maps)

@@ -1,0 +1,99 @@
+"""The generated model card: what it states, and that it states nothing it does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from hf_specdec.drafters.card import check_measurements, model_card
+from hf_specdec.drafters.dflash import DFlashDrafter
+
+MEASUREMENTS: dict[str, Any] = {
+    "target": "owner/target",
+    "command": "python bench.py",
+    "date": "2026-05-01",
+    "methods": {
+        "ddtree": {"mean_acceptance_length": 3.136, "speedup": 2.254, "identical": True},
+        "dflash": {"mean_acceptance_length": 2, "speedup": 1.5},
+        "plain": {"mean_acceptance_length": None, "speedup": 1.0},
+    },
+    "sampled": {"temperature": 0.8, "methods": {"ddtree": {"mean_acceptance_length": 2.5, "speedup": 1.75}}},
+}
+
+
+def card(**settings: Any) -> ModelCard:
+    given = {"name": "me/drafter", "summary": "It drafts.", "facts": {}, "tags": ["dflash"], "target": "owner/target"}
+    return model_card(**(given | settings))
+
+
+def test_card_states_what_was_measured_and_how() -> None:
+    text = card(measurements=MEASUREMENTS).text
+    assert "| greedy | ddtree | 3.14 | 2.25x | yes |" in text
+    assert "| greedy | dflash | 2.00 | 1.50x |  |" in text
+    assert "| greedy | plain |  | 1.00x |  |" in text
+    assert "| temperature 0.8 | ddtree | 2.50 | 1.75x |  |" in text
+    assert "| date | 2026-05-01 |" in text and "```\npython bench.py\n```" in text
+
+
+def test_card_states_how_it_was_trained() -> None:
+    text = card(
+        training={"data": "a|b", "time": 2.34567, "losses": {"first": 4.0, "last_one": 1.25}, "gpus": ["x", "y"]}
+    ).text
+    assert "| data | a\\|b |" in text and "| time | 2.346 |" in text
+    assert "| losses | first 4, last one 1.25 |" in text and "| gpus | x, y |" in text
+
+
+def test_card_says_what_is_not_known() -> None:
+    text = card(target=None).text
+    for said in ("| Target | not recorded |", "Not measured.", "Not recorded.", "Not stated."):
+        assert said in text
+    assert card(target=None).data.base_model is None and card().data.license is None
+
+
+def test_licence_comes_from_the_argument_or_the_training_record() -> None:
+    assert card(training={"license": "mit"}).data.license == "mit"
+    assert card(training={"license": "mit"}, license="apache-2.0").data.license == "apache-2.0"
+
+
+@pytest.mark.parametrize(
+    ("target", "base_model", "shown"),
+    [("owner/target", "owner/target", "owner/target"), ("/home/me/target", None, "target"), ("gpt2", None, "gpt2")],
+)
+def test_base_model_is_a_hub_id_and_no_path_is_shown(target: str, base_model: str | None, shown: str) -> None:
+    made = card(target=target, target_revision="v1", measurements=MEASUREMENTS | {"target": target})
+    assert made.data.base_model == base_model
+    assert f"| Target | `{shown}` at revision `v1` |" in made.text and "/home/me" not in made.content
+    assert f'from_pretrained("{shown}", revision="v1")' in made.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": None}, "'target' is None, but must be a str"),
+        ({"command": None}, "'command' is None, but must be a str.*names its target and the command"),
+        ({"methods": []}, r"'methods' is \[\], but must be a dict"),
+        (
+            {"methods": {"ddtree": {"speedup": 2.0}}},
+            "'mean_acceptance_length' of method 'ddtree' is None, but must be a number",
+        ),
+        (
+            {"methods": {"plain": {"speedup": None, "mean_acceptance_length": None}}},
+            "'speedup' of method 'plain' is None",
+        ),
+        ({"sampled": {"methods": {}}}, r"'sampled' has \['methods'\], but needs 'temperature' and 'methods'"),
+    ],
+)
+def test_measurements_that_lack_a_field_raise(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_measurements(MEASUREMENTS | change)
+
+
+def test_card_of_a_drafter_describes_it(drafter: DFlashDrafter) -> None:
+    made = drafter.model_card("me/drafter")
+    assert "# me/drafter" in made.text and "| Block size | 5, the root's slot included |" in made.text
+    assert (
+        "| Target layers read | 0, 2 |" in made.text and f"| Parameters | {drafter.num_parameters():,} |" in made.text
+    )
+    assert made.data.library_name == "hf_specdec" and "dflash" in made.data.tags

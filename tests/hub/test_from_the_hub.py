@@ -1,0 +1,196 @@
+"""load_drafter on Hub ids, with the real client against a Hub on loopback: what is fetched, and what failures say."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import PreTrainedModel
+
+from hf_specdec import load_drafter
+from hf_specdec.drafters.dflash import DFlashDrafter
+from tests.hub.loopback_hub import TOKEN, LoopbackHub
+from tests.targets import fresh_target
+
+
+def same_weights(first: DFlashDrafter, second: DFlashDrafter) -> bool:
+    return all(bool((tensor == second.state_dict()[name]).all()) for name, tensor in first.state_dict().items())
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Switches the client offline, as HF_HUB_OFFLINE=1 does at start."""
+    return lambda: monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_only_config_weights_and_records_are_fetched(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
+    for name in ("pytorch_model.bin", "training_state.pt", "dflash.py", "vocab.txt", "optimizer.safetensors"):
+        (folder / name).write_bytes(b"?" * 100)
+    (folder / "training.json").write_text('{"data": "own continuations"}')
+    hub.add("owner/drafter", folder)
+    loaded = load_drafter("owner/drafter")
+    assert same_weights(loaded, drafter)
+    assert loaded.name_or_path == "owner/drafter" and loaded.training_record == {"data": "own continuations"}
+    assert hub.downloaded() == {"config.json", "model.safetensors", "training.json"}
+
+
+def test_sharded_weights_are_fetched(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
+    (folder / "model.safetensors").unlink()
+    drafter.save_pretrained(folder, max_shard_size="20KB")
+    hub.add("owner/drafter", folder)
+    assert same_weights(load_drafter("owner/drafter"), drafter)
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_fetched(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder)
+    with pytest.raises(ValueError, match="Did you mean 'tree_budget'"):
+        load_drafter("owner/drafter", tree_bugdet=4)
+    with pytest.raises(ValueError, match="Drafter 'owner/drafter' reads target hidden states of size 32"):
+        load_drafter("owner/drafter", fresh_target("llama", hidden_size=48))
+    assert hub.downloaded() == {"config.json"}
+
+
+def test_revision_names_a_branch_or_a_commit(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
+    first = hub.add("owner/drafter", folder)
+    drafter.fc.weight.data.zero_()
+    drafter.save_pretrained(folder)
+    hub.add("owner/drafter", folder, branch="zeroed")
+    assert load_drafter("owner/drafter").fc.weight.any()
+    assert not load_drafter("owner/drafter", revision="zeroed").fc.weight.any()
+    assert load_drafter("owner/drafter", revision=first).fc.weight.any()
+
+
+def test_private_repo_loads_with_its_token(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder, private=True)
+    load_drafter("owner/drafter", token=TOKEN)
+
+
+def test_unknown_repo_raises(hub: LoopbackHub) -> None:
+    message = "no folder 'owner/absent' here and no repo of that id .*`hf auth login` or pass token=, or give the path"
+    with pytest.raises(OSError, match=message) as raised:
+        load_drafter("owner/absent")
+    assert isinstance(raised.value.__cause__, RepositoryNotFoundError)
+
+
+def test_private_repo_without_token_raises(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder, private=True)
+    with pytest.raises(OSError, match="for a private repo log in with `hf auth login` or pass token="):
+        load_drafter("owner/drafter")
+
+
+def test_gated_repo_raises(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder, gated=True)
+    with pytest.raises(OSError, match="Access to 'owner/drafter' is restricted.*Accept its conditions") as raised:
+        load_drafter("owner/drafter")
+    assert isinstance(raised.value.__cause__, GatedRepoError)
+
+
+def test_unknown_revision_raises(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder)
+    message = "'owner/drafter' is on the Hub but has no revision 'v9'. Leave revision out"
+    with pytest.raises(OSError, match=message) as raised:
+        load_drafter("owner/drafter", revision="v9")
+    assert isinstance(raised.value.__cause__, RevisionNotFoundError)
+
+
+def test_repo_without_config_or_weights_raises(hub: LoopbackHub, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    hub.add("owner/no-weights", folder)
+    with pytest.raises(FileNotFoundError, match="'owner/no-weights' has neither model.safetensors nor"):
+        load_drafter("owner/no-weights")
+    (folder / "config.json").unlink()
+    (folder / "params.json").write_text("{}")
+    hub.add("owner/no-config", folder)
+    with pytest.raises(OSError, match="'owner/no-config' has no config.json, so it is not a drafter"):
+        load_drafter("owner/no-config")
+
+
+def test_file_that_arrives_incomplete_raises(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder)
+    hub.cut_short.add("model.safetensors")
+    message = r"(?s)'owner/drafter' could not be downloaded \(OSError: Consistency check failed.*Try again, or give"
+    with pytest.raises(OSError, match=message) as raised:
+        load_drafter("owner/drafter")
+    assert isinstance(raised.value.__cause__, OSError)
+    hub.cut_short.clear()
+    load_drafter("owner/drafter")
+
+
+def test_cached_repo_loads_offline(hub: LoopbackHub, folder: Path, offline: Any) -> None:
+    hub.add("owner/drafter", folder)
+    online = load_drafter("owner/drafter")
+    asked = len(hub.requests)
+    assert same_weights(load_drafter("owner/drafter", local_files_only=True), online)
+    offline()
+    assert same_weights(load_drafter("owner/drafter"), online)
+    assert len(hub.requests) == asked
+
+
+def test_repo_that_is_not_cached_raises_offline(no_token: None, offline: Any) -> None:
+    offline()
+    message = (
+        r"no folder 'owner/drafter' here, the files of 'owner/drafter' at revision 'v1' are not all in the Hub cache, "
+        r"and offline mode is on \(HF_HUB_OFFLINE=1\). To download them unset HF_HUB_OFFLINE, or give the path"
+    )
+    with pytest.raises(OSError, match=message) as raised:
+        load_drafter("owner/drafter", revision="v1")
+    assert isinstance(raised.value.__cause__, LocalEntryNotFoundError)
+
+
+def test_repo_that_is_not_cached_raises_with_local_files_only(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder)
+    with pytest.raises(OSError, match="local_files_only=True was given. To download them leave local_files_only out"):
+        load_drafter("owner/drafter", local_files_only=True)
+    assert not hub.requests
+
+
+def test_repo_cached_without_its_weights_raises_offline(hub: LoopbackHub, folder: Path, offline: Any) -> None:
+    hub.add("owner/drafter", folder)
+    with pytest.raises(ValueError):
+        load_drafter("owner/drafter", tree_budget=0)  # leaves the config in the cache and nothing else
+    offline()
+    with pytest.raises(OSError, match="'owner/drafter'.*(not all in the Hub cache|neither model.safetensors nor)"):
+        load_drafter("owner/drafter")
+
+
+def test_hub_that_cannot_be_reached_raises(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.__exit__()
+    message = r"the Hub cannot be reached \(ConnectError: .*\). To download them check the connection"
+    with pytest.raises(OSError, match=message):
+        load_drafter("owner/drafter")
+
+
+@pytest.mark.parametrize("name", ["./absent", "/no/such/folder", "~/absent-drafter", "owner/drafter/b16"])
+def test_path_that_is_not_there_raises(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"no folder '{name}', and it cannot be a Hub id, .*'owner/name'"):
+        load_drafter(name)
+
+
+def test_name_that_is_neither_path_nor_id_raises() -> None:
+    with pytest.raises(ValueError, match="'my drafter' is neither a folder here nor a Hub id") as raised:
+        load_drafter("my drafter")
+    assert isinstance(raised.value.__cause__, HFValidationError)
+
+
+def test_file_in_place_of_a_folder_raises(folder: Path) -> None:
+    with pytest.raises(NotADirectoryError, match="is a file; give the folder of config.json"):
+        load_drafter(folder / "model.safetensors")
+
+
+def test_local_folder_wins_over_an_id_of_the_same_name(
+    hub: LoopbackHub, folder: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, folder.parent / "owner" / "drafter")
+    monkeypatch.chdir(folder.parent)
+    load_drafter("owner/drafter", target)
+    assert not hub.requests
