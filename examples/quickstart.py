@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdec import load_drafter
 
 BUNDLED = Path(__file__).parent / "tiny-code"
-TEMPERATURES = (0.0, 0.8)
+SAMPLED = 0.8
+TEMPERATURES = (0.0, SAMPLED)
 
 
 @dataclass
@@ -80,32 +81,30 @@ def shade(tokenizer: Any, tokens: list[int], per_round: list[int]) -> Text:
     return text
 
 
-def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[str, Any]:
-    methods: dict[str, Any] = {}
+def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, dict[str, dict[str, Any]]]:
+    """Prints a table per temperature; returns the figures by temperature and method."""
+    figures: dict[float, dict[str, dict[str, Any]]] = {}
     for temperature in TEMPERATURES:
         table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
         for heading in ("method", "tokens/s", "speedup", "quartiles", "mean acceptance length", "drafting", "identical"):
             table.add_column(heading, justify="left" if heading == "method" else "right")
-        for name, by_temperature in runs.items():
-            run = by_temperature[temperature]
-            row = run.summary(runs["plain"][temperature])
+        plain = runs["plain"][temperature]
+        figures[temperature] = {name: by_temperature[temperature].summary(plain) for name, by_temperature in runs.items()}
+        for name, row in figures[temperature].items():
             if temperature == 0:
-                row["identical"] = all(run.identical)
-                methods[name] = row
-            else:
-                methods[name][f"temperature_{temperature}"] = row
+                row["identical"] = all(runs[name][temperature].identical)
             tau, share = row["mean_acceptance_length"], row["drafting_share"]
             table.add_row(
                 name,
                 f"{row['tokens_per_s']:.0f}",
                 f"{row['speedup']:.2f}x",
-                " - ".join(f"{quartile:.2f}" for quartile in row["speedup_quartiles"]),
+                "-".join(f"{quartile:.2f}" for quartile in row["speedup_quartiles"]),
                 "-" if tau is None else f"{tau:.2f}",
                 "-" if share is None else f"{share:.0%}",
                 ("yes" if row["identical"] else "NO") if temperature == 0 else "",
             )
         console.print(table)
-    return methods
+    return figures
 
 
 def main() -> None:
@@ -116,11 +115,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
     parser.add_argument("--num-prompts", type=int, default=32, help="0 for all")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--tree-budget", type=int, default=11)
+    parser.add_argument("--tree-budget", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
     arguments = parser.parse_args()
 
     console = Console()
+    console.width = max(console.width, 100)  # the tables stay legible in logs
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -163,26 +164,40 @@ def main() -> None:
                         run.per_round.append(drafter.stats.per_step_accepted[0])
                     progress.advance(task)
 
-    methods = report(console, runs)
+    figures = report(console, runs)
     inputs = tokenizer(prompts[0], return_tensors="pt").to(device)
     new_ids, _ = generate(model, inputs, 0.0, arguments.new_tokens, assistant_model=tree)
     console.print("\nOne continuation; tokens on green were drafted and accepted, the others are the target's own:")
     console.print(Text(prompts[0]), shade(tokenizer, new_ids.tolist(), tree.stats.per_step_accepted[0]), sep="")
+
+    record = {
+        "target": arguments.model,
+        "drafter": arguments.drafter,
+        "methods": figures[0.0],
+        "sampled": {"temperature": SAMPLED, "methods": figures[SAMPLED]},
+        "prompts": f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens",
+        "tree_budget": arguments.tree_budget,
+        "command": shlex.join(["python", *sys.argv]),
+        "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "date": date.today().isoformat(),
+    }
     if arguments.json:
-        record = {
-            "target": arguments.model,
-            "drafter": arguments.drafter,
-            "methods": methods,
-            "num_prompts": len(prompts),
-            "new_tokens": arguments.new_tokens,
-            "tree_budget": arguments.tree_budget,
-            "command": shlex.join(["python", *sys.argv]),
-            "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "date": date.today().isoformat(),
-        }
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.record:
+        own = {"dflash", "ddtree"}
+        tree.measurements = record | {
+            "methods": {name: row for name, row in figures[0.0].items() if name in own},
+            "sampled": {
+                "temperature": SAMPLED,
+                "methods": {name: row for name, row in figures[SAMPLED].items() if name in own},
+            },
+        }
+        tree.write_records(arguments.drafter)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nStopped; nothing was written.")

@@ -25,12 +25,13 @@ def written_rows(work_dir: Path) -> Dataset:
     if not parts:
         raise SystemExit(f"No continuations in {work_dir}: run train_drafter.py first, or name its --work-dir.")
     rows = concatenate_datasets([load_from_disk(part) for part in parts])
+    width = max(rows["length"])  # rows of several recipes differ in their padding
 
-    def label(row: dict) -> dict:
-        length = row["length"]
-        return {"input_ids": row["input_ids"], "labels": row["input_ids"][:length] + [-100] * (len(row["input_ids"]) - length)}
+    def pad(row: dict) -> dict:
+        ids, missing = row["input_ids"][: row["length"]], width - row["length"]
+        return {"input_ids": ids + [0] * missing, "labels": ids + [-100] * missing}
 
-    return rows.map(label, remove_columns=rows.column_names)
+    return rows.map(pad, remove_columns=rows.column_names)
 
 
 def main() -> None:
@@ -69,6 +70,7 @@ def main() -> None:
     )
     started = time.time()
     loss = trainer.train().training_loss
+    model.config.use_cache = model.generation_config.use_cache = True  # the trainer turns it off
     model.to(torch.bfloat16).save_pretrained(arguments.output)
     AutoTokenizer.from_pretrained(arguments.target).save_pretrained(arguments.output)
     record = {

@@ -19,7 +19,11 @@ import argparse
 import copy
 import json
 import multiprocessing
+import os
 import platform
+import shlex
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -34,13 +38,22 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 import hf_specdec
-from hf_specdec.training import DFlashStep, DrafterTrainer
+from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.training import DFlashStep, DrafterTrainer, specblock
 from hf_specdec.training.data import collate, mix, pack_text, write_continuations
 from hf_specdec.training.dflash import new_drafter
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.losses import LOSS_NAMES
+from hf_specdec.training.step import TrainingStep
+
+# What a method's record says beyond the settings that all have.
+OPTIONS_OF = {
+    "dflash": ("anchors", "loss", "gamma"),
+    "specblock": ("blocks", "valid_prefix", "prefix_broadcast", "layer_wise_shift", "rank_start_step", "rank_loss"),
+}
 
 
 def read_text(file: Path | None) -> tuple[list[str], list[str]]:
@@ -77,18 +90,26 @@ def load_target(path: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
 
 
-def write_share(rank: int, workers: int, target_path: str, documents: list[list[int]], settings: dict) -> None:
+def write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict) -> None:
     """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
+    # A writer whose main process was killed must not go on for minutes.
+    watch = threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True)
+    watch.start()
     torch.set_num_threads(1)
-    write_continuations(load_target(target_path), documents, worker=(rank, workers), **settings)
+    ids = json.loads(documents.read_text())
+    write_continuations(load_target(target_path), ids, worker=(rank, workers), **settings)
 
 
 def continuations(target: PreTrainedModel, target_path: str, documents: list[list[int]], workers: int, settings: dict):
     """The target's continuations of the documents' beginnings, written by `workers` processes."""
     if workers > 1:
         context = multiprocessing.get_context("spawn")
+        # Through a file: a pipe that nobody reads would block this process should a writer fail to start.
+        file = settings["folder"] / "documents.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(documents))
         shares = [
-            context.Process(target=write_share, args=(rank, workers, target_path, documents, settings))
+            context.Process(target=write_share, args=(rank, workers, target_path, file, settings), daemon=True)
             for rank in range(workers)
         ]
         for share in shares:
@@ -97,10 +118,39 @@ def continuations(target: PreTrainedModel, target_path: str, documents: list[lis
             share.join()
         if any(share.exitcode for share in shares):
             raise SystemExit("A process that wrote continuations failed; its error is above.")
+        settings = settings | {"max_minutes": 0.0}  # read what is there
     return write_continuations(target, documents, **settings)
 
 
-def seconds_per_step(drafter: PreTrainedModel, step: DFlashStep, rows, batch_size: int, bf16: bool, device: str) -> float:
+def specblock_parts(arguments: argparse.Namespace, target: PreTrainedModel, rows) -> tuple[PreTrainedModel, TrainingStep]:
+    """A SpecBlock drafter whose vocabulary is the most frequent tokens of the rows, and its step."""
+    vocab_size = target.get_input_embeddings().num_embeddings
+    size = min(arguments.draft_vocab, vocab_size)
+    vocabulary, coverage = specblock.frequent_tokens(rows, size, vocab_size)
+    print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    drafter = specblock.new_drafter(
+        target,
+        vocabulary,
+        num_layers=arguments.layers,
+        block_size=arguments.block_size or 4,
+        target_layer_ids=arguments.taps,
+        intermediate_size=arguments.intermediate_size,
+        prefix_broadcast=arguments.prefix_broadcast,
+        layer_wise_shift=arguments.layer_wise_shift,
+    )
+    step = specblock.SpecBlockStep(
+        drafter,
+        target,
+        num_blocks=arguments.blocks,
+        rank_start_step=arguments.rank_start_step,
+        valid_prefix=arguments.valid_prefix,
+        rank_loss=arguments.rank_loss,
+        rank_budget=arguments.rank_budget,
+    )
+    return drafter, step
+
+
+def seconds_per_step(drafter: PreTrainedModel, step: TrainingStep, rows, batch_size: int, bf16: bool, device: str) -> float:
     """Measured on a copy of the drafter, to turn --minutes into a number of steps for the schedule."""
     trial = copy.deepcopy(drafter).to(device).train()
     optimizer = torch.optim.AdamW(trial.parameters())
@@ -120,26 +170,30 @@ def seconds_per_step(drafter: PreTrainedModel, step: DFlashStep, rows, batch_siz
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=["dflash"], default="dflash")
+    parser.add_argument("--method", choices=["dflash", "specblock"], default="dflash")
     parser.add_argument("--target", required=True, help="folder or Hub id of the model to draft for")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="caches and checkpoints, resumable")
+    parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="caches and checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --work-dir")
+    parser.add_argument("--license", help="Hub licence id for the drafter's card")
     parser.add_argument("--seed", type=int, default=0)
     text = parser.add_argument_group("text")
     text.add_argument("--text", type=Path, help=".jsonl or .txt; default: the corpus of train_tiny_code.py")
     text.add_argument("--rows", type=int, default=6144, help="continuations that the target writes")
     text.add_argument("--write-minutes", type=float, default=12.0, help="stop writing after this time")
     text.add_argument("--writers", type=int, default=None, help="processes; default: one per CPU core, one with a GPU")
-    text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 96), metavar=("MIN", "MAX"))
+    text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
     text.add_argument("--new-tokens", type=int, default=192)
     text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
     shape = parser.add_argument_group("drafter")
     shape.add_argument("--layers", type=int, default=2)
-    shape.add_argument("--block-size", type=int, default=8)
+    shape.add_argument("--block-size", type=int, help="default: 8, the root's slot included; specblock: 4 drafted tokens")
     shape.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: 4, evenly spaced")
     shape.add_argument("--intermediate-size", type=int, help="default: the target's")
     shape.add_argument("--mask-token-id", type=int)
+    shape.add_argument("--draft-vocab", type=int, default=32000, help="specblock: tokens that the drafter can say")
+    shape.add_argument("--prefix-broadcast", action=argparse.BooleanOptionalAction, default=True, help="specblock")
+    shape.add_argument("--layer-wise-shift", action=argparse.BooleanOptionalAction, default=True, help="specblock")
     training = parser.add_argument_group("training")
     training.add_argument("--minutes", type=float, default=12.0, help="training time, turned into steps by a trial")
     training.add_argument("--steps", type=int, help="instead of --minutes")
@@ -149,6 +203,14 @@ def main() -> None:
     training.add_argument("--gamma", type=float, default=4.0, help="position weights exp(-(k-1)/gamma)")
     training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     training.add_argument("--learning-rate", type=float, default=3e-3)
+    training.add_argument("--schedule", choices=["linear", "cosine"], default="linear")
+    training.add_argument("--warmup", type=float, default=0.04, help="share of the steps")
+    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--blocks", type=int, default=2, help="specblock: chained blocks of a start")
+    training.add_argument("--rank-start-step", type=int, default=2000, help="specblock: first step of the rank loss")
+    training.add_argument("--rank-loss", choices=["paper", "published"], default="paper", help="specblock")
+    training.add_argument("--rank-budget", type=int, help="specblock: most examples of a rank class per slot and batch")
+    training.add_argument("--valid-prefix", action=argparse.BooleanOptionalAction, default=True, help="specblock")
     training.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     set_seed(arguments.seed)
@@ -167,34 +229,46 @@ def main() -> None:
         "new_tokens": arguments.new_tokens,
         "cache_implementation": "static" if device == "cpu" else None,
     }
-    own_settings = settings | {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
-    own = continuations(target, arguments.target, train_ids, workers, own_settings)
+    wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
+    own = continuations(target, arguments.target, train_ids, workers, settings | wanted)
     held_out = write_continuations(target, held_out_ids, num_rows=128, temperatures=(0.0,), **settings)
     width = len(own[0]["input_ids"])
     rows = own
     if arguments.plain_share:
         rows = mix(own, pack_text(train_ids, width, separator_id=tokenizer.eos_token_id), arguments.plain_share)
     written_minutes = (time.time() - started) / 60
-    print(f"{len(own)} rows written by the target, {sum(own['length'])} tokens with prompts, in {written_minutes:.1f} min")
+    written_tokens = sum(own["length"]) - sum(own["first_anchor"])
+    ended = sum(row["input_ids"][row["length"] - 1] == tokenizer.eos_token_id for row in own)
+    print(
+        f"{len(own)} rows with {written_tokens / 1e3:.0f}k tokens written by the target in {written_minutes:.1f} min; "
+        f"{ended / len(own):.0%} of them reached the end of text",
+        flush=True,
+    )
+    if ended == 0:
+        print("A target that never ends a text loops, and a drafter trained on loops is good at nothing else.")
 
-    drafter = new_drafter(
-        target,
-        mask_token_id=mask_token(tokenizer, target, arguments.mask_token_id),
-        num_layers=arguments.layers,
-        block_size=arguments.block_size,
-        target_layer_ids=arguments.taps,
-        intermediate_size=arguments.intermediate_size,
-    )
+    if arguments.method == "specblock":
+        drafter, step = specblock_parts(arguments, target, rows)
+    else:
+        drafter = new_drafter(
+            target,
+            mask_token_id=mask_token(tokenizer, target, arguments.mask_token_id),
+            num_layers=arguments.layers,
+            block_size=arguments.block_size or 8,
+            target_layer_ids=arguments.taps,
+            intermediate_size=arguments.intermediate_size,
+        )
+        step = DFlashStep(
+            drafter, target, num_anchors=arguments.anchors, loss=arguments.loss, gamma=arguments.gamma or None
+        )
     drafter.config.target_name_or_path = arguments.target
-    step = DFlashStep(
-        drafter, target, num_anchors=arguments.anchors, loss=arguments.loss, gamma=arguments.gamma or None
-    )
-    print(f"drafter: {sum(p.numel() for p in drafter.parameters()) / 1e6:.2f}M parameters, reads layers {step.reader.layers}")
+    drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
+    print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True)
     train_rows = cache_states(step.reader, rows, arguments.work_dir)
     held_out_rows = cache_states(step.reader, held_out, arguments.work_dir)
 
     checkpoints = arguments.work_dir / "checkpoints"
-    last = transformers.trainer_utils.get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
+    last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
     if last is not None:
         steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
     elif arguments.steps is not None:
@@ -210,11 +284,11 @@ def main() -> None:
             output_dir=str(checkpoints),
             max_steps=steps,
             per_device_train_batch_size=arguments.batch_size,
-            per_device_eval_batch_size=32,
+            per_device_eval_batch_size=32 if arguments.method == "dflash" else arguments.batch_size,
             learning_rate=arguments.learning_rate,
-            lr_scheduler_type="linear",
-            warmup_steps=steps // 25,
-            max_grad_norm=1.0,
+            lr_scheduler_type=arguments.schedule,
+            warmup_steps=int(steps * arguments.warmup),
+            max_grad_norm=arguments.clip,
             bf16=arguments.bf16,
             use_cpu=device == "cpu",
             eval_strategy="steps",
@@ -234,33 +308,30 @@ def main() -> None:
     training_minutes = (time.time() - training_started) / 60
     evaluation = trainer.evaluate()
 
-    drafter.to(torch.bfloat16).save_pretrained(arguments.output)
-    record = {
-        "method": arguments.method,
-        "target": arguments.target,
-        "text": str(arguments.text) if arguments.text else "the training functions of train_tiny_code.py",
-        "written_rows": len(own),
-        "written_tokens": sum(own["length"]) - sum(own["first_anchor"]),
-        "plain_rows": len(rows) - len(own),
-        "temperatures": [0.0, 0.0, 0.0, 0.8],
-        "steps": steps,
-        "rows_per_step": arguments.batch_size,
-        "blocks_per_row": arguments.anchors,
-        "loss": arguments.loss,
-        "gamma": arguments.gamma,
-        "optimizer": arguments.optimizer,
-        "learning_rate": arguments.learning_rate,
-        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
-        "held_out": {name.removeprefix("eval_"): round(value, 4) for name, value in evaluation.items()
-                     if name.startswith(("eval_loss", "eval_acc"))},
-        "minutes_writing": round(written_minutes, 1),
-        "minutes_training": round(training_minutes, 1),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+    drafter.training_record = {
+        "data": {
+            "text": str(arguments.text) if arguments.text else "the training functions of train_tiny_code.py",
+            "rows_written_by_target": len(own),
+            "tokens_written_by_target": written_tokens,
+            "share_of_rows_that_end": round(ended / len(own), 3),
+            "rows_of_plain_text": len(rows) - len(own),
+            "rows_trained_on": steps * arguments.batch_size,
+        },
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
+        "losses": {name.removeprefix("eval_"): round(value, 4) for name, value in evaluation.items()
+                   if name.startswith(("eval_loss", "eval_acc"))},
+        "command": shlex.join(["python", *sys.argv]),
+        "settings": {name: getattr(arguments, name) for name in
+                     ("method", *OPTIONS_OF[arguments.method], "batch_size", "optimizer", "learning_rate", "schedule",
+                      "clip", "bf16", "seed")} | {"steps": steps},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
     }  # fmt: skip
-    (arguments.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
+    if arguments.license:
+        drafter.training_record["license"] = arguments.license
+    drafter.to(torch.bfloat16).save_pretrained(arguments.output)
+    print(json.dumps(drafter.training_record, indent=2))
 
 
 if __name__ == "__main__":

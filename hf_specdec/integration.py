@@ -124,7 +124,9 @@ def _check_call(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
-    peft_config = getattr(model, "active_peft_config", None) if hasattr(model, "peft_config") else None
+    # A PeftModel generates with the model it wraps, after lending it a method of its own.
+    lender = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    peft_config = getattr(lender, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
         raise ValueError(
             f"The target carries {peft_config.peft_type} virtual tokens, which shift every position; prompt learning "
@@ -151,7 +153,7 @@ def _decode(
 ) -> Any:
     drafter.stats = SpeculationStats(method=drafter.method)
     return speculative_decoding(
-        TargetModel(model, drafter.feature_layers()),
+        TargetModel(model, drafter.feature_layers(model)),
         drafter.candidate_generator,
         input_ids,
         logits_processor=logits_processor,

@@ -1,10 +1,13 @@
-"""The lossless rule: follow the target's own choice through the tree.
+"""The lossless rules: follow the target's own choice through the tree, coupled with the drafts where those were drawn.
 
 At each node the user's processors are applied to the target's logits with that node's own prefix, the target chooses
 (argmax or sample), and the walk goes to the child with that token; where there is none, the choice is the bonus token.
 Each choice is made exactly as plain decoding makes it, so the output is the target's for any tree and any processor.
 That holds for drafts chosen without randomness and for drafts that are drawn independently of the target's choices.
-Source: DDTree, arXiv 2604.12989, Section 4.1, step 4.
+A tree that says from which law its tokens were drawn is accepted more often: there the target's choice is not drawn
+anew but coupled with the draft (`coupled_choices`), and then followed in the same way.
+Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling
+Leviathan et al., arXiv 2211.17192, Section 2.3.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from transformers.generation import (
     LogitNormalization,
     MinPLogitsWarper,
     SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from hf_specdec.decoding.sequences import Sequences
@@ -46,6 +51,9 @@ PREFIX_FREE = frozenset(
         TypicalLogitsWarper,
     }
 )
+
+# Processors of the host that remember earlier calls, one state for the whole batch; rows of a batch take turns here.
+STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,10 @@ class FollowTarget:
             vocab = logits.shape[-1]
             flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
             logits = flat.view(logits.shape)
-        choices = self._choose(logits)
+        if self.do_sample and tree.draft_probs is not None:
+            choices = coupled_choices(logits, *_drafts_below(tree))
+        else:
+            choices = self._choose(logits)
         acceptance = _walk(tree, choices) if tree.children is not None else _read(tree, *follow(tree, choices))
         if self.keep_scores:
             index = acceptance.path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
@@ -135,6 +146,7 @@ class FollowTarget:
         node = torch.zeros(batch, dtype=torch.int64, device=device)
         sequences.reserve(tree.max_depth + 1)
         walking = [row for row, active in enumerate(sequences.active) if active]
+        drafts = _drafts_below(tree) if self.do_sample and tree.draft_probs is not None else None
         for depth in range(tree.max_depth + 1):
             at_node = logits[rows, node]
             processed = torch.empty_like(at_node)
@@ -145,7 +157,11 @@ class FollowTarget:
             for group, values in sequences.for_each_length(walking, depth, ask):
                 processed[group] = values[group]
             chosen = torch.empty_like(bonus_ids)
-            chosen[walking] = self._choose(processed[walking])
+            if drafts is None:
+                chosen[walking] = self._choose(processed[walking])
+            else:
+                here = (walking, node[walking])
+                chosen[walking] = coupled_choices(processed[walking], *(part[here] for part in drafts))
             if scores is not None:
                 scores[walking, depth] = processed[walking]
             bonus_ids[walking] = chosen[walking]
@@ -161,6 +177,43 @@ class FollowTarget:
             path[walking, depth + 1] = child[walking]
             num_accepted[walking] += 1
         return replace(_read(tree, path, num_accepted, bonus_ids), scores=scores)
+
+
+def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, drafted: Tensor) -> Tensor:
+    """The target's choices where a token was drafted by a draw: the draft itself as often as the target's law allows.
+
+    A draft x is the choice with probability min(1, target_probs[x] / draft_probs[x]); otherwise the choice is drawn
+    from max(target_probs - draft_probs, 0), normalised, in which x has no share. Over the drafter's draws the choice
+    then follows target_probs exactly: the two ways together give a token min(target, draft) + max(target - draft, 0).
+    Leviathan et al., arXiv 2211.17192, Theorem 3.5. Where nothing was drafted the choice is drawn from target_probs.
+
+    Args:
+        scores: [..., vocab] float32, processed logits of the target.
+        draft_ids: [...] int64, the token drafted there.
+        draft_probs: [..., vocab] float32, the law it was drawn from.
+        drafted: [...] bool, False where there is no draft; the other two then hold anything.
+
+    Returns:
+        [...] int64. Equal to `draft_ids` exactly where a draft is accepted.
+    """
+    target_probs = torch.softmax(scores, dim=-1)
+    index = draft_ids.unsqueeze(-1)
+    at_draft = torch.cat([target_probs.gather(-1, index), draft_probs.gather(-1, index)], dim=-1)
+    accepted = drafted & (torch.rand_like(at_draft[..., 0]) * at_draft[..., 1] < at_draft[..., 0])
+    rest = (target_probs - draft_probs).clamp_(min=0)
+    # Without a rest the two laws are equal up to rounding; a law with NaN has none either, and is not believed.
+    has_rest = drafted & (rest.sum(-1) > 0)
+    rest = rest.where(has_rest.unsqueeze(-1), target_probs)
+    drawn = torch.multinomial(rest.view(-1, rest.shape[-1]), num_samples=1).view(draft_ids.shape)
+    return draft_ids.where(accepted, drawn)
+
+
+def _drafts_below(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
+    """Per node of a drawn chain what was drafted after it: token ids, laws, and whether anything was."""
+    assert tree.draft_probs is not None
+    token_ids, drafted = tree.token_ids.roll(-1, 1), tree.valid.roll(-1, 1)
+    drafted[:, -1] = False  # nothing follows the last node
+    return token_ids, torch.nn.functional.pad(tree.draft_probs, (0, 0, 0, 1)), drafted
 
 
 def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,11 +275,12 @@ def _walk(tree: DraftTree, choices: Tensor) -> Acceptance:
         paths.append(path)
         tokens.append([chosen[node] for node in path])
     steps = max(map(len, paths))
-    path = torch.from_numpy(np.array([path + [0] * (steps - len(path)) for path in paths]))
+    device = tree.token_ids.device
+    path = torch.from_numpy(np.array([path + [0] * (steps - len(path)) for path in paths])).to(device)
     return Acceptance(
         path=path,
         path_ids=tree.token_ids.gather(1, path),
-        bonus_ids=torch.from_numpy(np.array([row[-1] for row in tokens])),
+        bonus_ids=torch.from_numpy(np.array([row[-1] for row in tokens])).to(device),
         tokens=tokens,
         num_drafted=[len(children) for children in tree.children],
         finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
@@ -26,12 +27,13 @@ GROWTH = 256  # entries added at a time when a row outgrows its capacity
 
 
 class Extent:
-    """The length of the longest row, shared by a cache and its layers; None during prefill.
+    """What a cache shares with its layers: the length of the longest row, and nodes of the round that lie behind it.
 
     A reference from the layers to the cache itself would be a cycle, and its memory would wait for the collector.
     """
 
-    longest: int | None = None
+    longest: int | None = None  # None during prefill
+    held: int = 0  # nodes of the round in flight that earlier forwards have written
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -53,11 +55,11 @@ class TreeCacheLayer(CacheLayerMixin):
         """Adds [batch, kv_heads, new, head_dim] entries; returns all entries that a query may be allowed to see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.extent.longest
-        if start is None:  # prefill: all rows grow alike, in chunks as the host likes
+        if self.extent.longest is None:  # prefill: all rows grow alike, in chunks as the host likes
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
             return self.keys, self.values
+        start = self.extent.longest + self.extent.held
         stop = start + key_states.shape[2]
         self.keys[:, :, start:stop] = key_states
         self.values[:, :, start:stop] = value_states
@@ -65,7 +67,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         if self.extent.longest is not None:
-            return self.extent.longest
+            return self.extent.longest + self.extent.held
         return self.keys.shape[2] if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -188,7 +190,14 @@ class TreeCache(Cache):
         """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
         if self.longest + nodes > self.capacity:
             started = [layer for layer in self.layers if layer.is_initialized]
-            self._allocate(started, self.longest, self.longest + nodes + GROWTH)
+            self._allocate(started, self.longest + self._extent.held, self.longest + nodes + GROWTH)
+
+    def hold(self, nodes: int) -> None:
+        """Lets the round go on: its next forward writes behind the `nodes` nodes of the last one, and sees them.
+
+        For drafters whose rounds take several forwards. Commit and rollback end the round.
+        """
+        self._extent.held += nodes
 
     def commit(self, path: Tensor, counts: Sequence[int]) -> None:
         """Keeps the first nodes of `path` at the end of each row and forgets all other nodes of the round.
@@ -226,8 +235,8 @@ class TreeCache(Cache):
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
         self.row_lengths = row_lengths
-        self.lengths = torch.tensor(row_lengths, device=self.lengths.device)
-        self._extent.longest = max(row_lengths)
+        self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)  # quicker than from a list
+        self._extent.longest, self._extent.held = max(row_lengths), 0
 
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.

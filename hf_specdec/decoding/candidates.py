@@ -11,8 +11,26 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class ChoiceRule:
+    """How the target's tokens are chosen in this call; drafts that are drawn alike are accepted more often.
+
+    Attributes:
+        do_sample: whether they are drawn, or are the likeliest ones.
+        warpers: those processors of the call that look at logits alone (temperature, top-k, ...), in their order. They
+            have no state, so a drafter may apply them too. What it drafts is verified under all processors.
+    """
+
+    do_sample: bool
+    warpers: LogitsProcessorList
+
+
+GREEDY = ChoiceRule(do_sample=False, warpers=LogitsProcessorList())
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,7 @@ class DraftContext:
             hold anything.
         lengths: tokens in each row of `sequences`, root included.
         active: per row, whether its tokens still matter; rows that have finished are drafted for but not read.
+        choice: how the call chooses tokens, the same in every round.
     """
 
     root_ids: Tensor
@@ -33,6 +52,7 @@ class DraftContext:
     sequences: Tensor
     lengths: list[int]
     active: list[bool]
+    choice: ChoiceRule = GREEDY
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ class RoundOutcome:
     """What a round, or the prefill, committed to the target's cache: for a round the root and the accepted nodes.
 
     Attributes:
-        token_ids: [batch, steps] int64.
+        token_ids: [batch, steps] int64. Zeros where a prompt came as embeddings.
         features: [batch, steps, taps * hidden], the target's at exactly these tokens, or None without taps.
         position_ids: [batch, steps] int64.
         valid: [batch, steps] bool, or None for all True. False for padding: left padding of the prompt, the end of

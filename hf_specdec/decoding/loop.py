@@ -18,8 +18,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.acceptance import Acceptance, FollowTarget
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget
+from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
@@ -86,6 +86,14 @@ class _Decoding:
         stats: SpeculationStats,
         streamer: BaseStreamer | None,
     ) -> None:
+        batch = len(input_ids)
+        stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
+        if stateful and batch > 1:
+            raise ValueError(
+                f"{stateful[0]} keeps state from call to call, for rows that grow together, but in a batch of {batch} "
+                "rows accept different numbers of drafted tokens. Generate one row at a time, or without "
+                "assistant_model."
+            )
         self.target = target
         self.make_generator = make_generator
         self.config = generation_config
@@ -94,10 +102,12 @@ class _Decoding:
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
-        self.records = TokenRecords(generation_config, input_ids.shape[0])
+        self.records = TokenRecords(generation_config, input_ids.shape[0], model_kwargs.get("past_key_values"))
         self.accept = FollowTarget(
             logits_processor, do_sample=generation_config.do_sample, keep_scores=self.records.keeps_scores
         )
+        warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
+        self.choice = ChoiceRule(generation_config.do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         self.root_ids: Tensor
         self.root_positions: Tensor
@@ -138,9 +148,12 @@ class _Decoding:
 
         positions, valid = self.target.prompt_positions()
         new = positions.shape[1]  # fewer than the prompt where a cache was continued
+        token_ids = prompt[:, -new:]
+        if prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
+            token_ids = torch.nn.functional.pad(token_ids, (new - prompt_length, 0))
         generator.observe(
             RoundOutcome(
-                token_ids=prompt[:, -new:],
+                token_ids=token_ids,
                 features=output.features,
                 position_ids=positions,
                 valid=valid,
@@ -149,7 +162,7 @@ class _Decoding:
                 target_logits=output.logits,
             )
         )
-        self.judge(DraftTree.root_only(prompt[:, -1]), output)
+        self.judge(DraftTree.root_only(token_ids[:, -1]), output)
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
@@ -162,6 +175,7 @@ class _Decoding:
             sequences=self.sequences.ids,
             lengths=self.sequences.lengths,
             active=active,
+            choice=self.choice,
         )
         tree = generator.draft(context).within_vocabulary(self.vocab_size)
         drafted = time.perf_counter()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_specdec.decoding.acceptance import Acceptance
 from hf_specdec.decoding.cache import TreeCache
@@ -19,14 +20,26 @@ from hf_specdec.decoding.tree import DraftTree
 
 
 class TokenRecords:
-    """Collects what `return_dict_in_generate` asks for; keeps nothing where nothing is asked."""
+    """Collects what `return_dict_in_generate` asks for; keeps nothing where nothing is asked.
 
-    def __init__(self, generation_config: GenerationConfig, batch: int) -> None:
+    Args:
+        generation_config: of the `generate` call.
+        batch: number of rows.
+        host_cache: the cache that plain decoding would use; what its layers drop is missing from attention weights.
+    """
+
+    def __init__(self, generation_config: GenerationConfig, batch: int, host_cache: Cache | None) -> None:
         asked = generation_config.return_dict_in_generate
         self.keeps_scores = bool(asked and generation_config.output_scores)
         self.keeps_logits = bool(asked and generation_config.output_logits)
         self.keeps_attentions = bool(asked and generation_config.output_attentions)
         self.keeps_hidden_states = bool(asked and generation_config.output_hidden_states)
+        host_layers = host_cache.layers if isinstance(host_cache, DynamicCache) else []
+        self._windows = {
+            index: layer.sliding_window
+            for index, layer in enumerate(host_layers)
+            if isinstance(layer, DynamicSlidingWindowLayer)
+        }
         # [row][token] -> [1, vocab]; for states [row][token][layer] -> [1, ...]
         self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
@@ -60,19 +73,37 @@ class TokenRecords:
     ) -> None:
         """Notes the first `kept` tokens of each row's accepted path, bonus included."""
         for row, count in enumerate(kept):
+            if not count:
+                continue
             nodes = acceptance.path[row, :count]
             if acceptance.scores is not None:
                 self._scores[row] += list(acceptance.scores[row, :count].split(1))
             if self.keeps_logits:
                 self._logits[row] += list(raw_logits[row, nodes].split(1))
             if self.keeps_hidden_states and self._prefilled and output.hidden_states is not None:
-                layers = [states[row, nodes].split(1) for states in output.hidden_states]
+                layers = [states[row, nodes].unsqueeze(1).split(1) for states in output.hidden_states]
                 self._hidden_states[row] += list(zip(*layers, strict=True))
             if self.keeps_attentions and self._prefilled and output.attentions is not None:
-                self._attentions[row] += _own_attentions(output.attentions, row, nodes, tree, cache)
+                self._attentions[row] += self._own_attentions(output.attentions, row, nodes, tree, cache)
         if not self._prefilled:
             self._prefill_attentions, self._prefill_hidden_states = output.attentions, output.hidden_states
             self._prefilled = True
+
+    def _own_attentions(
+        self, attentions: tuple[Tensor, ...], row: int, nodes: Tensor, tree: DraftTree, cache: TreeCache
+    ) -> list[tuple[Tensor, ...]]:
+        """Per node, per layer [1, heads, 1, own entries]: plain decoding has no columns for other nodes of the tree."""
+        prefix = torch.arange(cache.row_lengths[row], device=nodes.device)
+        per_node = []
+        for node in nodes.tolist():
+            ancestors = tree.ancestor_mask[row, node].nonzero().squeeze(-1)
+            entries = torch.cat([prefix, cache.longest + ancestors])
+            own = []
+            for index, layer in enumerate(attentions):
+                seen = entries[-self._windows[index] :] if index in self._windows else entries
+                own.append(layer[row, :, node, seen.to(layer.device)][None, :, None])
+            per_node.append(tuple(own))
+        return per_node
 
     def finish(self, num_tokens: int) -> dict[str, tuple[Tensor, ...] | tuple[tuple[Tensor, ...], ...]]:
         """The fields of `GenerateDecoderOnlyOutput` for the first `num_tokens` tokens of every row."""
@@ -86,19 +117,6 @@ class TokenRecords:
         if self._prefill_attentions is not None:
             fields["attentions"] = (self._prefill_attentions, *_join_layers(self._attentions, num_tokens - 1))
         return fields
-
-
-def _own_attentions(
-    attentions: tuple[Tensor, ...], row: int, nodes: Tensor, tree: DraftTree, cache: TreeCache
-) -> list[tuple[Tensor, ...]]:
-    """Per node, per layer [1, heads, 1, own entries]: plain decoding has no columns for other nodes of the tree."""
-    prefix = torch.arange(cache.row_lengths[row], device=nodes.device)
-    per_node = []
-    for node in nodes.tolist():
-        ancestors = tree.ancestor_mask[row, node].nonzero().squeeze(-1)
-        entries = torch.cat([prefix, cache.longest + ancestors])
-        per_node.append(tuple(layer[row, :, node, entries.to(layer.device)][None, :, None] for layer in attentions))
-    return per_node
 
 
 def _join(rows: list[list[Tensor]], num_tokens: int) -> tuple[Tensor, ...]:

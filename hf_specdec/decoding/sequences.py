@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -132,7 +133,8 @@ class Sequences:
         for row in range(self.batch):
             if active[row]:
                 start = self.lengths[row]
-                self.ids[row, start : start + len(tokens[row])] = torch.tensor(tokens[row], device=self.ids.device)
+                new_ids = torch.as_tensor(np.array(tokens[row]), device=self.ids.device)  # quicker than from a list
+                self.ids[row, start : start + len(new_ids)] = new_ids
         kept = [0] * self.batch
         going = [row for row in range(self.batch) if active[row]]
         while going:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.cache import TreeCache
@@ -64,7 +65,8 @@ class TargetModel:
 
     Args:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
-        feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined.
+        feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
+            what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
 
     Raises:
         ValueError: the target cannot verify trees; the message says why and what to do.
@@ -76,6 +78,7 @@ class TargetModel:
         self.feature_layers = tuple(feature_layers)
         self.check_supported(model)
         self.windows = _windows(model)
+        self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
         self.cache: TreeCache
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
@@ -108,21 +111,28 @@ class TargetModel:
     @contextmanager
     def tapping(self) -> Iterator[None]:
         """Reads the outputs of `feature_layers` while the context is open."""
-        layers = decoder_layers(self.model) if self.feature_layers else []
         handles = []
         try:
             for index in dict.fromkeys(self.feature_layers):
-                handles.append(layers[index].register_forward_hook(self._tap(index)))
+                handles.append(self._tap(index))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _tap(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._taps[index].append(output[0] if isinstance(output, tuple) else output)
+    def _tap(self, index: int) -> RemovableHandle:
+        layers = decoder_layers(self.model)
 
-        return hook
+        def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._taps[index].append(args[0] if args else kwargs["hidden_states"])
+
+        def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+            self._taps[index].append(output if isinstance(output, Tensor) else output[0])
+
+        if index == -1:
+            return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+        tapped = layers[index] if index < len(layers) else self.model.get_decoder()
+        return tapped.register_forward_hook(keep_output)
 
     def _read_taps(self) -> Tensor | None:
         if not self.feature_layers:
@@ -203,6 +213,7 @@ class TargetModel:
         tree: DraftTree,
         root_positions: Tensor,
         *,
+        first: int = 0,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> TargetOutput:
@@ -213,28 +224,39 @@ class TargetModel:
         Args:
             tree: what to verify.
             root_positions: [batch] int64, `root_positions()` at the start of the round.
+            first: runs nodes from this index on; earlier forwards of the round ran the others, and the cache holds
+                them (`TreeCache.hold`). The output then has nodes from `first` on only.
             output_attentions: also return attention weights.
             output_hidden_states: also return hidden states of all layers.
         """
         self.cache.reserve(tree.num_nodes)
+        for states in self._taps.values():
+            states.clear()  # a logits processor may have run the target in between
         position_ids = root_positions.unsqueeze(1) + tree.depths
         if self.cache.longest + tree.max_depth > self.last_entry:
-            # Such nodes are never kept, but learned positions would have no embedding for them.
-            position_ids = position_ids.minimum((self.position_offset + self.last_entry).unsqueeze(1))
+            # Such nodes are never kept, but learned positions may have no embedding for them.
+            last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
+            position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
+        if first:
+            token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {}
         if output_attentions:
             extra["output_attentions"] = True
         if output_hidden_states:
             extra["output_hidden_states"] = True
-        outputs = self.model(
-            input_ids=tree.token_ids,
-            attention_mask=self._attention_mask(tree),
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **extra,
-        )
+        # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
+        on_cpu = position_ids.device.type == "cpu"
+        with torch.inference_mode() if on_cpu else nullcontext():
+            outputs = self.model(
+                input_ids=token_ids,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **extra,
+            )
         return TargetOutput(
             outputs.logits.to(torch.float32),
             self._read_taps(),
@@ -256,9 +278,11 @@ class TargetModel:
             prefix = prefix.unsqueeze(1).expand(batch, nodes, longest)
         return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
 
-    def _attention_mask(self, tree: DraftTree) -> Tensor | dict[str, Tensor]:
+    def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
         visible = self._visible_entries(tree)
         masks = {kind: self._additive(visible, tree, window) for kind, window in self.windows.items()}
+        if first:
+            masks = {kind: mask[:, :, first:] for kind, mask in masks.items()}
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
     def _additive(self, visible: Tensor, tree: DraftTree, window: int | None) -> Tensor:

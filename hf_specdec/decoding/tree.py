@@ -8,8 +8,10 @@ Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. What the target makes of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,9 @@ class DraftTree:
             must have no valid node but the root.
         children: per row (parent, token) -> node for all valid nodes, or None. A drafter that builds trees in host
             memory knows it anyway; the accepted path is then a few look-ups instead of tensor operations.
+        draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the law that the token of node i + 1 was
+            drawn from, at random; the acceptance rule takes it at its word. None for tokens chosen in any other way.
+            Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens, never on its own.
     """
 
     token_ids: Tensor
@@ -39,6 +44,7 @@ class DraftTree:
     max_depth: int
     finite: Tensor | None = None
     children: list[dict[tuple[int, int], int]] | None = None
+    draft_probs: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -79,15 +85,77 @@ class DraftTree:
         return cls(token_ids, parents, mask.sum(-1) - 1, mask, usable, max_depth, finite)
 
     @classmethod
-    def chain(cls, token_ids: Tensor, *, valid: Tensor | None = None, finite: Tensor | None = None) -> DraftTree:
-        """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix."""
+    def from_lists(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        *,
+        finite: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> DraftTree:
+        """A tree that was built in host memory.
+
+        Args:
+            token_ids: per row its tokens, root first. Rows may differ in length; shorter ones are padded.
+            parents: per row the index of each node's parent, -1 at the root. No two children of a node carry the same
+                token.
+            finite: see `DraftTree.finite`.
+            device: of the tree's tensors.
+
+        Example:
+            >>> tree = DraftTree.from_lists([[7, 1, 2, 3], [8, 4]], [[-1, 0, 0, 2], [-1, 0]])
+            >>> tree.depths.tolist(), tree.valid.int().tolist()
+            ([[0, 1, 1, 2], [0, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 0, 0]])
+        """
+        batch, nodes = len(token_ids), max(map(len, token_ids))
+        mask: np.ndarray = np.zeros((batch, nodes, nodes), dtype=bool)
+        mask[:, :, 0] = True
+        depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]  # padding hangs below the root
+        children: list[dict[tuple[int, int], int]] = []
+        for row, (tokens, above) in enumerate(zip(token_ids, parents, strict=True)):
+            row_mask, row_depths = mask[row], depths[row]
+            for node in range(1, len(tokens)):
+                parent = above[node]
+                row_depths[node] = row_depths[parent] + 1
+                row_mask[node] = row_mask[parent]
+                row_mask[node, node] = True
+            children.append({(above[node], tokens[node]): node for node in range(1, len(tokens))})
+        sizes = [len(tokens) for tokens in token_ids]
+
+        def host(values: Sequence[Sequence[int]] | np.ndarray) -> Tensor:
+            return torch.from_numpy(np.asarray(values)).to(device)
+
+        return cls(
+            host([[*tokens, *[tokens[0]] * (nodes - len(tokens))] for tokens in token_ids]),
+            host([[*above, *[0] * (nodes - len(above))] for above in parents]),
+            host(depths),
+            host(mask),
+            host([[node < size for node in range(nodes)] for size in sizes]),
+            max(map(max, depths)),
+            finite,
+            children,
+        )
+
+    @classmethod
+    def chain(
+        cls,
+        token_ids: Tensor,
+        *,
+        valid: Tensor | None = None,
+        finite: Tensor | None = None,
+        draft_probs: Tensor | None = None,
+    ) -> DraftTree:
+        """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix.
+
+        `draft_probs`, where the tokens were drawn at random: see `DraftTree.draft_probs`.
+        """
         batch, nodes = token_ids.shape
         steps = torch.arange(nodes, device=token_ids.device)
         mask = (steps.unsqueeze(1) >= steps).expand(batch, nodes, nodes)
         if valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
-        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite)
+        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, draft_probs=draft_probs)
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:

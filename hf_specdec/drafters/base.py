@@ -43,8 +43,11 @@ class Drafter(ABC):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         """Makes the state of one `generate` call on `target`."""
 
-    def feature_layers(self) -> tuple[int, ...]:
-        """0-based decoder layers of the target whose outputs the drafter reads; none by default."""
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """0-based decoder layers of the target `model` whose outputs the drafter reads; none by default.
+
+        -1 is what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        """
         return ()
 
     def set_options(self, **options: Any) -> None:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
     from hf_specdec.decoding.candidates import TreeCandidateGenerator
-    from hf_specdec.drafters.base import BlockMarginals
-    from hf_specdec.drafters.pretrained import PretrainedDrafter
+    from hf_specdec.drafters.base import BlockMarginals, Drafter
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,16 @@ class Family:
         name: its folder under `drafters/`.
         drafter: the class that loads it.
         recognises: whether a `config.json`, as a dict, is of this kind.
+        load: for kinds that transformers loads: makes the drafter from config, name, folder (None for one without
+            storage) and dtype. None for a `PretrainedDrafter`, whose tensors are checked one by one.
+        last_resort: recognised only after everything else was asked about, since others look the same.
     """
 
     name: str
-    drafter: type[PretrainedDrafter]
+    drafter: type[Drafter]
     recognises: Callable[[dict[str, Any]], bool]
+    load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None
+    last_resort: bool = False
 
 
 FAMILIES: dict[str, Family] = {}
@@ -34,10 +42,15 @@ MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, Any], TreeCandidateGenerat
 
 
 def register_family(
-    name: str, *, drafter: type[PretrainedDrafter], recognises: Callable[[dict[str, Any]], bool]
+    name: str,
+    *,
+    drafter: type[Drafter],
+    recognises: Callable[[dict[str, Any]], bool],
+    load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None,
+    last_resort: bool = False,
 ) -> None:
     """Makes a kind of checkpoint known to `load_drafter`; one line at the foot of its package."""
-    _claim(FAMILIES, name, Family(name, drafter, recognises))
+    _claim(FAMILIES, name, Family(name, drafter, recognises, load, last_resort))
 
 
 def register_marginal_method(name: str, make: Callable[[BlockMarginals, Any], TreeCandidateGenerator]) -> None:

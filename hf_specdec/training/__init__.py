@@ -4,6 +4,7 @@ Nothing here is imported by `hf_specdec` itself; it needs the extra `hf_specdec[
 """
 
 from hf_specdec.training.dflash import DFlashStep
+from hf_specdec.training.specblock import SpecBlockStep
 from hf_specdec.training.trainer import DrafterTrainer
 
-__all__ = ["DFlashStep", "DrafterTrainer"]
+__all__ = ["DFlashStep", "DrafterTrainer", "SpecBlockStep"]

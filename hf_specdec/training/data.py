@@ -80,7 +80,9 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
         return own.shuffle(seed=seed)
     lengths = len(own[0]["input_ids"]), len(plain[0]["input_ids"])
     if lengths[0] != lengths[1]:
-        raise ValueError(f"Written rows have {lengths[0]} tokens and rows of plain text {lengths[1]}; pack to one length.")
+        raise ValueError(
+            f"Written rows have {lengths[0]} tokens and rows of plain text {lengths[1]}; pack to one length."
+        )
     chosen = plain.shuffle(seed=seed).select(range(wanted))
     return _datasets().concatenate_datasets([own, chosen]).shuffle(seed=seed)
 
@@ -147,12 +149,13 @@ def write_continuations(
         ValueError: no document is long enough for a prompt.
     """
     datasets = _datasets()
-    shortest, longest = prompt_lengths
+    shortest = prompt_lengths[0]
     lengths = torch.tensor([len(document) for document in documents])
     # A prompt may be a whole document, but the target should not only continue after its end.
     if not bool((lengths > shortest).any()):
         raise ValueError(
-            f"None of {len(documents)} documents has more than {shortest} tokens, the shortest prompt; lower prompt_lengths."
+            f"None of {len(documents)} documents has more than {shortest} tokens, the shortest prompt; lower "
+            "prompt_lengths."
         )
     recipe = {
         "target": fingerprint(model),
@@ -176,8 +179,8 @@ def write_continuations(
     for number in tqdm(numbers, desc="target writes", unit="batch", disable=rank > 0):
         part = own / f"part-{number:06d}"
         if not part.exists():
-            if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
-                break
+            if max_minutes is not None and time.monotonic() - started >= 60 * max_minutes:
+                continue  # later parts may be there, written by another worker
             rows = _write_batch(model, documents, lengths, recipe, number, cache_implementation)
             unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
             datasets.Dataset.from_dict(rows).save_to_disk(unfinished)
@@ -209,7 +212,9 @@ def _write_batch(
     prompts = torch.tensor([list(documents[index][:prompt_length]) for index in picks], device=model.device)
 
     temperature = recipe["temperatures"][number % len(recipe["temperatures"])]
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     end = model.generation_config.eos_token_id
     end_ids = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
     stopping = StoppingCriteriaList([_MostFinished(prompt_length, end_ids, recipe["finished_share"])])

@@ -15,10 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash.configuration import DFlashConfig, default_target_layer_ids
+from hf_specdec.drafters.dflash.configuration import (
+    DFlashConfig,
+    default_target_layer_ids,
+)
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
+from hf_specdec.training.losses import (
+    LK_ETA,
+    LOSS_NAMES,
+    SOFT_LOSSES,
+    LossName,
+    draft_losses,
+    position_weights,
+)
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 # A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
@@ -56,9 +66,9 @@ class DFlashStep(TrainingStep):
         if num_anchors < 1:
             raise ValueError(f"num_anchors={num_anchors} must be at least 1.")
         self.config: DFlashConfig = drafter.config
-        self.reader = TargetReader(target, drafter.feature_layers(), last_hidden=loss in SOFT_LOSSES)
+        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
         self.num_anchors, self.loss, self.eta = num_anchors, loss, eta
-        self.block_size: int = drafter.config.block_size
+        self.block_size, _ = _block(drafter.config)
         self.weights = position_weights(self.block_size, gamma)
         self.embed_tokens = target.get_input_embeddings()
         self.mask_token = torch.tensor([drafter.config.mask_token_id])
@@ -79,16 +89,19 @@ class DFlashStep(TrainingStep):
 
         # The target's distribution for the token at a place comes from the position before it.
         target_hidden = states.last_hidden[rows, places - 1] if states.last_hidden is not None else None
+        token_ids = input_ids[rows, places]
         losses, hits = draft_losses(
             self.loss,
             hidden[labelled],
             self._draft_head,
-            input_ids[rows, places],
+            token_ids,
             target_hidden=target_hidden,
             target_head=self._target_head,
             eta=self.eta,
         )
         weights = self.weights.to(device).expand(labelled.shape)[labelled]
+        # A target may write the mask token itself; that place counts as missed, and there is nothing to learn from it.
+        weights = weights * (token_ids != self.config.mask_token_id)
         # Empty batches (no row with room for a block) give 0, attached to the graph so that backward still works.
         loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * hidden.sum()
         correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits)
@@ -210,9 +223,9 @@ def block_hidden(
         anchors: [batch, anchors] int64.
     """
     batch, num_anchors = anchors.shape
-    block_size = config.block_size
+    block_size, mask_token_id = _block(config)
     parameter = next(model.parameters())
-    block_ids = anchors.new_full((batch, num_anchors, block_size), config.mask_token_id)
+    block_ids = anchors.new_full((batch, num_anchors, block_size), mask_token_id)
     block_ids[:, :, 0] = input_ids.gather(1, anchors)
     with torch.no_grad():
         embeddings = embed_tokens(block_ids.flatten(1)).to(parameter.dtype)
@@ -233,7 +246,7 @@ def block_masks(config: DFlashConfig, anchors: Tensor, context: int, dtype: torc
     the layer is causal, no later slot: the rules of inference, for many blocks at once.
     """
     batch, num_anchors = anchors.shape
-    block_size, device = config.block_size, anchors.device
+    (block_size, _), device = _block(config), anchors.device
     within = torch.arange(block_size, device=device)
     block_of = torch.arange(num_anchors, device=device).repeat_interleave(block_size)
     slot = within.repeat(num_anchors)
@@ -255,6 +268,13 @@ def block_masks(config: DFlashConfig, anchors: Tensor, context: int, dtype: torc
             ~visible, lowest
         ).unsqueeze(1)  # fmt: skip
     return [built[kind] for kind in kinds]
+
+
+def _block(config: DFlashConfig) -> tuple[int, int]:
+    """Block size and mask token id, which a drafter's config has by the time there is a drafter."""
+    assert config.block_size is not None
+    assert config.mask_token_id is not None
+    return config.block_size, config.mask_token_id
 
 
 def _attention_dtype(parameter: Tensor) -> torch.dtype:

@@ -3,9 +3,8 @@
 The four losses are plain formulas on logits, one value per position. `draft_losses` applies one of them behind the
 target's head without ever holding the logits of all positions: memory is bounded by a number of elements, whatever the
 number of positions and the vocabulary. Which positions count, and for which token, is the business of a method's step.
-Sources: survey paper on speculative decoding (shared papers, 003), section "LK Losses - Train for Acceptance and Not
-KL", for `tv` and `lk`; Samarin et al., arXiv 2602.23881, for the schedule of `lk`; DFlash, arXiv 2602.06036, Eq. 4, for
-the position weights.
+Sources: the survey among our papers (003), section "LK Losses - Train for Acceptance and Not KL", for `tv` and `lk`;
+Samarin et al., arXiv 2602.23881, for the schedule of `lk`; DFlash, arXiv 2602.06036, Eq. 4, for the position weights.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
 
 
 def ce_loss(draft_logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Cross-entropy with the token that the target wrote: [positions, vocab], [positions] int64 -> [positions], nats."""
+    """Cross-entropy with the target's token: [positions, vocab], [positions] int64 -> [positions], nats."""
     return torch.nn.functional.cross_entropy(draft_logits.float(), token_ids, reduction="none")
 
 
@@ -130,7 +129,8 @@ def draft_losses(
         hits = logits.detach().argmax(-1) == token_ids[chunk]
         if loss == "ce":
             return ce_loss(logits, token_ids[chunk]), hits
-        assert target_hidden is not None and target_head is not None
+        assert target_hidden is not None
+        assert target_head is not None
         with torch.no_grad():
             target_logits = target_head(target_hidden[chunk])
         if loss == "kl":

@@ -31,9 +31,11 @@ class TrainingStep(ABC):
 
     Attributes:
         reader: reads the target's states of a batch, or takes them from it where they were cached.
+        num_updates: optimizer steps taken so far, those of a resumed run included; for losses that follow a schedule.
     """
 
     reader: TargetReader
+    num_updates: int = 0
 
     @abstractmethod
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
@@ -59,7 +61,8 @@ def acceptance_metrics(correct: Tensor, labelled: Tensor) -> dict[str, float]:
 
     Example:
         >>> import torch
-        >>> acceptance_metrics(torch.tensor([[True, False, True]]), torch.ones(1, 3, dtype=torch.bool))["accepted_length"]
+        >>> correct = torch.tensor([[True, False, True]])
+        >>> acceptance_metrics(correct, torch.ones_like(correct))["accepted_length"]
         2.0
     """
     depth = correct.shape[-1]

@@ -47,6 +47,7 @@ class DrafterTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Tensor], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
+        self.step.num_updates = self.state.global_step
         output = self.step(model, inputs, training=model.training)
         if model.training:
             self._pending.append((output.correct, output.labelled))
@@ -63,12 +64,15 @@ class DrafterTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._pending:
-            correct, labelled = (torch.cat([entry.flatten(0, -2) for entry in part]) for part in zip(*self._pending, strict=True))
+            correct = torch.cat([entry.flatten(0, -2) for entry, _ in self._pending])
+            labelled = torch.cat([entry.flatten(0, -2) for _, entry in self._pending])
             self._pending.clear()
             logs |= {name: round(value, 4) for name, value in acceptance_metrics(correct, labelled).items()}
         super().log(logs, *args, **kwargs)
 
 
 def _metrics_of_prediction(prediction: EvalPrediction) -> dict[str, float]:
-    correct, labelled = (torch.from_numpy(np.asarray(part)) > 0 for part in (prediction.predictions, prediction.label_ids))
+    # Where batches differ in their number of blocks the host fills up with -100, which is neither a label nor a hit.
+    correct = torch.from_numpy(np.asarray(prediction.predictions)) > 0
+    labelled = torch.from_numpy(np.asarray(prediction.label_ids)) > 0
     return acceptance_metrics(correct, labelled)

@@ -23,8 +23,9 @@ class DFlashMarginals(BlockMarginals):
     def __init__(self, drafter: DFlashDrafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.block_size = drafter.block_size
-        self.embed_tokens = target.model.get_input_embeddings()
-        self.lm_head = target.model.get_output_embeddings()
+        own = drafter.config
+        self.embed_tokens = drafter.embed_tokens if own.own_embeddings else target.model.get_input_embeddings()
+        self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
         self.layer_kinds = [

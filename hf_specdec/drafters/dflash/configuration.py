@@ -32,8 +32,10 @@ class DFlashConfig(Qwen3Config):
 
     Args:
         dflash_config: `mask_token_id` (id in the target's vocabulary, written into the slots to be filled),
-            `target_layer_ids` (0-based target layers whose outputs are joined in this order) and, in newer
-            checkpoints, `block_size`; also `causal`, `use_swa`, `swa_window_size`.
+            `target_layer_ids` (0-based target layers whose outputs are joined in this order; -1 is what enters the
+            first) and, in newer checkpoints, `block_size`; also `causal`, `use_swa`, `swa_window_size`. Not z-lab's,
+            but of drafters that come from other layouts: `sample_from_anchor`, `own_embeddings`, `own_head`,
+            `draft_vocab_size`.
         block_size: slots of a block, the root's included, where it is not in `dflash_config`.
         num_target_layers: depth of the target, needed only where `target_layer_ids` is absent.
         is_causal: attention inside a block for every layer; None applies the rule of `block_is_causal`.
@@ -80,12 +82,12 @@ class DFlashConfig(Qwen3Config):
             )
         if not isinstance(self.mask_token_id, int):
             raise ValueError(
-                f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id to write into the slots to be "
-                "filled."
+                f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id to write into the slots to "
+                "be filled."
             )
         layers = self.dflash_config.get("target_layer_ids", [])
         if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
-            raise ValueError(f"dflash_config.target_layer_ids is {layers!r}; it must be a list of 0-based layer numbers.")
+            raise ValueError(f"dflash_config.target_layer_ids is {layers!r}; it must be a list of 0-based layers.")
         if "target_layer_ids" not in self.dflash_config and self.num_target_layers is None:
             raise ValueError(
                 "This DFlash config has neither dflash_config.target_layer_ids nor num_target_layers, so the target "
@@ -93,9 +95,15 @@ class DFlashConfig(Qwen3Config):
             )
         for key in ("is_neox_style", "rope_is_neox_style"):
             if getattr(self, key, True) is False:  # keys of some published files, unknown to Qwen3Config
-                raise ValueError(f"{key} is false in this DFlash config: interleaved rotary embeddings are not supported.")
+                raise ValueError(f"{key} is false in this DFlash config: interleaved rotary positions are unsupported.")
+        if not 1 <= self.draft_vocab_size <= self.vocab_size or (self.maps_vocabulary and not self.own_head):
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, own_head {self.own_head} and vocab_size "
+                f"{self.vocab_size} in this DFlash config; a draft vocabulary is a part of the target's, and needs a head "
+                "of its own."
+            )
         if self.dflash_config.get("attention_sink_bias"):
-            raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are not supported.")
+            raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
 
     @property
     def mask_token_id(self) -> int | None:
@@ -107,6 +115,31 @@ class DFlashConfig(Qwen3Config):
         """0-based target layers, outputs joined in this order."""
         explicit = self.dflash_config.get("target_layer_ids")
         return explicit or default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+
+    @property
+    def sample_from_anchor(self) -> bool:
+        """Whether slot k, from 0, is for the token k + 1 places after the root; else slot k, from 1, k places after."""
+        return bool(self.dflash_config.get("sample_from_anchor"))
+
+    @property
+    def own_embeddings(self) -> bool:
+        """Whether the checkpoint has token embeddings; else the target's are used."""
+        return bool(self.dflash_config.get("own_embeddings"))
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the checkpoint has a head; else the target's is used."""
+        return bool(self.dflash_config.get("own_head"))
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Rows of the head."""
+        return self.dflash_config.get("draft_vocab_size", self.vocab_size)
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft ids differ from target ids."""
+        return self.draft_vocab_size != self.vocab_size
 
     def window(self, layer: int) -> int | None:
         """Positions a draft layer looks back, itself included; None without a limit."""
@@ -128,9 +161,9 @@ class DFlashConfig(Qwen3Config):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Reads a `config.json` and remembers it as it was, to be written back unchanged."""
-        as_published = {key: value for key, value in config_dict.items() if not key.startswith("_")}
-        as_published = copy.deepcopy(as_published)  # the host's reader completes nested fields in place
-        read = super().from_dict(config_dict, **kwargs)
+        as_published = {key: copy.deepcopy(value) for key, value in config_dict.items() if not key.startswith("_")}
+        # The host's reader completes nested fields in place.
+        read = super().from_dict(copy.deepcopy(config_dict), **kwargs)
         config = read[0] if isinstance(read, tuple) else read
         config._as_published = as_published
         return read

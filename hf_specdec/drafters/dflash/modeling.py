@@ -26,6 +26,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.dflash.configuration import DFlashConfig
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+from hf_specdec.drafters.vocabulary import check_draft_to_target
 
 MAX_TREE_BUDGET = 1024
 
@@ -99,6 +100,7 @@ class DFlashDrafter(PretrainedDrafter):
 
     config_class = DFlashConfig
     config: DFlashConfig
+    d2t: Tensor
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["DFlashLayer"]
     # Some savers write this buffer; it follows from the config.
@@ -113,6 +115,13 @@ class DFlashDrafter(PretrainedDrafter):
         self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.maps_vocabulary:
+            # As published: target id = draft id + d2t[draft id].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.method = "ddtree"
         self.tree_budget = 64
         self.block_size: int = config.block_size
@@ -136,11 +145,12 @@ class DFlashDrafter(PretrainedDrafter):
             position_ids: [batch, new + block] int64, of the new features and then of the block's slots.
             masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no mask at all.
             cache: holds earlier features' keys and values; receives those of the new features and of the block.
-            lm_head: the target's head.
+            lm_head: the head to apply, the target's as a rule.
 
         Returns:
             [batch, block, hidden] after the final norm, or with `lm_head` [batch, block - 1, vocab] float32 logits of
-            slots 1, 2, ...: slot k is for the token k places after the root.
+            slots 1, 2, ...: slot k is for the token k places after the root. With `sample_from_anchor` [batch, block,
+            vocab] logits of all slots: slot k is for the token k + 1 places after the root.
         """
         context = self.hidden_norm(self.fc(features))
         rotary = self.rotary_emb(block_embeddings, position_ids)
@@ -150,11 +160,18 @@ class DFlashDrafter(PretrainedDrafter):
         hidden = self.norm(hidden)
         if lm_head is None:
             return hidden
-        logits = lm_head(hidden[:, 1:].to(next(lm_head.parameters()).dtype)).float()
+        slots = hidden if self.config.sample_from_anchor else hidden[:, 1:]
+        logits = lm_head(slots.to(next(lm_head.parameters()).dtype)).float()
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if not self.config.maps_vocabulary:
+            return logits
+        target_ids = torch.arange(self.config.draft_vocab_size, device=logits.device) + self.d2t.to(logits.device)
+        everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        return everywhere.index_copy_(-1, target_ids, logits)
 
-    def feature_layers(self) -> tuple[int, ...]:
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
@@ -210,7 +227,7 @@ class DFlashDrafter(PretrainedDrafter):
                 f"Drafter {name!r} was trained for a target of {self.config.num_target_layers} layers, but target "
                 f"{target_name!r} has {layers}. {way_out}"
             )
-        outside = [index for index in self.config.target_layer_ids if not 0 <= index < layers]
+        outside = [index for index in self.config.target_layer_ids if not -1 <= index < layers]
         if outside:
             raise ValueError(
                 f"Drafter {name!r} reads target layers {self.config.target_layer_ids}, but {outside} are not among the "
@@ -222,6 +239,8 @@ class DFlashDrafter(PretrainedDrafter):
                 f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
                 f"{target_name!r} has {vocab} embeddings. {way_out}"
             )
+        if self.config.maps_vocabulary:
+            check_draft_to_target(self.d2t, vocab, name)
         if not 0 <= self.config.mask_token_id < vocab:
             raise ValueError(
                 f"Drafter {name!r} writes mask_token_id {self.config.mask_token_id}, but target {target_name!r} has "

@@ -1,0 +1,338 @@
+"""A draft model in one `generate` call: its cache beside the target's, and chains or trees it drafts token by token.
+
+The draft model is run over its own unfinished tree just as the target is over the finished one: `TargetModel.verify`,
+one forward per level, with the levels before held in the cache. A round begins with the root, and with the token
+before it where the last round accepted a leaf, which was drafted but never run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.causal_lm.stopping import StoppingRule
+
+logger = logging.getLogger(__name__)
+
+
+class DraftModelGenerator(TreeCandidateGenerator):
+    """What drafting chains and trees with a language model have in common: keeping its cache level with the text.
+
+    Args:
+        drafter: the draft model, for this call.
+        target: the target of this call; its prompt's padding is the draft model's too.
+        max_depth: most tokens of one path.
+        stopping: when a path is not worth another forward.
+    """
+
+    def __init__(self, drafter: TargetModel, target: TargetModel, max_depth: int, stopping: StoppingRule) -> None:
+        self.drafter = drafter
+        self.target = target
+        self.max_depth = max_depth
+        self.stopping = stopping
+        self.prefilled = False
+        self.overrun = False
+        self.pending: RoundOutcome | None = None
+        # None for models that do not say how far they can count.
+        self.num_positions: int | None = getattr(drafter.config, "max_position_embeddings", None)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.tree is not None:
+            self.pending = outcome
+
+    @abstractmethod
+    def keep_accepted(self, outcome: RoundOutcome) -> None:
+        """Commits what the draft model has run of the accepted path to its cache."""
+
+    def run_root(self, context: DraftContext) -> Tensor | None:
+        """Brings the draft model's cache level with the text, and holds the root there as node 0 of the round.
+
+        Returns:
+            [batch, vocab] float32 logits after the root; None where the draft model can say nothing there.
+        """
+        lengths = context.lengths
+        if self.num_positions is not None and max(lengths) + self.max_depth > self.num_positions:
+            if not self.overrun:
+                self.overrun = True
+                logger.warning(
+                    "The draft model knows %d positions, and the text is now longer: the rest is decoded plainly.",
+                    self.num_positions,
+                )
+            return None
+        if not self.prefilled:
+            if min(lengths) < 2:  # the prompt came as embeddings, which the draft model cannot read
+                return None
+            self._prefill(context.sequences[:, : min(lengths) - 1])
+            self.prefilled = True
+        elif self.pending is not None:
+            self.keep_accepted(self.pending)
+        self.pending = None
+
+        cache = self.drafter.cache
+        # Rows differ in how far they lag behind; running a known token again costs less than a mask for padding would.
+        steps = max(1, *(length - known for length, known in zip(lengths, cache.row_lengths, strict=True)))
+        starts = [length - steps for length in lengths]
+        if starts != cache.row_lengths:
+            cache.rollback(starts)
+        if min(starts) == max(starts):
+            token_ids = context.sequences[:, starts[0] : lengths[0]]
+        else:
+            columns = torch.tensor([list(range(start, start + steps)) for start in starts])
+            token_ids = context.sequences.gather(1, columns.to(context.sequences.device))
+        chain = DraftTree.chain(token_ids.to(self.drafter.model.device))
+        logits = self.drafter.verify(chain, self.drafter.root_positions()).logits[:, -1]
+        if steps > 1:
+            # The root is the last of these nodes, and that is where the round then begins.
+            cache.commit_first([steps - 1] * cache.batch)
+        cache.hold(1)
+        return logits
+
+    def _prefill(self, token_ids: Tensor) -> None:
+        drafter = self.drafter
+        batch, length = token_ids.shape
+        device = drafter.model.device
+        mask = self.target.prompt_mask
+        if mask is None or mask.shape[1] != length:  # another length: a cache was continued with the new tokens only
+            mask = torch.ones(batch, length, dtype=torch.bool)
+        mask = mask.to(device=device, dtype=torch.int64)
+        drafter.prefill(
+            token_ids.to(device),
+            GenerationConfig(max_length=self.num_positions or sys.maxsize),  # how far drafted nodes may reach
+            {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True},
+        )
+        drafter.begin_rounds(length + 256)
+
+
+class ChainGenerator(DraftModelGenerator):
+    """One path: the likeliest tokens, or with `sample_drafts` in calls that sample, drawn ones that say of which law.
+
+    Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
+    """
+
+    def __init__(
+        self, drafter: TargetModel, target: TargetModel, max_depth: int, stopping: StoppingRule, sample_drafts: bool
+    ) -> None:
+        super().__init__(drafter, target, max_depth, stopping)
+        self.sample_drafts = sample_drafts
+        self.num_run = 0  # nodes of the chain, root included, that the draft model has run
+        self.longest_chain: DraftTree | None = None
+
+    def keep_accepted(self, outcome: RoundOutcome) -> None:
+        self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_committed])
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        logits = self.run_root(context)
+        if logits is None:
+            return DraftTree.root_only(context.root_ids)
+        device = logits.device
+        root_positions = self.drafter.root_positions()
+        token_ids = context.root_ids.to(device).unsqueeze(1)
+        top = logits.max(-1, keepdim=True)
+        finite = top.values.squeeze(1).isfinite()
+        valid, laws, going = [torch.ones_like(finite), finite], [], finite
+        log_path = torch.zeros_like(logits[:, 0])
+        drawn = context.choice.do_sample and self.sample_drafts
+        while True:
+            if drawn:
+                # A row without sensible logits is not drafted for, but the others are drawn in the same call.
+                scores = logits.where(top.values.isfinite(), 0.0)
+                scores = context.choice.warpers(token_ids[:, -1:], scores)
+                law = scores.softmax(-1)
+                chosen = torch.multinomial(law, num_samples=1)
+                laws.append(law)
+            else:
+                scores, chosen = logits, top.indices
+            token_ids = torch.cat([token_ids, chosen], dim=1)
+            self.num_run = token_ids.shape[1] - 1
+            if self.num_run == self.max_depth:
+                break
+            # Whether a path goes on is decided by what was drafted already: a decision that looked at the next token
+            # would make the drafts that are left follow another law than the one they carry.
+            if self.stopping.in_use:
+                log_probs = scores.log_softmax(-1)
+                log_path = log_path + log_probs.gather(1, chosen).squeeze(1)
+                going = going & self.stopping.goes_on(log_path, log_probs)
+                if not bool(going.any()):
+                    break
+            chain = self._chain(token_ids)
+            logits = self.drafter.verify(chain, root_positions, first=self.num_run).logits[:, -1]
+            self.drafter.cache.hold(1)
+            self.num_run += 1
+            top = logits.max(-1, keepdim=True)
+            going = going & top.values.squeeze(1).isfinite()
+            valid.append(going)
+        home = context.root_ids.device
+        return DraftTree.chain(
+            token_ids.to(home),
+            valid=torch.stack(valid, dim=1).to(home),
+            finite=finite.to(home),
+            draft_probs=torch.stack(laws, dim=1).to(home) if laws else None,
+        )
+
+    def _chain(self, token_ids: Tensor) -> DraftTree:
+        """The chain of these tokens; its structure is cut from one that is made once per call."""
+        batch, nodes = token_ids.shape
+        if self.longest_chain is None:
+            self.longest_chain = DraftTree.chain(token_ids.new_zeros(batch, self.max_depth))
+        whole = self.longest_chain
+        return replace(
+            whole,
+            token_ids=token_ids,
+            depths=whole.depths[:, :nodes],
+            ancestor_mask=whole.ancestor_mask[:, :nodes, :nodes],
+            max_depth=nodes - 1,
+        )
+
+
+class TreeGenerator(DraftModelGenerator):
+    """The likeliest `tree_budget` paths that the draft model finds when it expands the best `width` nodes per level.
+
+    A path is as likely as its tokens together, so no node beats its parent, and a node that is not among the best so
+    far never will be: such nodes are not expanded. The shape of EAGLE-2 (arXiv 2406.16858, Section 4), with a whole
+    language model as drafter.
+    """
+
+    def __init__(
+        self,
+        drafter: TargetModel,
+        target: TargetModel,
+        max_depth: int,
+        stopping: StoppingRule,
+        tree_budget: int,
+        width: int,
+    ) -> None:
+        super().__init__(drafter, target, max_depth, stopping)
+        self.tree_budget = tree_budget
+        self.width = width
+        # Per row and node of the tree handed out, where the draft model's cache holds it; -1 for what it has not run.
+        self.places: list[list[int]] = []
+
+    def keep_accepted(self, outcome: RoundOutcome) -> None:
+        assert outcome.path is not None
+        cache = self.drafter.cache
+        paths = []
+        for row, path in enumerate(outcome.path.tolist()):
+            places = [self.places[row][node] for node in path[: outcome.num_committed[row]]]
+            paths.append([place for place in places if place >= 0])  # leaves only are missing
+        steps = max(map(len, paths))
+        if steps:
+            padded = np.array([path + [0] * (steps - len(path)) for path in paths])
+            cache.commit(torch.from_numpy(padded).to(cache.lengths.device), [len(path) for path in paths])
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        logits = self.run_root(context)
+        if logits is None:
+            return DraftTree.root_only(context.root_ids)
+        root_positions = self.drafter.root_positions()
+        rows = [Expansion(root) for root in context.root_ids.tolist()]
+        frontiers = [[0] if active else [] for active in context.active]
+        # The nodes run so far as the draft model's cache holds them: all rows have equally many, padded where needed.
+        held_ids, held_parents = [[row.token_ids[0]] for row in rows], [[-1] for _ in rows]
+        logits = logits.unsqueeze(1)
+        for depth in range(1, self.max_depth + 1):
+            log_probs = logits.log_softmax(-1)
+            best = log_probs.topk(min(self.width, self.tree_budget, logits.shape[-1]), dim=-1)
+            certain = self.stopping.certain(log_probs).tolist() if self.stopping.in_use else None
+            values, token_ids = best.values.tolist(), best.indices.tolist()
+            for row, expansion in enumerate(rows):
+                expansion.grow(frontiers[row], token_ids[row], values[row], None if certain is None else certain[row])
+                frontiers[row] = (
+                    expansion.frontier(self.width, self.tree_budget, self.stopping.least_log_path)
+                    if depth < self.max_depth
+                    else []
+                )
+            width = max(map(len, frontiers))
+            if not width:
+                break
+            first = len(held_ids[0])
+            for row, expansion in enumerate(rows):
+                for place, node in enumerate(frontiers[row], start=first):
+                    expansion.places[node] = place
+                    held_ids[row].append(expansion.token_ids[node])
+                    held_parents[row].append(expansion.places[expansion.parents[node]])
+                missing = width - len(frontiers[row])
+                held_ids[row] += [held_ids[row][0]] * missing
+                held_parents[row] += [0] * missing
+            partial = DraftTree.from_lists(held_ids, held_parents, device=logits.device)
+            logits = self.drafter.verify(partial, root_positions, first=first).logits
+            self.drafter.cache.hold(width)
+        kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
+        self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
+        home = context.root_ids.device
+        return DraftTree.from_lists(
+            [[row.token_ids[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)],
+            [row.parents_among(nodes) for row, nodes in zip(rows, kept, strict=True)],
+            finite=torch.tensor([row.finite for row in rows], device=home),
+            device=home,
+        )
+
+
+class Expansion:
+    """The nodes of one row that the draft model has thought of, in the order it did; node 0 is the root."""
+
+    def __init__(self, root_id: int) -> None:
+        self.token_ids = [root_id]
+        self.parents = [-1]
+        self.scores = [0.0]  # log-probability of the path, nats
+        self.places = [0]  # where the cache holds the node, -1 while the draft model has not run it
+        self.expandable = [True]
+        self.level_start = 0  # where the newest level begins
+        self.finite = True
+
+    def grow(
+        self,
+        frontier: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]],
+        certain: Sequence[bool] | None,
+    ) -> None:
+        """Adds a level: the best continuations of each node of the frontier; [frontier][ranks] each.
+
+        `certain` says per node of the frontier whether its continuations are worth expanding in turn.
+        """
+        self.level_start = len(self.token_ids)
+        for index, node in enumerate(frontier):
+            if not math.isfinite(log_probs[index][0]):
+                # NaN or infinite logits; without any at the root, nothing at all is drafted.
+                self.finite = self.finite and node != 0
+                continue
+            for token, log_prob in zip(token_ids[index], log_probs[index], strict=False):
+                if log_prob == -math.inf:
+                    break
+                self.token_ids.append(token)
+                self.parents.append(node)
+                self.scores.append(self.scores[node] + log_prob)
+                self.places.append(-1)
+                self.expandable.append(certain is None or certain[index])
+
+    def likeliest(self, budget: int) -> list[int]:
+        """The root and the `budget` likeliest other nodes, parents first: a tree, as no node beats its parent."""
+        # The sort is stable, so a parent wins a tie with its child.
+        nodes = sorted(range(1, len(self.scores)), key=self.scores.__getitem__, reverse=True)
+        return [0, *sorted(nodes[:budget])]
+
+    def frontier(self, width: int, budget: int, least_log_path: float) -> list[int]:
+        """The likeliest `width` nodes of the newest level that may have descendants in a tree of `budget` nodes."""
+        level = [
+            node
+            for node in self.likeliest(budget)
+            if node >= self.level_start and self.expandable[node] and self.scores[node] >= least_log_path
+        ]
+        return sorted(sorted(level, key=self.scores.__getitem__, reverse=True)[:width])
+
+    def parents_among(self, nodes: Sequence[int]) -> list[int]:
+        """The parents of `nodes` as indices into `nodes`."""
+        index = {node: place for place, node in enumerate(nodes)}
+        return [index.get(self.parents[node], -1) for node in nodes]

@@ -1,0 +1,156 @@
+"""CausalLMDrafter: a smaller language model of the target's vocabulary drafts, token by token."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
+from hf_specdec.drafters.causal_lm.stopping import StoppingRule
+from hf_specdec.drafters.fingerprint import first_difference, tokenizer_at_hand
+from hf_specdec.drafters.registry import unknown_name
+
+METHODS = ("causal_lm_chain", "causal_lm_tree")
+MAX_TREE_BUDGET = 1024
+MAX_DEPTH = 256
+
+
+class CausalLMDrafter(Drafter):
+    """A plain causal language model as drafter: speculative sampling as it was first published, and its tree.
+
+    Nothing is trained for it; any model of the target's vocabulary will do, and the more often it says what the target
+    says, the better. A forward per drafted level is what it pays for that: the drafters that read the target's hidden
+    states (`dflash`, `ddtree`) draft all levels in one. Unlike transformers' own assisted generation it drafts trees,
+    takes batches, and keeps its cache over the rounds of a call.
+
+    Args:
+        model: the draft model; not changed, and shared rather than copied.
+        drafting_options: see below.
+
+    Drafting options:
+        method: `"causal_lm_tree"` (default), the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
+        max_depth: most tokens of a path; as many forwards of the draft model per round.
+        tree_budget: most drafted nodes of a tree, root not counted.
+        width: most nodes of a level that are expanded, and most continuations that each of them gets.
+        sample_drafts: where the call samples, a chain's tokens are drawn from the draft model's law (after the call's
+            temperature, top-k, ...) and verified by rejection sampling; else they are its likeliest ones. Both are
+            lossless. Trees always hold the likeliest ones.
+        min_confidence: does not draft behind a node whose path has a lower probability; None for no such limit.
+        min_acceptance: AdaEDL's threshold: does not draft behind tokens that were drafted from a law with
+            1 - sqrt(entropy_weight * entropy) below it; None for no such limit.
+        entropy_weight: of the entropy (nats) in that bound.
+    """
+
+    option_names: ClassVar[tuple[str, ...]] = (
+        "method",
+        "max_depth",
+        "tree_budget",
+        "width",
+        "sample_drafts",
+        "min_confidence",
+        "min_acceptance",
+        "entropy_weight",
+    )
+
+    def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
+        self.model = model
+        self.method = "causal_lm_tree"
+        self.max_depth = 5
+        self.tree_budget = 16
+        self.width = 4
+        self.sample_drafts = True
+        self.min_confidence: float | None = None
+        self.min_acceptance: float | None = None
+        self.entropy_weight = 0.2
+        self._compared: weakref.ref[PreTrainedModel] | None = None
+        self.set_options(**drafting_options)
+
+    @property
+    def name_or_path(self) -> str:
+        """Where the draft model came from; its class where that is not known."""
+        return self.model.name_or_path or type(self.model).__name__
+
+    @property
+    def device(self) -> torch.device:
+        """Of the draft model; may be another than the target's."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the draft model; may be another than the target's."""
+        return self.model.dtype
+
+    def to(self, *args: Any, **kwargs: Any) -> CausalLMDrafter:
+        """Moves the draft model, as `torch.nn.Module.to` does."""
+        self.model.to(*args, **kwargs)
+        return self
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Saves the draft model as the plain language model it is; `load_drafter` reads it back."""
+        self.model.save_pretrained(save_directory, **kwargs)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        drafter = TargetModel(self.model)
+        stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)
+        if self.method == "causal_lm_chain":
+            return ChainGenerator(drafter, target, self.max_depth, stopping, self.sample_drafts)
+        return TreeGenerator(drafter, target, self.max_depth, stopping, self.tree_budget, self.width)
+
+    def check_options(self) -> None:
+        if self.method not in METHODS:
+            raise unknown_name("method", self.method, METHODS)
+        for name, most in (("max_depth", MAX_DEPTH), ("tree_budget", MAX_TREE_BUDGET), ("width", MAX_TREE_BUDGET)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
+        if not isinstance(self.sample_drafts, bool):
+            raise ValueError(f"sample_drafts={self.sample_drafts!r} must be True or False.")
+        for name in ("min_confidence", "min_acceptance"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value <= 1):
+                raise ValueError(f"{name}={value!r} must be above 0 and at most 1, or None for no such limit.")
+        if not isinstance(self.entropy_weight, (int, float)) or not 0 < self.entropy_weight < float("inf"):
+            raise ValueError(f"entropy_weight={self.entropy_weight!r} must be a positive number.")
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        target_name = model.name_or_path or type(model).__name__
+        try:
+            TargetModel.check_supported(self.model)
+        except ValueError as error:
+            raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
+        own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
+        if own != other:
+            raise ValueError(
+                f"Draft model {self.name_or_path!r} has a vocabulary of {own}, but target {target_name!r} has one of "
+                f"{other}. A draft model must speak in the target's tokens: choose one with the target's tokenizer."
+            )
+        if self._compared is None or self._compared() is not model:
+            self._compare_once(model, target_name)
+            self._compared = weakref.ref(model)
+
+    def _compare_once(self, model: PreTrainedModel, target_name: str) -> None:
+        """What takes too long to be looked at in every call."""
+        tokenizers = map(tokenizer_at_hand, (self.model.name_or_path, model.name_or_path))
+        difference = first_difference(*tokenizers)
+        if difference is not None:
+            token_id, own_token, target_token = difference
+            raise ValueError(
+                f"Draft model {self.name_or_path!r} and target {target_name!r} have different tokenizers: id "
+                f"{token_id} is {own_token!r} in the draft model's and {target_token!r} in the target's. A draft "
+                "model must speak in the target's tokens: choose one with the target's tokenizer."
+            )
+        own_size, size = self.model.num_parameters(), model.num_parameters()
+        if own_size > size:
+            warnings.warn(
+                f"Draft model {self.name_or_path!r} has {own_size:,} parameters, more than the {size:,} of target "
+                f"{target_name!r}: drafting will cost more than it saves. Are the two swapped?",
+                stacklevel=3,
+            )

@@ -1,0 +1,59 @@
+"""From a plain language model's files to a drafter. Files were found and found whole by `hub/loading.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter
+
+
+def is_causal_lm(config: dict[str, Any]) -> bool:
+    """Whether a `config.json` is of a model that AutoModelForCausalLM would build.
+
+    Drafters of several kinds say the same of themselves, so whoever asks has asked about those before.
+    """
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    names = (known,) if isinstance(known, str) else known or ()
+    return any(name in names for name in config.get("architectures") or ())
+
+
+def load(config: dict[str, Any], name: str, folder: Path | None, dtype: torch.dtype | None) -> CausalLMDrafter:
+    """Makes the drafter.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        name: what the user asked for.
+        folder: where weights are; None for a drafter without storage, which knows its options and its vocabulary.
+        dtype: of the weights; None for the stored one.
+
+    Raises:
+        ValueError: the weights are not those of the model that the config describes.
+    """
+    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    parsed.name_or_path = name
+    if folder is None:
+        with torch.device("meta"):
+            return CausalLMDrafter(AutoModelForCausalLM.from_config(parsed))
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=parsed,
+        dtype=dtype or "auto",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    for kind in ("missing", "unexpected", "mismatched"):
+        if keys := sorted(map(str, info[f"{kind}_keys"])):
+            raise ValueError(
+                f"The weights of {name!r} are not those of the {type(model).__name__} that its config.json describes: "
+                f"{kind} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. Nothing was "
+                "loaded: check that weights and config.json are of one checkpoint."
+            )
+    model.name_or_path = model.config.name_or_path = name
+    return CausalLMDrafter(model.eval())

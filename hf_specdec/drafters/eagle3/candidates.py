@@ -1,0 +1,200 @@
+"""EAGLE-3 in one `generate` call: its cache of committed pairs, and the draft tree that grows level by level.
+
+Each level extends the `top_k` likeliest nodes of the level above by their `top_k` likeliest tokens; the likeliest
+`tree_budget` of all nodes so seen are the tree. Likelihood is the drafter's, along the whole path. Source: EAGLE-2,
+arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in EAGLE-3, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
+
+
+class Eagle3Generator(TreeCandidateGenerator):
+    """Draft trees of an EAGLE-3 drafter.
+
+    A committed token and the target's features before it make a pair. The pairs of a round enter the cache in one
+    forward, once the token after the last of them, the next root, is known; nodes are written behind them, level by
+    level, and forgotten when the tree is made.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
+        self.drafter = drafter
+        self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.tree_budget
+        own = drafter.config.own_embeddings
+        self.embeddings: nn.Module = drafter.embed_tokens if own else target.model.get_input_embeddings()
+        self.cache: TreeCache | None = None
+        self.pending: RoundOutcome | None = None
+        # [batch, hidden], the drafter's output at each row's last pair.
+        self.last_outputs: Tensor | None = None
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
+        self.pending = outcome
+
+    @torch.inference_mode()
+    def draft(self, context: DraftContext) -> DraftTree:
+        outputs = self._take_in(context.root_ids)
+        tree = self._grow(outputs, context)
+        assert self.cache is not None
+        self.cache.rollback(self.cache.row_lengths)  # the nodes of the tree
+        return tree
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[batch, seq] -> [batch, seq, hidden] of the drafter's dtype, on its device."""
+        table = self.embeddings
+        # Embedding classes of their own scale what they look up; drafters are trained on the table itself.
+        plain = table if type(table) is nn.Embedding else lambda ids: nn.functional.embedding(ids, table.weight)
+        return plain(token_ids).to(device=self.drafter.device, dtype=self.drafter.dtype)
+
+    def _take_in(self, root_ids: Tensor) -> Tensor:
+        """Enters the pairs committed since the last round; returns each row's output at its last pair."""
+        drafter, config, pending = self.drafter, self.drafter.config, self.pending
+        assert pending is not None and pending.features is not None, "draft() before the prefill was observed"
+        device, dtype = drafter.device, drafter.dtype
+        batch, new = pending.token_ids.shape
+        levels = (self.depth - 1) * self.top_k
+        if self.cache is None:
+            self.cache = TreeCache.empty(
+                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
+                device=device, capacity=new + levels + 256,
+            )  # fmt: skip
+        self.cache.reserve(new + levels)
+
+        last = root_ids.new_full((batch, 1), new - 1)
+        if pending.valid is not None:
+            last = (pending.valid * torch.arange(new, device=root_ids.device)).amax(1, keepdim=True)
+        # The token after each committed one; after the last of a row comes the root.
+        next_ids = pending.token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
+        mask, is_causal = self._pair_mask(pending, new)
+        outputs = drafter(
+            self._embed(next_ids),
+            drafter.fuse(pending.features.to(device=device, dtype=dtype)),
+            pending.position_ids.to(device),
+            mask=mask,
+            is_causal=is_causal,
+            cache=self.cache,
+        )
+        outputs = outputs.gather(1, last.to(device).unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
+        if self.last_outputs is not None and 0 in pending.num_committed:
+            # A row that waited has no new pair; it drafts from where it was.
+            moved = torch.tensor(pending.num_committed, device=device) > 0
+            outputs = outputs.where(moved.unsqueeze(1), self.last_outputs)
+        if pending.tree is None and pending.valid is not None:
+            # A left-padded prompt has its padding in front: keep the other pairs, in order.
+            padding = (~pending.valid).to(device=device, dtype=torch.int8)
+            self.cache.commit(padding.argsort(dim=1, stable=True), pending.num_committed)
+        else:
+            self.cache.commit_first(pending.num_committed)
+        self.pending, self.last_outputs = None, outputs
+        return outputs
+
+    def _pair_mask(self, pending: RoundOutcome, new: int) -> tuple[Tensor | None, bool]:
+        """Additive [batch, 1, new, cached + new] or None, and whether attention is plainly causal."""
+        cache = self.cache
+        assert cache is not None
+        if pending.valid is None and cache.longest == 0:
+            return None, True
+        causal = torch.ones(new, new, dtype=torch.bool, device=self.drafter.device).tril()
+        block = causal.expand(cache.batch, new, new)
+        if pending.valid is not None:
+            block = block & pending.valid.to(self.drafter.device).unsqueeze(1)
+        return self._additive(block), False
+
+    def _additive(self, block: Tensor) -> Tensor:
+        """What `block` [batch, queries, entries of this round] and each row's own past make visible, as a mask."""
+        assert self.cache is not None
+        entries = torch.arange(self.cache.longest, device=block.device)
+        past = (entries < self.cache.lengths.unsqueeze(1)).unsqueeze(1).expand(-1, block.shape[1], -1)
+        visible = torch.cat([past, block], dim=-1)
+        mask = torch.zeros(visible.shape, dtype=self.drafter.dtype, device=block.device)
+        return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min).unsqueeze(1)
+
+    def _grow(self, outputs: Tensor, context: DraftContext) -> DraftTree:
+        """The tree below each row's root; `outputs` [batch, hidden] are the drafter's at the roots."""
+        drafter, cache = self.drafter, self.cache
+        assert cache is not None
+        device, batch = drafter.device, outputs.shape[0]
+        width = min(self.top_k, drafter.config.draft_vocab_size)
+        root_ids, positions = context.root_ids.to(device), context.root_positions.to(device).unsqueeze(1)
+        rows = torch.arange(batch, device=device).unsqueeze(1)
+        itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
+
+        # Candidates of all levels so far, level after level, parents by their place among them, -1 for the root.
+        logprobs, draft_ids = drafter.logits(outputs).log_softmax(-1).topk(width)
+        finite = logprobs.isfinite().all(-1)
+        token_ids = drafter.to_target_ids(draft_ids)
+        all_scores, all_ids, all_parents = [logprobs], [token_ids], [torch.full_like(token_ids, -1)]
+        # The nodes that the next level extends.
+        scores, ids = logprobs, token_ids
+        places = torch.arange(width, device=device).expand(batch, width)
+        states = drafter.recurrent(outputs).unsqueeze(1).expand(-1, width, -1)
+        block = itself
+        start = width
+        for level in range(1, self.depth):
+            outputs = drafter(
+                self._embed(ids),
+                states,
+                (positions + level - 1).expand(-1, width),
+                mask=self._additive(block),
+                cache=cache,
+            )
+            cache.hold(width)
+            logprobs, draft_ids = drafter.logits(outputs).log_softmax(-1).topk(width)
+            finite &= logprobs.isfinite().all(-1).all(-1)
+            candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
+            token_ids = drafter.to_target_ids(draft_ids).flatten(1)
+            all_scores.append(candidates)
+            all_ids.append(token_ids)
+            all_parents.append(places.repeat_interleave(width, dim=1))
+
+            scores, chosen = candidates.topk(width)
+            above = chosen // width
+            ids, places = token_ids.gather(1, chosen), start + chosen
+            states = drafter.recurrent(outputs)[rows, above]
+            block = torch.cat([block[rows, above], itself], dim=-1)
+            start += width * width
+        return _best_tree(
+            root_ids, torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite, self.depth,
+            self.tree_budget,
+        )  # fmt: skip
+
+
+def _best_tree(
+    root_ids: Tensor, scores: Tensor, token_ids: Tensor, parents: Tensor, finite: Tensor, depth: int, budget: int
+) -> DraftTree:
+    """The tree of the likeliest candidates.
+
+    Args:
+        root_ids: [batch] int64.
+        scores: [batch, candidates] float32, log-probability of the path to each; none exceeds its parent's.
+        token_ids: [batch, candidates] int64.
+        parents: [batch, candidates] int64, place of each candidate's parent, which comes first; -1 for the root.
+        finite: [batch] bool, False for rows without usable scores.
+        depth: of the deepest candidate.
+        budget: most candidates to keep.
+    """
+    batch, candidates = scores.shape
+    kept = min(budget, candidates)
+    # Among equal scores the first wins: no candidate is kept without its parent.
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :kept].sort(1).values
+    nodes = torch.arange(1, kept + 1, device=scores.device).expand(batch, kept)
+    node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
+    above = parents.gather(1, best)
+    node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
+    valid = finite.unsqueeze(1).expand(-1, kept + 1).clone()
+    valid[:, 0] = True
+    return DraftTree.from_parents(
+        torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
+        nn.functional.pad(node_parents, (1, 0), value=-1),
+        max_depth=depth,
+        valid=valid,
+        finite=finite,
+    )

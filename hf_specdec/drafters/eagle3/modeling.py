@@ -1,0 +1,287 @@
+"""Eagle3Drafter: one decoder layer that reads, side by side, a token's embedding and the state before that token.
+
+For committed tokens the state is the target's (a few of its layers, joined and fused); for drafted ones it is the
+drafter's own output. Source: EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE. How a tree grows from it, and what a
+`generate` call remembers, is in `candidates.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
+
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.vocabulary import check_draft_to_target
+
+# Bounds of the drafting options: far above anything that pays, low enough to catch a slip of the keyboard.
+MAX_TREE_BUDGET = 1024
+MAX_DEPTH = 64
+MAX_TOP_K = 128
+
+
+class Eagle3Attention(nn.Module):
+    """Causal attention whose inputs are `in_size` wide and whose output is `hidden_size` wide."""
+
+    def __init__(self, config: Eagle3Config, in_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(in_size, heads, bias=bias)
+        self.k_proj = nn.Linear(in_size, kv_heads, bias=bias)
+        self.v_proj = nn.Linear(in_size, kv_heads, bias=bias)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
+        norm = LlamaRMSNorm if config.qk_norm else lambda size, eps: nn.Identity()
+        self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        is_causal: bool,
+        cache: TreeCache | None,
+        layer: int,
+    ) -> Tensor:
+        """[batch, seq, in_size] -> [batch, seq, hidden]; see `Eagle3Drafter.forward`."""
+        batch, seq, _ = inputs.shape
+        queries = self.q_norm(self.q_proj(inputs).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(inputs).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        queries = queries * cos + rotate_half(queries) * sin
+        keys = keys * cos + rotate_half(keys) * sin
+        if cache is not None:
+            keys, values = cache.layers[layer].update(keys, values)
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class Eagle3FirstLayer(nn.Module):
+    """The layer that EAGLE-3 is about: attention over [embedding ; state], each with a norm of its own."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = Eagle3Attention(config, 2 * config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, embeddings: Tensor, states: Tensor, *attention_inputs: Any) -> Tensor:
+        """Two [batch, seq, hidden] -> [batch, seq, hidden]."""
+        normed = self.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        states = residual + self.self_attn(inputs, *attention_inputs)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Layer(nn.Module):
+    """An ordinary Llama layer, for drafters of more than one."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.self_attn = Eagle3Attention(config, config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, states: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        states = states + self.self_attn(self.input_layernorm(states), *attention_inputs)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Drafter(PretrainedDrafter):
+    """An EAGLE-3 checkpoint as a drafter.
+
+    Drafting options, with the published settings as defaults:
+        depth: levels of the tree below the root. EAGLE's own `depth` counts the forwards after the first: one less.
+        top_k: how many nodes of a level are extended, and by how many tokens each. 1 drafts a chain.
+        tree_budget: most drafted nodes, root not counted. EAGLE's own `total_token` counts the root: one more.
+
+    Relation to its siblings: `dflash` and `medusa` predict all depths in one forward, independently of each other;
+    EAGLE-3 runs once per level, and each node knows the tokens above it.
+    """
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+    d2t: Tensor
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["Eagle3FirstLayer", "Eagle3Layer"]
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
+    option_names: ClassVar[tuple[str, ...]] = ("method", "depth", "top_k", "tree_budget")
+
+    def __init__(self, config: Eagle3Config) -> None:
+        config.check()
+        super().__init__(config)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        joined = config.num_taps * config.target_hidden_size
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(joined, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                [LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps)]
+            )
+        self.fc = nn.Linear(joined, hidden, bias=False)
+        further = [Eagle3Layer(config) for _ in range(1, config.num_hidden_layers)]
+        self.layers = nn.ModuleList([Eagle3FirstLayer(config), *further])
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        if config.maps_vocabulary:
+            # As published: target id = draft id + d2t[draft id].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.method = "eagle3"
+        self.depth = 8
+        self.top_k = 10
+        self.tree_budget = 59
+        self.post_init()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Brings raw target states [batch, seq, taps * target_hidden] to [batch, seq, hidden]."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.chunk(self.config.num_taps, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        states: Tensor,
+        position_ids: Tensor,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        cache: TreeCache | None = None,
+    ) -> Tensor:
+        """One forward over pairs of a token and the state before it.
+
+        Args:
+            embeddings: [batch, seq, hidden], of the tokens.
+            states: [batch, seq, hidden], of the position before each token: `fuse` of the target's features, or
+                `recurrent` of an earlier output.
+            position_ids: [batch, seq] int64, of the states.
+            mask: additive [batch, 1, seq, cached + seq], or None.
+            is_causal: causal attention without a mask; only for an empty cache or none.
+            cache: holds earlier pairs' keys and values; receives those of these pairs.
+
+        Returns:
+            [batch, seq, hidden], before the final norm; `logits` of it are for the token after each pair's token.
+        """
+        rotary = self.rotary_emb(embeddings, position_ids)
+        first, *further = self.layers
+        states = first(embeddings, states, rotary, mask, is_causal, cache, 0)
+        for index, layer in enumerate(further, start=1):
+            states = layer(states, rotary, mask, is_causal, cache, index)
+        return states
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """[..., hidden] -> [..., draft_vocab] float32."""
+        return self.lm_head(self.norm(outputs) if self.config.norm_before_head else outputs).float()
+
+    def recurrent(self, outputs: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden], the state that goes into the next draft step."""
+        return self.norm(outputs) if self.config.norm_output else outputs
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as ids of the target's."""
+        return draft_ids + self.d2t[draft_ids] if self.config.maps_vocabulary else draft_ids
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        layers = self.config.target_layer_ids
+        if layers is None:
+            layers = default_target_layer_ids(model.config.get_text_config(decoder=True).num_hidden_layers)
+        return tuple(layers)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.eagle3.candidates import Eagle3Generator
+
+        return Eagle3Generator(self, target)
+
+    def card_summary(self) -> str:
+        return (
+            "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
+            "own, with a head of its own. hf_specdec grows a draft tree with it, wherever it is most confident."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        layers = (
+            "EAGLE-3's default" if config.target_layer_ids is None else ", ".join(map(str, config.target_layer_ids))
+        )
+        return {
+            "Method": "eagle3",
+            "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
+            "Target layers read": layers,
+            "Vocabulary": f"{config.vocab_size}, of which {config.draft_vocab_size} can be drafted",
+        }
+
+    def check_options(self) -> None:
+        if self.method != "eagle3":
+            raise unknown_name("method", self.method, ["eagle3"])
+        bounds = {"depth": MAX_DEPTH, "top_k": MAX_TOP_K, "tree_budget": MAX_TREE_BUDGET}
+        for option, most in bounds.items():
+            value = getattr(self, option)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"{option}={value!r} must be an integer from 1 to {most}.")
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        target = model.config.get_text_config(decoder=True)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        trained_for = self.config.target_name_or_path
+        way_out = "A drafter fits only the target it was trained for: " + (
+            f"use {trained_for!r} as target, or another drafter."
+            if trained_for
+            else "choose a drafter trained for this target."
+        )
+        if self.config.target_hidden_size != target.hidden_size:
+            raise ValueError(
+                f"Drafter {name!r} reads target hidden states of size {self.config.target_hidden_size}, but target "
+                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
+            )
+        embeddings = model.get_input_embeddings()
+        if self.config.vocab_size != embeddings.num_embeddings:
+            raise ValueError(
+                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
+                f"{target_name!r} has {embeddings.num_embeddings} embeddings. {way_out}"
+            )
+        if not self.config.own_embeddings and self.config.hidden_size != embeddings.embedding_dim:
+            raise ValueError(
+                f"Drafter {name!r} has no token embeddings and needs ones of size {self.config.hidden_size}, but those "
+                f"of target {target_name!r} have {embeddings.embedding_dim}. {way_out}"
+            )
+        if self.config.maps_vocabulary:
+            check_draft_to_target(self.d2t, self.config.vocab_size, name)
+        layers = target.num_hidden_layers
+        read = self.feature_layers(model)
+        outside = [index for index in read if not -1 <= index < layers]
+        if outside:
+            raise ValueError(
+                f"Drafter {name!r} reads target layers {list(read)}, but {outside} are not among the layers 0 to "
+                f"{layers - 1} of target {target_name!r}. {way_out}"
+            )

@@ -1,0 +1,136 @@
+"""MedusaDrafter: heads on the target's last hidden state, independent of each other.
+
+Source: Medusa, arXiv 2401.10774, Section 2.1; FasterDecoding/Medusa. The drafter has no cache, no positions and no
+embeddings; which state it reads is settled in `candidates.py`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.medusa.configuration import MedusaConfig
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+
+MAX_TREE_BUDGET = 1024
+
+
+class MedusaBlock(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return states + nn.functional.silu(self.linear(states))
+
+
+class MedusaHead(nn.Module):
+    """Residual blocks and, as a rule, a matrix to the vocabulary."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(MedusaBlock(config.hidden_size) for _ in range(config.medusa_num_layers)))
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+class MedusaDrafter(PretrainedDrafter):
+    """Medusa-1 heads as a drafter: the target stays as it is, each head predicts one place.
+
+    Drafting options:
+        method: `"ddtree"` (default), or any other method that drafts from per-position marginals.
+        tree_budget: most drafted nodes of a tree, root not counted.
+
+    Relation to its siblings: like `dflash` it predicts all places at once, but from a single target state and without
+    seeing the root, the token that the target has just chosen; that is why its marginals are flatter.
+    """
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["MedusaHead"]
+    option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget")
+
+    def __init__(self, config: MedusaConfig) -> None:
+        config.check()
+        super().__init__(config)
+        self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
+        self.method = "ddtree"
+        self.tree_budget = 63
+        self.post_init()
+
+    def forward(self, states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+        """What every head says.
+
+        Args:
+            states: [batch, hidden], the target's last hidden state after its final norm, at the last token it has seen.
+            lm_head: the target's head, for heads that have no matrix of their own.
+
+        Returns:
+            [batch, heads, vocab] float32 logits. The target's own head gives the next token, the root; head i, from 0,
+            is for the token i + 1 places after the root.
+        """
+        logits = []
+        for head in self.heads:
+            matrix = head.lm_head if self.config.own_head else lm_head
+            assert matrix is not None, "heads without a matrix of their own need the target's"
+            hidden = head.blocks(states)
+            logits.append(matrix(hidden.to(next(matrix.parameters()).dtype)).float())
+        return torch.stack(logits, dim=1)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # after the final norm
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.medusa.candidates import MedusaMarginals
+
+        return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self)
+
+    def card_summary(self) -> str:
+        return (
+            "Medusa heads: each predicts a token one place further ahead from the target's last hidden state. "
+            "hf_specdec drafts with them the tree of the likeliest combinations."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        return {
+            "Method": f"{self.method}, on Medusa heads",
+            "Heads": f"{config.medusa_num_heads}, each of {config.medusa_num_layers} layers",
+            "Hidden size": str(config.hidden_size),
+            "Vocabulary": "the target's" if config.vocab_size is None else str(config.vocab_size),
+        }
+
+    def check_options(self) -> None:
+        if self.method not in MARGINAL_METHODS:
+            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
+            raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        target = model.config.get_text_config(decoder=True)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        trained_for = self.config.target_name_or_path
+        way_out = "Medusa heads fit only the target they were trained on: " + (
+            f"use {trained_for!r} as target, or other heads." if trained_for else "choose heads trained on this target."
+        )
+        if self.config.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"Drafter {name!r} reads target hidden states of size {self.config.hidden_size}, but target "
+                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
+            )
+        vocab = model.get_input_embeddings().num_embeddings
+        if self.config.vocab_size not in (None, vocab):
+            raise ValueError(
+                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
+                f"{target_name!r} has {vocab} embeddings. {way_out}"
+            )

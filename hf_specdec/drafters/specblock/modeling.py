@@ -1,0 +1,473 @@
+"""SpecBlockDrafter: K dependent tokens per forward from each start, a reduced vocabulary, and a rank head.
+
+The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2), decoder layers with a
+shift between slots follow (Eq. 3), then the drafter's own head and the rank head (Eq. 4). What a slot may see is the
+caller's mask; which starts there are and what a `generate` call remembers is in `candidates.py`, training in
+`training/specblock.py`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
+
+MAX_TREE_BUDGET = 1024
+NUM_RANK_FEATURES = 15
+RANK_HIDDEN = 256
+VOCABULARY_FILE = "vocab_mapping.pt"
+
+
+class KeyValueStore(Protocol):
+    """What the layers write to and read from: a `TreeCache`, or a list that keeps gradients."""
+
+    layers: Any
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """One forward from a number of starts.
+
+    Attributes:
+        hidden: [batch, starts, slots, hidden], after the last layer, before the final norm.
+        logits: [batch, starts, slots, draft_vocab] float32.
+        rank_logits: [batch, starts, slots, classes] float32.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    rank_logits: Tensor
+
+
+class SpecBlockInput(nn.Module):
+    """Fuses condition, token and slot query into one state per slot (Eq. 1 and 2)."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.prefix_broadcast = config.prefix_broadcast
+        self.norms_draft_condition = config.draft_condition_norm
+        self.condition_proj = nn.Linear(config.num_taps * config.target_hidden_size, width, bias=False)
+        self.condition_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.token_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.query_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.position_queries = nn.Embedding(config.block_size, width)
+        self.fuse = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, conditions: Tensor, embeddings: Tensor, *, from_target: bool) -> Tensor:
+        """Conditions [batch, starts, taps * target_hidden, or hidden] -> [batch, starts, slots, hidden]."""
+        if from_target:
+            conditions = self.condition_proj(conditions)
+        if from_target or self.norms_draft_condition:
+            conditions = self.condition_norm(conditions)
+        # The same for all slots of a start, so it is projected once.
+        prefix = torch.cat([conditions, self.token_norm(embeddings)], dim=-1)
+        shared, own = self.fuse.weight.split([prefix.shape[-1], conditions.shape[-1]], dim=1)
+        prefix = linear(prefix, shared).unsqueeze(2)
+        queries = linear(self.query_norm(self.position_queries.weight), own)
+        if not self.prefix_broadcast:
+            first = torch.zeros(len(queries), 1, dtype=prefix.dtype, device=prefix.device)
+            first[0] = 1
+            prefix = prefix * first
+        return prefix + queries
+
+
+class SpecBlockAttention(nn.Module):
+    """Attention of all slots of all starts over what is stored and over each other, as the mask allows."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: KeyValueStore | None,
+        layer: int,
+    ) -> Tensor:
+        """[batch, starts * slots, hidden] -> the same; see `SpecBlockDrafter.block_hidden`."""
+        batch, length, _ = hidden.shape
+        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        queries = queries * cos + rotate_half(queries) * sin
+        keys = keys * cos + rotate_half(keys) * sin
+        if cache is not None:
+            keys, values = cache.layers[layer].update(keys, values)
+        attended = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+class SpecBlockLayer(nn.Module):
+    """A Llama decoder layer over the slots of all starts."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__()
+        self.self_attn = SpecBlockAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, starts * slots, hidden] -> the same."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *attention_inputs)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def rank_features(logits: Tensor, top: int | None) -> Tensor:
+    """The 15-number summary of a draft distribution (Appendix B).
+
+    Ten largest log-probabilities; logit gaps of the best to the second, third and fifth; probability of the best;
+    entropy. Where the vocabulary has fewer than ten tokens the least likely one is repeated.
+
+    Args:
+        logits: [..., draft_vocab] float32, or only the largest of them in descending order if `top` are enough.
+        top: probabilities and entropy are normalised over this many largest logits; None for all.
+
+    Returns:
+        [..., 15] float32, nats.
+
+    Example:
+        >>> rank_features(torch.tensor([3.0, 1.0, 0.0]), None)[10:13]
+        tensor([2., 3., 3.])
+    """
+    known = logits.shape[-1]
+    best = logits.topk(min(known, max(10, top or known)), dim=-1).values
+    over = best[..., : top or known]
+    logprobs = over.log_softmax(-1)
+    normaliser = over.logsumexp(-1, keepdim=True)
+    places = torch.arange(10, device=logits.device).clamp(max=best.shape[-1] - 1)
+    runners_up = places[[1, 2, 4]]
+    profile = best[..., places] - normaliser
+    gaps = best[..., :1] - best[..., runners_up]
+    entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
+    return torch.cat([profile, gaps, logprobs[..., :1].exp(), entropy], dim=-1)
+
+
+class SpecBlockDrafter(PretrainedDrafter):
+    """A SpecBlock checkpoint as a drafter.
+
+    Unlike `dflash`, whose block comes from one forward at the root, a tree grows by `num_blocks` forwards, each from
+    all chosen nodes of the last one at once, and the tokens of a block depend on each other; unlike `ddtree`, the rank
+    head says how many alternatives a place gets.
+
+    Drafting options:
+        method: `"specblock"`.
+        tree_budget: most drafted nodes of a tree, root not counted.
+        num_blocks: M, drafter forwards per round. Any number, whatever the drafter was trained with.
+        branching: candidates of a place by predicted bucket, the chain's own token counted; 0 gives up: no
+            alternatives there nor later in the block. `[2, 4, 10, 0]` and `[2, 4, 6, 4]` are the paper's two; equal
+            numbers make a fixed top-k tree.
+        beam_width: candidates below the root whatever its bucket, and most starts of a third or later block; None lets
+            the root follow its bucket, and starts be as many as there are.
+        max_starts: most starts of any block, the likeliest ones; None for no such limit.
+        merge_duplicates: a path that two blocks draft is kept once. The published builder keeps both.
+    """
+
+    config_class = SpecBlockConfig
+    config: SpecBlockConfig
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["SpecBlockLayer"]
+    # The embedding is the target's own, frozen copy: official checkpoints leave it out, some savers do not.
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
+    option_names: ClassVar[tuple[str, ...]] = (
+        "method", "tree_budget", "num_blocks", "branching", "beam_width", "max_starts", "merge_duplicates",
+    )  # fmt: skip
+    side_files: ClassVar[tuple[str, ...]] = (VOCABULARY_FILE,)
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        config.check()
+        super().__init__(config)
+        width = config.hidden_size
+        self.input_layer = SpecBlockInput(config)
+        self.layers = nn.ModuleList([SpecBlockLayer(config) for _ in range(config.num_hidden_layers)])
+        shifts = config.num_hidden_layers - 1 if config.layer_wise_shift else 0
+        self.shift_proj = nn.ModuleList([nn.Linear(2 * width, width, bias=False) for _ in range(shifts)])
+        self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.rank_head = nn.Sequential(
+            nn.Linear(width + NUM_RANK_FEATURES, RANK_HIDDEN, bias=False),
+            nn.SiLU(),
+            nn.Linear(RANK_HIDDEN, config.rank_classes, bias=False),
+        )
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        # Published names: target id = draft id + d2t[draft id]; t2d says which target ids the drafter can say.
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self.method = "specblock"
+        self.tree_budget = 60
+        self.num_blocks = 2
+        self.branching: list[int] = [2, 4, 10, 0]
+        self.beam_width: int | None = 10
+        self.max_starts: int | None = None
+        self.merge_duplicates = True
+        if config.rank_classes != len(self.branching):
+            self.branching = [2] * config.rank_classes
+        self.post_init()
+
+    def forward(
+        self,
+        conditions: Tensor,
+        embeddings: Tensor,
+        position_ids: Tensor,
+        *,
+        from_target: bool,
+        mask: Tensor | None = None,
+        cache: KeyValueStore | None = None,
+    ) -> BlockOutput:
+        """States, draft logits and rank logits of every slot of every start; arguments as in `block_hidden`."""
+        hidden = self.block_hidden(
+            conditions, embeddings, position_ids, from_target=from_target, mask=mask, cache=cache
+        )
+        return BlockOutput(hidden, *self.heads(hidden))
+
+    def block_hidden(
+        self,
+        conditions: Tensor,
+        embeddings: Tensor,
+        position_ids: Tensor,
+        *,
+        from_target: bool,
+        mask: Tensor | None = None,
+        cache: KeyValueStore | None = None,
+    ) -> Tensor:
+        """Runs K slots from each of a number of starts.
+
+        Args:
+            conditions: [batch, starts, taps * target_hidden] raw target features with `from_target`, else
+                [batch, starts, hidden], from `condition_of`.
+            embeddings: [batch, starts, hidden], the target's embedding of the token at each start: the one after the
+                position whose feature is the condition.
+            position_ids: [batch, starts] int64, rotary position of the first slot; slot k is k further.
+            from_target: what `conditions` are.
+            mask: [batch, 1, starts * slots, stored + starts * slots] bool, True where a slot may see an entry; None
+                for causal order of all slots, which is right for consecutive positions and an empty cache.
+            cache: holds earlier entries, K per position; receives this forward's.
+
+        Returns:
+            [batch, starts, slots, hidden], before the final norm. Slot k is for the token k + 1 places after the
+            start's token.
+        """
+        hidden = self.input_layer(conditions, embeddings, from_target=from_target)
+        starts, slots = hidden.shape[1:3]
+        within = torch.arange(slots, device=position_ids.device)
+        rotary = self.rotary_emb(hidden, (position_ids.unsqueeze(-1) + within).flatten(1))
+        for index, layer in enumerate(self.layers):
+            if index > 0 and self.shift_proj:
+                before = torch.cat([hidden[:, :, :1], hidden[:, :, :-1]], dim=2)
+                hidden = self.shift_proj[index - 1](torch.cat([hidden, before], dim=-1))
+            hidden = layer(hidden.flatten(1, 2), rotary, mask, cache, index).unflatten(1, (starts, slots))
+        return hidden
+
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., hidden] before the final norm -> draft logits [..., draft_vocab], rank logits [..., classes], float32.
+
+        No gradient flows from the rank logits into the drafter (Eq. 4).
+        """
+        normed = self.norm(hidden)
+        logits = self.lm_head(normed).float()
+        state = (normed if self.config.rank_state == "normed" else hidden).detach()
+        features = rank_features(logits.detach(), self.config.rank_features_top)
+        return logits, self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
+
+    def condition_of(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] state of a slot -> the condition of a block that starts there."""
+        return hidden if self.config.draft_condition == "pre_norm" else self.norm(hidden)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids in the draft vocabulary, any shape -> ids in the target's."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Makes the drafter's vocabulary these ids of the target's.
+
+        Args:
+            target_ids: [draft_vocab] int64, ascending.
+
+        Raises:
+            ValueError: there are not `draft_vocab_size` of them, they are not ascending, or one is out of range.
+        """
+        if len(target_ids) != self.config.draft_vocab_size:
+            raise ValueError(
+                f"{len(target_ids)} target ids were given for a draft vocabulary of {self.config.draft_vocab_size}."
+            )
+        target_ids = target_ids.to(self.d2t.device)
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=self.d2t.device))
+        self.check_vocabulary()
+        self.t2d.zero_()[target_ids] = True
+
+    def check_vocabulary(self) -> None:
+        """Raises ValueError if the draft vocabulary's map names a token twice, out of order, or one there is not."""
+        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        name = self.name_or_path or type(self).__name__
+        way_out = "The map is damaged or of another drafter: download the checkpoint again, or leave the file out."
+        steps = (ids.diff() <= 0).nonzero()
+        if len(steps):
+            place = int(steps[0])
+            raise ValueError(
+                f"The draft vocabulary of {name!r} (d2t) is not increasing: draft id {place} is target id "
+                f"{int(ids[place])}, draft id {place + 1} is {int(ids[place + 1])}. {way_out}"
+            )
+        if int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
+            raise ValueError(
+                f"The draft vocabulary of {name!r} (d2t) spans target ids {int(ids[0])} to {int(ids[-1])}, but the "
+                f"target's vocabulary ends at {self.config.vocab_size - 1} (vocab_size {self.config.vocab_size}). "
+                f"{way_out}"
+            )
+
+    @classmethod
+    def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
+        """The draft vocabulary in `vocab_mapping.pt`, where there is one; it wins over the map among the weights.
+
+        Raises:
+            ValueError: the file holds anything but the two tensors.
+        """
+        file = folder / VOCABULARY_FILE
+        if not file.is_file():
+            return {}
+        try:
+            maps = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a damaged or hostile pickle raises, nothing of it was run
+            raise ValueError(
+                f"{VOCABULARY_FILE} of {name!r} cannot be opened as a file of plain tensors ({type(error).__name__}): "
+                "it is damaged, or holds code, which is never run. Download it again, or remove it if the weights "
+                "hold d2t."
+            ) from error
+        kinds = {key: value.dtype for key, value in maps.items()} if isinstance(maps, dict) and all(
+            isinstance(value, Tensor) for value in maps.values()
+        ) else type(maps).__name__  # fmt: skip
+        if kinds != {"d2t": torch.int64, "t2d": torch.bool}:
+            raise ValueError(
+                f"{VOCABULARY_FILE} of {name!r} holds {kinds}; it must be a dict of the tensors d2t (int64) and t2d "
+                "(bool)."
+            )
+        return dict(maps)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As for every drafter, and the draft vocabulary is checked."""
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        drafter = loaded[0] if isinstance(loaded, tuple) else loaded
+        drafter.check_vocabulary()
+        if drafter.config.draft_vocab_size < drafter.config.vocab_size and not drafter.d2t.any():
+            warnings.warn(
+                f"The draft vocabulary of this drafter is the first {drafter.config.draft_vocab_size} of "
+                f"{drafter.config.vocab_size} target ids, which usually means that its map was lost. Output stays "
+                f"right; drafts may be poor. Look for {VOCABULARY_FILE} where the drafter came from.",
+                stacklevel=2,
+            )
+        return loaded
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As for every drafter; a `vocab_mapping.pt` that is there already is replaced, since it would win."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        file = Path(save_directory) / VOCABULARY_FILE
+        if file.exists():
+            torch.save({"d2t": self.d2t.cpu(), "t2d": self.t2d.cpu()}, file)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        layers = self.config.target_layer_ids
+        depth = model.config.get_text_config(decoder=True).num_hidden_layers
+        return tuple(default_target_layer_ids(depth) if layers is None else layers)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+
+        return SpecBlockGenerator(self, target)
+
+    def card_summary(self) -> str:
+        return (
+            "A SpecBlock drafter: each forward drafts a block of dependent tokens from every chosen start at "
+            "once, and a rank head decides how many alternatives each place of the tree gets and where the next block starts."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        layers = config.target_layer_ids
+        return {
+            "Method": "specblock",
+            "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
+            "Tokens per block": str(config.block_size),
+            "Target layers read": ", ".join(map(str, layers)) if layers else "low, middle and top",
+            "Draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} tokens",
+        }
+
+    def check_options(self) -> None:
+        if self.method != "specblock":
+            raise unknown_name("method", self.method, ["specblock"])
+        for name, most in (("tree_budget", MAX_TREE_BUDGET), ("num_blocks", 64)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
+        for name in ("beam_width", "max_starts"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1, or None for no limit.")
+        branching, classes = self.branching, self.config.rank_classes
+        if not isinstance(branching, (list, tuple)) or len(branching) != classes:
+            raise ValueError(
+                f"branching={branching!r} must have {classes} numbers, one per bucket of this drafter's rank head: "
+                f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, beyond (for example [2, 4, 10, 0])."
+            )
+        if not all(isinstance(width, int) and width >= 0 for width in branching):
+            raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        target = model.config.get_text_config(decoder=True)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        trained_for = self.config.target_name_or_path
+        way_out = (
+            f"A drafter fits only the target it was trained for: use {trained_for!r} as target, or another drafter."
+            if trained_for
+            else "A drafter fits only the target it was trained for: choose a drafter trained for this target."
+        )
+        if self.config.target_hidden_size != target.hidden_size:
+            raise ValueError(
+                f"Drafter {name!r} reads target hidden states of size {self.config.target_hidden_size}, but target "
+                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
+            )
+        embeddings = model.get_input_embeddings()
+        if self.config.hidden_size != embeddings.embedding_dim:
+            raise ValueError(
+                f"Drafter {name!r} borrows token embeddings of size {self.config.hidden_size}, but those of target "
+                f"{target_name!r} have size {embeddings.embedding_dim}. {way_out}"
+            )
+        depth = target.num_hidden_layers
+        outside = [index for index in self.feature_layers(model) if not 0 <= index < depth]
+        if outside:
+            raise ValueError(
+                f"Drafter {name!r} reads target layers {list(self.feature_layers(model))}, but {outside} are not "
+                f"among the layers 0 to {depth - 1} of target {target_name!r}. {way_out}"
+            )
+        if self.config.vocab_size != embeddings.num_embeddings:
+            raise ValueError(
+                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
+                f"{target_name!r} has {embeddings.num_embeddings} embeddings. {way_out}"
+            )

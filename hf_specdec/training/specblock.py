@@ -1,0 +1,448 @@
+"""The SpecBlock training step: blocks from every position at once, chained with random cuts, and two masked losses.
+
+Position i of a row is a start with the target's feature after token i as condition and token i + 1 as input; slot k is
+for token i + 2 + k. All starts of a row run in one forward, and each later block continues the block before at a cut
+that is drawn for it. A slot counts only where all slots before it were right, as the drafter will meet it.
+Source: SpecBlock, Section 3.3 and Appendix A; where the published code does otherwise, an option says so. The drafter
+is in `hf_specdec/drafters/specblock/`, the target's side in `features.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.target import decoder_layers
+from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
+from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.step import StepOutput, TrainingStep
+
+RankLoss = Literal["paper", "published"]
+
+
+def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The bucket of a token's rank in a draft distribution (Section 3.3): rank 1, 2 to 4, 5 to 10, beyond.
+
+    Args:
+        logits: [..., draft_vocab].
+        token_ids: [...] int64, ids in the draft vocabulary.
+
+    Example:
+        >>> rank_classes(torch.arange(12.0).expand(3, 12), torch.tensor([11, 10, 0]))
+        tensor([0, 1, 3])
+    """
+    rank = (logits > logits.gather(-1, token_ids.unsqueeze(-1))).sum(-1)  # 0 is the best
+    return sum((rank >= bound).long() for bound in RANK_BOUNDS)  # type: ignore[return-value]
+
+
+def smoothed_classes(num_classes: int) -> Tensor:
+    """Row t: the soft label of bucket t. Mass falls with distance, faster towards better buckets (published code).
+
+    Example:
+        >>> smoothed_classes(2)
+        tensor([[0.8000, 0.2000],
+                [0.1000, 0.9000]])
+    """
+    classes = torch.arange(num_classes)
+    ahead = (classes - classes.unsqueeze(1)).float()
+    weights = (1 + torch.where(ahead >= 0, ahead, -2 * ahead)) ** -2
+    return weights / weights.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class BlockLosses:
+    """Losses of one block of slots over all starts.
+
+    Attributes:
+        draft: [slots] float32, Eq. 6 of each slot.
+        rank: scalar float32.
+        correct: [batch, positions, slots] bool, whether a slot's likeliest token is the target's likeliest in the
+            draft vocabulary; False past the end.
+        valid: [batch, positions, slots + 1] bool, Eq. 5: valid[..., k] is whether slots before k were all right.
+        rank_classes: [batch, positions, slots] int64, true buckets; -1 where the rank loss does not count them.
+    """
+
+    draft: Tensor
+    rank: Tensor
+    correct: Tensor
+    valid: Tensor
+    rank_classes: Tensor
+
+
+def block_losses(
+    logits: Tensor,
+    rank_logits: Tensor,
+    target_probs: Tensor,
+    position_mask: Tensor,
+    start_mask: Tensor,
+    *,
+    offset: int = 0,
+    valid_prefix: bool = True,
+    top_k: int | None = None,
+    rank_loss: RankLoss = "paper",
+    rank_budget: int | None = None,
+) -> BlockLosses:
+    """Draft and rank loss of one block (Section 3.3).
+
+    Args:
+        logits: [batch, positions, slots, draft_vocab] float32.
+        rank_logits: [batch, positions, slots, classes] float32.
+        target_probs: [batch, rows, draft_vocab] float32, the target's over the draft vocabulary. Slot k of position i
+            belongs to row i + offset + k; rows past the end may be missing.
+        position_mask: [batch, rows] bool, rows that can be learned: real text, best token in the draft vocabulary.
+        start_mask: [batch, positions] bool, positions that count as starts.
+        offset: tokens that earlier blocks of the chain have drafted.
+        valid_prefix: apply the mask of Eq. 5; without it every slot counts (Table 2).
+        top_k: the draft loss looks at the target's likeliest tokens only, with their probabilities as they are.
+        rank_loss: "paper" is cross-entropy on the positions of the draft loss. "published" has smoothed labels, weighs
+            1 + distance and once more the distance to worse buckets than said, and follows a mask of its own, which
+            ends a path where the rank head was wrong.
+        rank_budget: with it, a bucket of a slot counts as this many examples at most.
+    """
+    _, positions, slots, _ = logits.shape
+    missing = positions + offset + slots - target_probs.shape[1]
+    if missing > 0:
+        target_probs = torch.nn.functional.pad(target_probs, (0, 0, 0, missing))
+        position_mask = torch.nn.functional.pad(position_mask, (0, missing))
+    labels = smoothed_classes(rank_logits.shape[-1]).to(logits.device)
+    if rank_loss == "paper":
+        labels = torch.eye(len(labels), device=logits.device)
+    path = start_mask & position_mask[:, :positions]
+    rank_path = path
+    valid, draft, correct, classes = [path], [], [], []
+    rank_sum, rank_count = logits.new_zeros(()), logits.new_zeros(())
+    for slot in range(slots):
+        rows = slice(offset + slot, offset + slot + positions)
+        # The last positions have no room for later slots.
+        room = torch.arange(positions, device=logits.device) < positions - slot
+        there = position_mask[:, rows] & room
+        probs, at_slot = target_probs[:, rows], logits[:, :, slot]
+        logprobs = at_slot.log_softmax(-1)
+        if top_k is None:
+            entropy = -(probs * logprobs).sum(-1)
+        else:
+            likeliest = probs.topk(top_k, dim=-1)
+            entropy = -(likeliest.values * logprobs.gather(-1, likeliest.indices)).sum(-1)
+        mask = there & path
+        draft.append((entropy * mask).sum() / mask.sum().clamp(min=1))
+        token_ids = probs.argmax(-1)
+        right = at_slot.argmax(-1) == token_ids
+        correct.append(right & room)
+
+        truth = rank_classes(at_slot.detach(), token_ids)
+        said = rank_logits[:, :, slot]
+        mask = there & (path if rank_loss == "paper" else rank_path)
+        rank_entropy = -(labels[truth] * said.log_softmax(-1)).sum(-1)
+        weight = mask.float()
+        if rank_budget is not None:
+            seen = torch.stack([(mask & (truth == kind)).sum() for kind in range(len(labels))])
+            weight = weight * (rank_budget / seen.clamp(min=1)).clamp(max=1)[truth]
+        if rank_loss == "published":
+            distance = truth - said.argmax(-1)
+            rank_entropy = rank_entropy * (1 + distance.abs() + distance.clamp(min=0))
+        rank_sum = rank_sum + (rank_entropy * weight).sum()
+        rank_count = rank_count + weight.sum()
+        classes.append(truth.where(mask, -1))
+
+        if valid_prefix:
+            path = path & (right | ~room)
+            rank_path = rank_path & ((said.argmax(-1) == truth) | ~room)
+        valid.append(path)
+    return BlockLosses(
+        torch.stack(draft),
+        rank_sum / rank_count.clamp(min=1e-6),
+        torch.stack(correct, -1),
+        torch.stack(valid, -1),
+        torch.stack(classes, -1),
+    )
+
+
+class SpecBlockStep(TrainingStep):
+    """Loss of one batch of rows for a `SpecBlockDrafter`: Eq. 7, summed over chained blocks.
+
+    Args:
+        drafter: the drafter in training.
+        target: the frozen target it drafts for.
+        num_blocks: chained blocks; the first and those that continue it at random cuts.
+        rank_start_step: optimizer steps before the rank loss counts.
+        valid_prefix: the mask of Eq. 5; off is an ablation of Table 2.
+        top_k: see `block_losses`.
+        rank_loss: see `block_losses`.
+        rank_budget: see `block_losses`.
+        cross_position: slots of a later block also see that block's slots at earlier positions, as in the published
+            training code. Drafting never sees them.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        drafter: SpecBlockDrafter,
+        target: PreTrainedModel,
+        *,
+        num_blocks: int = 2,
+        rank_start_step: int = 2000,
+        valid_prefix: bool = True,
+        top_k: int | None = None,
+        rank_loss: RankLoss = "paper",
+        rank_budget: int | None = None,
+        cross_position: bool = False,
+    ) -> None:
+        drafter.check_target(target)
+        for name, value, least in (("num_blocks", num_blocks, 1), ("rank_start_step", rank_start_step, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        if rank_loss not in ("paper", "published"):
+            raise ValueError(f"rank_loss={rank_loss!r} is not known; choose 'paper' or 'published'.")
+        if drafter.config.rank_classes != len(RANK_BOUNDS) + 1:
+            raise ValueError(
+                f"The drafter's rank head has {drafter.config.rank_classes} classes, but labels have "
+                f"{len(RANK_BOUNDS) + 1}: ranks up to {', '.join(map(str, RANK_BOUNDS))} and beyond."
+            )
+        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
+        self.drafter = drafter
+        self.embed_tokens = target.get_input_embeddings()
+        self.num_blocks, self.rank_start_step = num_blocks, rank_start_step
+        self.cross_position = cross_position
+        self.options: dict[str, Any] = {
+            "valid_prefix": valid_prefix, "top_k": top_k, "rank_loss": rank_loss, "rank_budget": rank_budget,
+        }  # fmt: skip
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        input_ids = batch["input_ids"]
+        states = self.reader.of_batch(batch)
+        assert states.last_hidden is not None
+        best_ids, target_probs = self.target_law(states.last_hidden)
+        length = input_ids.shape[1]
+        # A start is a token that somebody drafts from, and something must follow it.
+        starts = torch.arange(1, length + 1, device=input_ids.device)
+        start_mask = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
+        sayable = self.drafter.t2d.to(best_ids.device)[best_ids]
+        losses = self.chain(
+            model, states.features, input_ids, target_probs, start_mask, start_mask & sayable, training
+        )
+
+        rank_weight = 1.0 if not training or self.num_updates >= self.rank_start_step else 0.0
+        loss = torch.stack([part.draft.sum() + rank_weight * part.rank for part in losses]).sum()
+        # With cuts at the end of every block the slots of all blocks are one chain; a random cut makes them overlap.
+        shown = losses[:1] if training else losses
+        correct = torch.cat([part.correct for part in shown], -1)
+        within = torch.arange(correct.shape[-1], device=input_ids.device)
+        rows = torch.arange(length, device=input_ids.device).unsqueeze(-1) + within
+        inside = (rows < length).expand(correct.shape)
+        rows = rows.clamp(max=length - 1)
+        labelled = start_mask.unsqueeze(-1) & start_mask[:, rows] & inside
+        # A token that the drafter cannot say is one that it gets wrong.
+        return StepOutput(loss, correct & sayable[:, rows], labelled)
+
+    @torch.no_grad()
+    def target_law(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's choice and its law over the draft vocabulary, for the token after each start.
+
+        Row i is what follows token i + 1, the start of position i.
+
+        Returns:
+            best_ids [batch, positions] int64 over the whole vocabulary, probs [batch, positions, draft_vocab] float32.
+        """
+        logits = self.reader.head(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
+        draft_ids = torch.arange(len(self.drafter.d2t), device=logits.device) + self.drafter.d2t.to(logits.device)
+        return logits.argmax(-1), logits[..., draft_ids].softmax(-1)
+
+    def chain(
+        self,
+        model: nn.Module,
+        features: Tensor,
+        input_ids: Tensor,
+        target_probs: Tensor,
+        start_mask: Tensor,
+        position_mask: Tensor,
+        training: bool,
+        cuts: Sequence[int] | None = None,
+    ) -> list[BlockLosses]:
+        """Runs all blocks and returns the losses of each.
+
+        Args:
+            model: the drafter, or what a distributed run wrapped around it.
+            features: [batch, positions, taps * hidden].
+            input_ids: [batch, positions] int64, the row's tokens; past its end the last one stands in.
+            target_probs: [batch, positions, draft_vocab] float32, see `target_law`.
+            start_mask: [batch, positions] bool.
+            position_mask: [batch, positions] bool.
+            training: draw cuts; else every block goes on at the end of the one before.
+            cuts: slots kept of every block but the last; drawn from 1 to K where None.
+        """
+        config = self.drafter.config
+        batch, positions, _ = features.shape
+        slots, device = config.block_size, input_ids.device
+        if cuts is None:
+            # On the CPU whatever the device: the cuts of a run do not depend on where it runs.
+            drawn = torch.randint(1, slots + 1, (self.num_blocks - 1,)).tolist() if training else []
+            cuts = drawn or [slots] * (self.num_blocks - 1)
+        masks = block_masks(positions, slots, cuts, cross_position=self.cross_position, device=device)
+        stored = GradientStore(config.num_hidden_layers)
+        places = torch.arange(1, positions + 1, device=device)
+        conditions, offset = features.to(next(model.parameters()).dtype), 0
+        losses = []
+        for block, mask in enumerate(masks):
+            following = (places + offset).clamp(max=input_ids.shape[1] - 1)
+            with torch.no_grad():
+                embeddings = self.embed_tokens(input_ids[:, following]).to(conditions.dtype)
+            at = places + offset if block and config.block_positions == "path" else places
+            output: BlockOutput = model(
+                conditions, embeddings, at.expand(batch, -1), from_target=block == 0, mask=mask, cache=stored
+            )
+            losses.append(
+                block_losses(
+                    output.logits, output.rank_logits, target_probs, position_mask, start_mask, offset=offset,
+                    **self.options,
+                )
+            )  # fmt: skip
+            if block < len(cuts):
+                conditions = self.drafter.condition_of(output.hidden[:, :, cuts[block] - 1])
+                offset += cuts[block]
+        return losses
+
+
+def block_masks(
+    positions: int,
+    slots: int,
+    cuts: Sequence[int],
+    *,
+    cross_position: bool = False,
+    device: torch.device | None = None,
+) -> list[Tensor | None]:
+    """Per chained block what its slots see: [1, 1, positions * slots, blocks so far * positions * slots] bool.
+
+    The rules of drafting (Figure 3), for all positions at once: of the first block all slots of earlier positions; of
+    every block before, the slots up to the cut at the same position; of the own block, slots up to itself. None for
+    the first block, whose order is plainly causal.
+
+    Args:
+        positions: starts of a row.
+        slots: K.
+        cuts: slots kept of every block but the last.
+        cross_position: see `SpecBlockStep`.
+        device: of the masks.
+    """
+    order = torch.arange(positions * slots, device=device)
+    place, slot = order // slots, order % slots
+    earlier = place.unsqueeze(1) > place
+    same = place.unsqueeze(1) == place
+    own = same & (slot.unsqueeze(1) >= slot)
+    if cross_position:
+        own = own | earlier
+    masks: list[Tensor | None] = [None]
+    for block in range(1, len(cuts) + 1):
+        parts = [same & (slot < cut) for cut in cuts[:block]]
+        parts[0] = parts[0] | earlier
+        masks.append(torch.cat([*parts, own], 1)[None, None])
+    return masks
+
+
+class GradientStore:
+    """Keys and values of earlier blocks, joined with their gradients: what training has in place of a cache."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [_GradientLayer() for _ in range(num_layers)]
+
+
+class _GradientLayer:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.append(keys)
+        self.values.append(values)
+        return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+
+
+def frequent_tokens(rows: Iterable[Mapping[str, Any]], size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The draft vocabulary: the most frequent tokens of the training text, as FR-Spec chooses them.
+
+    Args:
+        rows: with the columns of `data.py`; padding is not counted.
+        size: tokens wanted.
+        vocab_size: of the target. Ids that never occur fill up in order of their number.
+
+    Returns:
+        ids [size] int64, ascending, and the share of the text's tokens that they cover, from 0 to 1.
+
+    Raises:
+        ValueError: `size` is not between 1 and `vocab_size`.
+
+    Example:
+        >>> frequent_tokens([{"input_ids": [5, 5, 2, 7, 0], "length": 4}], 2, 10)
+        (tensor([2, 5]), 0.75)
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"A draft vocabulary of {size} tokens cannot be chosen from {vocab_size}; choose 1 to {vocab_size}."
+        )
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(torch.as_tensor(row["input_ids"])[: int(row["length"])], minlength=vocab_size)
+    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
+    return chosen, float(counts[chosen].sum() / counts.sum().clamp(min=1))
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    vocabulary: Tensor,
+    *,
+    num_layers: int = 2,
+    block_size: int = 4,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    prefix_broadcast: bool = True,
+    layer_wise_shift: bool = True,
+) -> SpecBlockDrafter:
+    """A SpecBlock drafter with random weights that fits a target; its layers have the target's shape.
+
+    Args:
+        target: the model to draft for.
+        vocabulary: [draft_vocab] int64, ascending target ids that it can say; see `frequent_tokens`.
+        num_layers: L.
+        block_size: K.
+        target_layer_ids: target layers to read; the published three where None.
+        intermediate_size: of the MLPs; by default the target's.
+        prefix_broadcast: see `SpecBlockConfig`; off is an ablation of Table 2.
+        layer_wise_shift: likewise.
+    """
+    config = target.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    modules = dict(decoder_layers(target)[0].named_modules())
+    query_norm = modules.get("self_attn.q_norm")
+    draft_config = SpecBlockConfig(
+        diffspec_draft_token_num=block_size,
+        draft_vocab_size=len(vocabulary),
+        vocab_size=target.get_input_embeddings().num_embeddings,
+        target_layer_ids=list(target_layer_ids or default_target_layer_ids(config.num_hidden_layers)),
+        target_name_or_path=target.name_or_path or None,
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size or config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        draft_head_dim=head_dim,
+        # Norms per head, as in Qwen3; others have none, or one over all heads.
+        qk_norm=query_norm is not None and list(query_norm.weight.shape) == [head_dim],
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+        prefix_broadcast=prefix_broadcast,
+        layer_wise_shift=layer_wise_shift,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+    drafter = SpecBlockDrafter(draft_config)
+    drafter.set_vocabulary(vocabulary)
+    drafter.check_target(target)
+    return drafter

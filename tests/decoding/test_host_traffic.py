@@ -1,0 +1,122 @@
+"""How often a round makes the host wait for the device: counted at the operations that would wait on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding import loop
+from hf_specdec.drafters.ddtree import candidates, level_tree
+from tests.methods import make_dflash
+from tests.targets import PROMPTS, make_target
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts operations whose result the host must see; `tolist` of several values is one transfer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in WAITS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
+    """Per round, the operations that would wait; `tolist` and `numpy` pass no dispatcher, so they are wrapped."""
+    rounds: list[list[str]] = []
+    play = loop._Decoding.round
+    tolist, numpy = Tensor.tolist, Tensor.numpy
+
+    def counted(self: Any, generator: Any) -> None:
+        transfers: list[str] = []
+        with pytest.MonkeyPatch.context() as patch, CountWaits() as mode:
+            patch.setattr(Tensor, "tolist", lambda tensor: transfers.append("tolist") or plain(tolist, tensor, mode))
+            patch.setattr(Tensor, "numpy", lambda tensor: transfers.append("numpy") or plain(numpy, tensor, mode))
+            play(self, generator)
+        rounds.append(transfers + mode.seen)
+
+    def plain(read: Callable[[Tensor], Any], tensor: Tensor, mode: CountWaits) -> Any:
+        before = len(mode.seen)
+        value = read(tensor)
+        del mode.seen[before:]  # what the transfer itself is made of
+        return value
+
+    monkeypatch.setattr(loop._Decoding, "round", counted)
+    return lambda: rounds
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_target("qwen3-mixed", "sdpa")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+def test_a_round_transfers_once_from_the_device(
+    target: PreTrainedModel,
+    method: str,
+    batch: str,
+    do_sample: bool,
+    waits: Callable[[], list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(candidates, "heap_tree", level_tree)  # the one for devices; the other is for host memory
+    drafter = make_dflash(target, method=method)
+    target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=do_sample, assistant_model=drafter)
+    assert len(waits()) > 3
+    for seen in waits():
+        assert len(seen) <= 1, f"a round waits for the device more than once: {seen}"
+
+
+def test_the_counter_counts(waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("llama", "sdpa")
+    drafter = make_dflash(target, method="dflash")
+    forward = drafter.forward
+
+    def peeking(*args: Any, **kwargs: Any) -> Tensor:
+        logits = forward(*args, **kwargs)
+        assert bool(logits.isfinite().all())
+        assert float(logits[0, 0, 0]) is not None
+        logits[0, 0].nonzero()
+        logits[0, 0].tolist()
+        return logits
+
+    monkeypatch.setattr(drafter, "forward", peeking)
+    target.generate(**PROMPTS["batch of one"](), max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    assert all(len(seen) >= 4 for seen in waits())
+
+
+def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As many tensor operations for 60 nodes as for 6: no loop over nodes in verify, accept or commit.
+    monkeypatch.setattr(candidates, "heap_tree", level_tree)
+    counts = []
+    for budget in (6, 60):
+        drafter = make_dflash(target, method="ddtree", tree_budget=budget)
+        operations = 0
+
+        class CountAll(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                nonlocal operations
+                operations += 1
+                return func(*args, **(kwargs or {}))
+
+        with CountAll(), torch.no_grad():
+            target.generate(**PROMPTS["batch of one"](), max_new_tokens=8, do_sample=False, assistant_model=drafter)
+        counts.append(operations / drafter.stats.num_target_forwards)
+    assert counts[1] < 1.1 * counts[0]

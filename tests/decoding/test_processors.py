@@ -1,0 +1,81 @@
+"""The host's own logits processors, each for itself: those that read the prefix, the row, the length, or keep state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
+
+from tests.methods import make_ddtree
+from tests.scripted import right_for
+from tests.targets import PROMPTS, VOCAB, make_target
+
+GREEDY = {"max_new_tokens": 14, "do_sample": False}
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa")
+
+
+def allowed(row: int, prefix: Tensor) -> list[int]:
+    """Depends on the row, on the length and on the last token."""
+    return [(int(prefix[-1]) * 7 + 5 * row + len(prefix) + step) % VOCAB for step in range(6)]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "forced end": {"forced_eos_token_id": 9},
+    "suppressed tokens": {"suppress_tokens": list(range(3, 30)), "begin_suppress_tokens": list(range(30, 50))},
+    "bad words": {
+        "bad_words_ids": [[13], [33], [62], *([last, word] for last in range(0, 64, 3) for word in range(7, 14))]
+    },
+    "biased sequences": {"sequence_bias": {(40,): -5.0, (51, 12): 8.0, (12,): 2.0}},
+    "tokens allowed per row and prefix": {"prefix_allowed_tokens_fn": allowed},
+    "decaying length": {"exponential_decay_length_penalty": (3, 1.4), "eos_token_id": 17},
+    "repetition penalty and temperature": {"repetition_penalty": 1.6, "do_sample": True, "top_k": 1},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="lefthash")},
+    "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
+}
+KEEPS_STATE: dict[str, dict[str, Any]] = {
+    "guidance": {"guidance_scale": 1.6},
+    "text watermark": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7, 11])},
+}
+
+
+def run(target: PreTrainedModel, batch: str, settings: dict[str, Any], drafter: Any = None) -> list[list[int]]:
+    arguments = {**PROMPTS[batch](), **GREEDY, **settings}
+    return target.generate(**arguments, assistant_model=drafter).tolist()
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processor_gives_what_it_gives_plain_decoding(target: PreTrainedModel, name: str, batch: str) -> None:
+    settings = PROCESSORS[name]
+    alone = run(target, batch, settings)
+    if name != "renormalised":
+        assert alone != run(target, batch, {}), "the processor does nothing here"
+    script = torch.tensor(alone)
+    diverging = script.clone()
+    diverging[-1, 14:] = 3
+    for drafter in (right_for([3, 0, 5], script), right_for(4, diverging), make_ddtree(target)):
+        assert run(target, batch, settings, drafter) == alone
+
+
+@pytest.mark.parametrize("name", KEEPS_STATE)
+def test_processor_with_state_gives_one_row_what_it_gives_plain_decoding(target: PreTrainedModel, name: str) -> None:
+    settings = KEEPS_STATE[name]
+    alone = run(target, "batch of one", settings)
+    assert alone != run(target, "batch of one", {})
+    # Guidance runs the target itself between rounds, which must not be taken for features.
+    for drafter in (right_for([3, 0, 5], torch.tensor(alone)), make_ddtree(target)):
+        assert run(target, "batch of one", settings, drafter) == alone
+
+
+@pytest.mark.parametrize("name", KEEPS_STATE)
+def test_processor_with_state_is_refused_for_several_rows(target: PreTrainedModel, name: str) -> None:
+    # Its state counts calls for all rows together, and rows accept different numbers of drafted tokens.
+    with pytest.raises(ValueError, match=r"LogitsProcessor keeps state .* batch of 3 .* one row at a time"):
+        run(target, "ragged batch of three", KEEPS_STATE[name], make_ddtree(target))

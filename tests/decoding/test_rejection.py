@@ -1,0 +1,178 @@
+"""Drafts that were drawn at random: coupling the target's choice with them leaves its law as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from hf_specdec.decoding.acceptance import FollowTarget, coupled_choices
+from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.decoding.tree import DraftTree
+from tests.decoding.test_sampling import (
+    DEPTH,
+    PROMPT,
+    ROWS,
+    SAMPLING,
+    VOCAB,
+    count,
+    draw,
+    enumerate_law,
+    sampled_target,
+)
+from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
+from tests.methods import make_causal_lm_chain
+from tests.scripted import StubDrafter
+from tests.targets import PROMPTS, make_target
+
+DRAWS = 40_000
+LAWS = {
+    "close": ([0.4, 0.3, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1]),
+    "equal": ([0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]),
+    "overlapping": ([0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0]),
+    "disjoint": ([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]),
+    "draft certain": ([0.4, 0.3, 0.2, 0.1], [0.0, 1.0, 0.0, 0.0]),
+    "target certain": ([0.0, 0.0, 1.0, 0.0], [0.25, 0.25, 0.25, 0.25]),
+}
+
+
+def couple(target_probs: Tensor, draft_probs: Tensor, drafted: bool = True) -> tuple[Tensor, Tensor]:
+    """`DRAWS` drafts and the choices coupled with them, as [batch, nodes] like the rule has them."""
+    shape = (DRAWS // 4, 4)
+    draft_ids = torch.multinomial(draft_probs.nan_to_num(0.25), DRAWS, replacement=True).view(shape)
+    choices = coupled_choices(
+        target_probs.log().expand(*shape, -1),
+        draft_ids,
+        draft_probs.expand(*shape, -1),
+        torch.full(shape, drafted),
+    )
+    return draft_ids, choices
+
+
+@pytest.mark.parametrize("laws", LAWS)
+def test_choices_follow_the_target_and_are_the_draft_as_often_as_can_be(laws: str) -> None:
+    target_probs, draft_probs = map(torch.tensor, LAWS[laws])
+    draft_ids, choices = couple(target_probs, draft_probs)
+    seen = Counter(choices.flatten().tolist())
+    if laws == "target certain":
+        assert set(seen) == {2}
+    else:
+        assert_follows(seen, dict(enumerate(target_probs.tolist())))
+    overlap = float(torch.minimum(target_probs, draft_probs).sum())
+    accepted = float((choices == draft_ids).float().mean())
+    spread = (overlap * (1 - overlap) / DRAWS) ** 0.5
+    assert accepted == pytest.approx(overlap, abs=BOUND_SIGMA * spread + 1e-6)
+
+
+def test_where_nothing_was_drafted_the_choice_is_the_targets_own() -> None:
+    target_probs, draft_probs = map(torch.tensor, LAWS["draft certain"])
+    _, choices = couple(target_probs, draft_probs, drafted=False)
+    assert_follows(Counter(choices.flatten().tolist()), dict(enumerate(target_probs.tolist())))
+
+
+def test_a_law_that_is_not_a_number_is_not_believed() -> None:
+    target_probs = torch.tensor(LAWS["close"][0])
+    _, choices = couple(target_probs, torch.full((4,), float("nan")))
+    assert_follows(Counter(choices.flatten().tolist()), dict(enumerate(target_probs.tolist())))
+
+
+def drawn_chains(depth: int, *, lengths: tuple[int, ...] = (), honest: bool = True) -> StubDrafter:
+    """Chains drawn from a law of the token before, far from the target's; row r is cut to `lengths[r % ...]` tokens.
+
+    Where not `honest`, they are the law's likeliest tokens and only claim to have been drawn.
+    """
+    table = (2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5))).softmax(-1)
+
+    def draft(context: DraftContext) -> DraftTree:
+        token_ids, laws = [context.root_ids], []
+        for _ in range(depth):
+            laws.append(table[token_ids[-1]])
+            token_ids.append(laws[-1].argmax(-1) if not honest else torch.multinomial(laws[-1], 1).squeeze(1))
+        valid = None
+        if lengths:
+            cut = torch.tensor(lengths).repeat(-(-len(context.lengths) // len(lengths)))[: len(context.lengths)]
+            valid = torch.arange(depth + 1) <= cut.unsqueeze(1)
+        return DraftTree.chain(torch.stack(token_ids, 1), valid=valid, draft_probs=torch.stack(laws, 1))
+
+    return StubDrafter(draft)
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 2, 1, 3)])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_sampled_tokens_follow_the_target_with_drawn_drafts(sampling: str, lengths: tuple[int, ...]) -> None:
+    target = sampled_target()
+    drafter = drawn_chains(DEPTH, lengths=lengths)
+    drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter)
+    assert_follows(count(drawn), enumerate_law(target, PROMPT, sampling))
+    assert drafter.stats.num_accepted_draft_tokens > ROWS / 20
+
+
+@pytest.mark.parametrize("sampling", ["plain", "repetition penalty"])
+def test_likeliest_drafts_that_claim_to_be_drawn_are_caught(sampling: str) -> None:
+    # The negative control: were such drafts accepted as drawn ones, the output would follow another law.
+    target = sampled_target()
+    drawn = draw(target, torch.tensor([PROMPT]), sampling, drawn_chains(DEPTH, honest=False))
+    assert deviation_sigma(count(drawn), enumerate_law(target, PROMPT, sampling)) > 2 * BOUND_SIGMA
+
+
+@pytest.mark.parametrize("reads_prefix", [False, True])
+def test_what_a_drawn_chain_emits_follows_a_known_law(reads_prefix: bool) -> None:
+    # A target that looks at one token only: the law of what a round emits, completed by the target, is then a product.
+    table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(6))
+    probs = table.softmax(-1)
+
+    def unchanged(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+    rows, root, depth = 30_000, 4, 2
+    drafter = drawn_chains(depth)
+    tree = drafter.draft(context_of(torch.full((rows,), root)))
+    rule = FollowTarget(LogitsProcessorList([unchanged] if reads_prefix else []), do_sample=True, keep_scores=False)
+    sequences = Sequences(torch.full((rows, 1), root), [], None, None)
+    tokens = rule(tree, table[tree.token_ids], sequences).tokens
+    accepted = [len(row) - 1 for row in tokens]
+    assert set(accepted) == {0, 1, 2}
+    for row in tokens:
+        while len(row) < depth + 1:
+            row.append(int(torch.multinomial(probs[row[-1]], 1)))
+    law = {
+        (a, b, c): float(probs[root, a] * probs[a, b] * probs[b, c])
+        for a in range(VOCAB)
+        for b in range(VOCAB)
+        for c in range(VOCAB)
+    }
+    assert_follows(Counter(map(tuple, tokens)), law)
+
+
+def context_of(root_ids: Tensor) -> DraftContext:
+    rows = len(root_ids)
+    return DraftContext(root_ids, torch.zeros_like(root_ids), root_ids[:, None], [1] * rows, [True] * rows)
+
+
+def test_a_greedy_call_takes_drawn_drafts_as_they_are() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    vocab = target.config.vocab_size
+
+    def draft(context: DraftContext) -> DraftTree:
+        laws = torch.full((3, 4, vocab), 1 / vocab)
+        token_ids = torch.randint(0, vocab, (3, 4))
+        return DraftTree.chain(torch.cat([context.root_ids[:, None], token_ids], 1), draft_probs=laws)
+
+    assisted = target.generate(**prompts, **arguments, assistant_model=StubDrafter(draft))
+    assert assisted.tolist() == target.generate(**prompts, **arguments).tolist()
+
+
+def test_drawing_from_the_targets_own_law_is_always_accepted() -> None:
+    target = sampled_target()
+    drafter = make_causal_lm_chain(target, noise=0.0, max_depth=3)
+    arguments = {"do_sample": True, "temperature": 0.7, "top_k": 4, "max_new_tokens": 17}
+    target.generate(torch.tensor([PROMPT]), assistant_model=drafter, **arguments)
+    assert drafter.stats.per_step_accepted == [[3, 3, 3, 3]]
+    drafter.set_options(sample_drafts=False)
+    target.generate(torch.tensor([PROMPT]), assistant_model=drafter, **arguments)
+    assert drafter.stats.mean_acceptance_length < 4

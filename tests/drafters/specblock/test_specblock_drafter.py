@@ -1,0 +1,383 @@
+"""SpecBlock's own: folders in the published layout, options, forwards per round, and what its trees look like."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_specdec import load_drafter
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter, candidates
+from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
+from hf_specdec.drafters.specblock.modeling import rank_features
+from tests.methods import make_specblock
+from tests.targets import PROMPTS, make_target
+
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+# What the published files leave out or say in their own way.
+PUBLISHED = {
+    "architectures": ["LlamaForCausalLMSpecBlockShift"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # of the target; the published code does not look at it
+    "vocab_size": 64,
+    "draft_vocab_size": 48,
+    "diffspec_draft_token_num": 3,
+    "rank_classes": 4,
+    "rope_theta": 1000000,
+}
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa")
+
+
+@pytest.fixture
+def published(tmp_path: Path, target: PreTrainedModel) -> tuple[Path, SpecBlockDrafter]:
+    """A folder as published, and the drafter whose weights it holds. The map among the weights is a wrong one."""
+    drafter = make_specblock(target, rope_theta=1000000)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    weights = drafter.state_dict()
+    maps = {name: weights[name].clone() for name in ("d2t", "t2d")}
+    weights |= {"d2t": torch.zeros_like(maps["d2t"])}
+    weights["input_layer.embed_tokens.weight"] = torch.zeros(64, 32)
+    save_file(weights, folder / "model.safetensors")
+    torch.save(maps, folder / "vocab_mapping.pt")
+    (folder / "config.json").write_text(json.dumps(PUBLISHED))
+    return folder, drafter
+
+
+def drafts_of(drafter: SpecBlockDrafter, target: PreTrainedModel, batch: str = "batch of one") -> list[DraftTree]:
+    """The trees of a call."""
+    trees: list[DraftTree] = []
+    make = drafter.candidate_generator
+
+    def keeping(model: Any) -> Any:
+        generator = make(model)
+        draft = generator.draft
+        generator.draft = lambda context: trees.append(draft(context)) or trees[-1]
+        return generator
+
+    drafter.candidate_generator = keeping  # type: ignore[method-assign]
+    try:
+        target.generate(**PROMPTS[batch](), **GREEDY, assistant_model=drafter)
+    finally:
+        del drafter.candidate_generator
+    return trees
+
+
+def paths_of(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
+    """Drafted paths of the valid nodes of a row."""
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, tree.num_nodes):
+        paths.append((*paths[int(tree.parents[row, node])], int(tree.token_ids[row, node])))
+    return {path for path, valid in zip(paths, tree.valid[row].tolist(), strict=True) if valid and path}
+
+
+def test_a_published_folder_loads_and_drafts_what_its_drafter_drafts(
+    published: tuple[Path, SpecBlockDrafter], target: PreTrainedModel
+) -> None:
+    folder, drafter = published
+    loaded = load_drafter(folder, target, dtype=torch.float32, tree_budget=9, beam_width=4)
+    assert type(loaded) is SpecBlockDrafter
+    assert loaded.config.head_dim == 8
+    assert loaded.target_ids(torch.arange(48)).tolist() == drafter.target_ids(torch.arange(48)).tolist()
+    for ours, theirs in zip(drafts_of(loaded, target), drafts_of(drafter, target), strict=True):
+        assert paths_of(ours) == paths_of(theirs)
+
+
+def test_saved_and_loaded_again_it_drafts_the_same(tmp_path: Path, target: PreTrainedModel) -> None:
+    drafter = make_specblock(target, qk_norm=True, draft_head_dim=16, rank_features_top=None, block_positions="path")
+    drafter.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "llama"
+    assert written["architectures"] == ["LlamaForCausalLMSpecBlock"]
+    assert written["rope_theta"] == 10000.0
+    loaded = load_drafter(tmp_path, target, dtype=torch.float32, tree_budget=9, beam_width=4)
+    assert json.loads(loaded.config.to_json_string()) | {"dtype": None} == written | {"dtype": None}
+    for ours, theirs in zip(drafts_of(loaded, target), drafts_of(drafter, target), strict=True):
+        assert paths_of(ours) == paths_of(theirs)
+
+
+def test_saving_over_a_vocabulary_file_replaces_it(tmp_path: Path, target: PreTrainedModel) -> None:
+    drafter = make_specblock(target)
+    drafter.save_pretrained(tmp_path)
+    assert not (tmp_path / "vocab_mapping.pt").exists()
+    torch.save(
+        {"d2t": torch.zeros(48, dtype=torch.int64), "t2d": torch.arange(64) < 48}, tmp_path / "vocab_mapping.pt"
+    )
+    drafter.save_pretrained(tmp_path)
+    assert torch.equal(load_drafter(tmp_path).d2t, drafter.d2t)
+
+
+def rewrite(folder: Path, **fields: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(PUBLISHED | fields))
+
+
+def spoil_map(folder: Path, change: Callable[[torch.Tensor], object]) -> None:
+    maps = torch.load(folder / "vocab_mapping.pt", weights_only=True)
+    change(maps["d2t"])
+    torch.save(maps, folder / "vocab_mapping.pt")
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "K that the weights do not have": (
+        lambda folder: rewrite(folder, diffspec_draft_token_num=4),
+        r"position_queries.weight is \[3, 32\] in model.safetensors, but config.json makes it \[4, 32\]",
+    ),
+    "rank classes that the weights do not have": (
+        lambda folder: rewrite(folder, rank_classes=3),
+        r"rank_head.2.weight is \[4, 256\] in model.safetensors, but config.json makes it \[3, 256\]",
+    ),
+    "K of nothing": (
+        lambda folder: rewrite(folder, diffspec_draft_token_num=0), "diffspec_draft_token_num is 0.*at least 1"
+    ),
+    "draft vocabulary beyond the target's": (
+        lambda folder: rewrite(folder, draft_vocab_size=65), "draft_vocab_size 65 is larger than vocab_size 64"
+    ),
+    "map that does not increase": (
+        lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(5, -3)),
+        r"\(d2t\) is not increasing: draft id \d+ is target id \d+, draft id \d+ is \d+",
+    ),
+    "map past the vocabulary": (
+        lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(47, 40)),
+        "spans target ids .* to 87, but the target's vocabulary ends at 63",
+    ),
+    "map of other tensors": (
+        lambda folder: torch.save({"d2t": torch.zeros(48)}, folder / "vocab_mapping.pt"), "must be a dict of the tens"
+    ),
+    "map with code": (
+        lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "holds code, which is never run"
+    ),
+    "unknown choice": (lambda folder: rewrite(folder, rank_state="raw"), "rank_state is 'raw'; it must be one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_a_folder_that_does_not_fit_together_raises(published: tuple[Path, SpecBlockDrafter], case: str) -> None:
+    spoil, message = BAD_FOLDERS[case]
+    spoil(published[0])
+    with pytest.raises(ValueError, match=message):
+        load_drafter(published[0])
+
+
+def test_a_lost_map_warns(published: tuple[Path, SpecBlockDrafter]) -> None:
+    (published[0] / "vocab_mapping.pt").unlink()
+    with pytest.warns(UserWarning, match="first 48 of 64 target ids"):
+        load_drafter(published[0])
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no block": ({"num_blocks": 0}, "num_blocks=0 must be an integer from 1"),
+    "bucket map of the wrong length": ({"branching": [2, 4, 10]}, r"branching=\[2, 4, 10\] must have 4 numbers"),
+    "negative width": ({"branching": [2, -1, 3, 0]}, "integers of at least 0"),
+    "empty tree": ({"tree_budget": 0}, "tree_budget=0 must be an integer from 1"),
+    "no beam": ({"beam_width": 0}, "beam_width=0 must be an integer of at least 1"),
+    "other method": ({"method": "specblok"}, "Did you mean 'specblock'"),
+    "unknown option": ({"num_block": 2}, "Did you mean 'num_blocks'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_an_option_out_of_range_raises(target: PreTrainedModel, case: str) -> None:
+    options, message = BAD_OPTIONS[case]
+    with pytest.raises(ValueError, match=message):
+        make_specblock(target).set_options(**options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_hidden_size": 48}, "reads target hidden states of size 48, but target .* has hidden_size 32"),
+        ({"hidden_size": 64, "target_hidden_size": 32}, "borrows token embeddings of size 64"),
+        ({"target_layer_ids": [0, 4]}, r"reads target layers \[0, 4\], but \[4\] are not among the layers 0 to 3"),
+        ({"vocab_size": 70}, "a vocabulary of 70, but target .* has 64 embeddings"),
+    ],
+)
+def test_a_target_that_does_not_fit_raises(target: PreTrainedModel, settings: dict[str, Any], message: str) -> None:
+    drafter = SpecBlockDrafter(
+        SpecBlockConfig(**{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                           "num_attention_heads": 2, "num_key_value_heads": 1} | settings)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        target.generate(**PROMPTS["batch of one"](), assistant_model=drafter)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("budget", [3, 60])
+def test_a_round_takes_one_forward_per_block_whatever_the_tree(
+    target: PreTrainedModel, num_blocks: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_specblock(target, num_blocks=num_blocks, tree_budget=budget)
+    calls = 0
+    block_hidden = SpecBlockDrafter.block_hidden
+
+    def counting(self: SpecBlockDrafter, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return block_hidden(self, *args, **kwargs)
+
+    monkeypatch.setattr(SpecBlockDrafter, "block_hidden", counting)
+    trees = drafts_of(drafter, target, "ragged batch of three")
+    assert calls == num_blocks * len(trees)
+    assert max(int(tree.depths.max()) for tree in trees) <= 3 * num_blocks
+    assert all(tree.num_nodes <= 1 + budget for tree in trees)
+
+
+def test_fixed_top_k_gives_every_place_k_children(target: PreTrainedModel) -> None:
+    # K = 1 block of 3 slots, k = 3: the chain and two alternatives at each of its places.
+    drafter = make_specblock(target, num_blocks=1, branching=[3] * 4, beam_width=None, tree_budget=60)
+    for tree in drafts_of(drafter, target):
+        assert int(tree.valid.sum()) == 1 + 3 * 3
+        assert tree.depths[0, 1:].bincount(minlength=4).tolist() == [0, 3, 3, 3]
+
+
+def test_a_bucket_that_gives_up_leaves_the_chain(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target, num_blocks=2, branching=[0] * 4, beam_width=None)
+    for tree in drafts_of(drafter, target):
+        assert tree.depths[0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_larger_budget_keeps_what_a_smaller_one_has(target: PreTrainedModel) -> None:
+    smaller, larger = (
+        drafts_of(make_specblock(target, tree_budget=budget, num_blocks=3, beam_width=None, max_starts=8), target)[0]
+        for budget in (6, 60)
+    )
+    assert paths_of(smaller) <= paths_of(larger)
+
+
+def test_merged_paths_are_distinct_and_no_fewer(target: PreTrainedModel) -> None:
+    options = {"tree_budget": 20, "num_blocks": 3, "branching": [2, 4, 6, 4]}
+    for merged, both in zip(
+        drafts_of(make_specblock(target, **options), target),
+        drafts_of(make_specblock(target, merge_duplicates=False, **options), target),
+        strict=False,
+    ):
+        assert merged.valid.all()
+        assert len(paths_of(merged)) >= len(paths_of(both))
+        assert paths_of(merged) >= paths_of(both)
+
+
+def test_a_long_prompt_in_parts_drafts_the_same(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in PROMPTS:
+        drafter = make_specblock(target).to(torch.float64)
+        whole = drafts_of(drafter, target, batch)
+        monkeypatch.setattr(candidates, "PROMPT_CHUNK", 4)
+        parts = drafts_of(drafter, target, batch)
+        monkeypatch.undo()
+        for ours, theirs in zip(parts, whole, strict=True):
+            assert [paths_of(ours, row) for row in range(len(ours.token_ids))] == [
+                paths_of(theirs, row) for row in range(len(theirs.token_ids))
+            ]
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_drafts_of_a_round_do_not_depend_on_how_positions_arrived(
+    target: PreTrainedModel, batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The cache after several rounds drafts what a fresh call on the same tokens drafts.
+    drafter = make_specblock(target, num_blocks=3).to(torch.float64)
+    prompts = PROMPTS[batch]()
+    length = prompts["input_ids"].shape[1]
+    trees = drafts_of(drafter, target, batch)
+    alone = target.generate(**prompts, **GREEDY)
+    kept = drafter.stats.per_step_accepted
+    for row in range(len(alone)):
+        after = 0  # tokens committed beyond the first new one
+        for step, tree in enumerate(trees[:4]):
+            prefix = alone[row : row + 1, : length + after]
+            mask = torch.cat([prompts["attention_mask"][row : row + 1], prefix.new_ones(1, after)], 1)
+            first: list[DraftTree] = []
+            make = drafter.candidate_generator
+
+            def keeping(model: Any, first: list[DraftTree] = first, make: Any = make) -> Any:
+                generator = make(model)
+                draft = generator.draft
+                generator.draft = lambda context: first.append(draft(context)) or first[-1]
+                return generator
+
+            monkeypatch.setattr(drafter, "candidate_generator", keeping)
+            fresh = {**GREEDY, "max_new_tokens": 3}
+            target.generate(prefix[mask.bool()][None], **fresh, assistant_model=drafter)
+            monkeypatch.undo()
+            assert paths_of(first[0]) == paths_of(tree, row), (row, step)
+            if step + 1 > len(kept[row]):
+                break
+            after += kept[row][step] + 1
+
+
+def test_a_drafter_without_broadcast_or_shift_still_drafts(target: PreTrainedModel) -> None:
+    full = drafts_of(make_specblock(target), target)[0]
+    for ablation in ("prefix_broadcast", "layer_wise_shift"):
+        drafter = make_specblock(target, **{ablation: False})
+        assert len(drafter.shift_proj) == (ablation == "prefix_broadcast")
+        assert paths_of(drafts_of(drafter, target)[0]) != paths_of(full)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("draft_condition", "normed"), ("draft_condition_norm", False), ("block_positions", "path"),
+     ("rank_state", "pre_norm"), ("rank_features_top", 2), ("rank_features_top", None)],
+)  # fmt: skip
+def test_every_published_choice_changes_numbers(target: PreTrainedModel, field: str, value: Any) -> None:
+    seen = []
+    for settings in ({}, {field: value}):
+        drafter = make_specblock(target, **settings)
+        outputs: list[torch.Tensor] = []
+        drafter.rank_head.register_forward_hook(lambda module, args, output, outputs=outputs: outputs.append(output))
+        trees = drafts_of(drafter, target)
+        seen.append(outputs[len(outputs) // len(trees) - 1])
+    assert seen[0].shape != seen[1].shape or not torch.allclose(seen[0], seen[1])
+
+
+def test_rank_features_follow_their_definition() -> None:
+    logits = torch.randn(5, 30) * 3
+    probs = logits.softmax(-1).sort(descending=True).values
+    features = rank_features(logits, None)
+    torch.testing.assert_close(features[:, :10], probs[:, :10].log())
+    torch.testing.assert_close(features[:, 13], probs[:, 0])
+    torch.testing.assert_close(features[:, 14], -(probs * probs.log()).sum(-1))
+    ranked = logits.sort(descending=True).values
+    torch.testing.assert_close(features[:, 10:13], ranked[:, :1] - ranked[:, [1, 2, 4]])
+    # Over the largest only, the same numbers from the largest alone.
+    torch.testing.assert_close(rank_features(logits, 12), rank_features(ranked[:, :12], None))
+    assert rank_features(torch.randn(2, 3), 20).shape == (2, 15)
+
+
+def test_default_layers_are_those_of_the_published_code() -> None:
+    assert default_target_layer_ids(36) == [1, 17, 32]
+    for depth in itertools.chain(range(1, 8), (32, 64)):
+        assert all(0 <= layer < depth for layer in default_target_layer_ids(depth))
+
+
+def test_card_names_method_and_vocabulary(target: PreTrainedModel) -> None:
+    card = make_specblock(target).model_card("owner/drafter").content
+    assert re.search(r"Draft vocabulary \| 48 of 64 tokens", card)
+    assert "SpecBlock" in card
+
+
+def test_saved_weights_have_the_published_names(tmp_path: Path, target: PreTrainedModel) -> None:
+    make_specblock(target).save_pretrained(tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert {"d2t", "t2d", "lm_head.weight", "norm.weight", "rank_head.0.weight", "rank_head.2.weight"} <= names
+    assert {f"input_layer.{name}.weight" for name in (
+        "condition_proj", "condition_norm", "token_norm", "query_norm", "position_queries", "fuse"
+    )} <= names  # fmt: skip
+    assert "shift_proj.0.weight" in names
+    assert not [name for name in names if "embed_tokens" in name or "rotary" in name]

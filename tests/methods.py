@@ -1,0 +1,148 @@
+"""METHODS: one row per drafting method, so that shared tests run over all of them. A new method adds a row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
+from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
+
+
+def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
+    """A random DFlash drafter that fits `target`; `settings` are fields of its config or drafting options."""
+    options = {name: settings.pop(name) for name in ("tree_budget",) if name in settings}
+    hidden = target.config.hidden_size
+    dflash = {"mask_token_id": 1, "target_layer_ids": [0, 2]} | settings.pop("dflash_config", {})
+    config = DFlashConfig(
+        **{
+            "vocab_size": target.get_input_embeddings().num_embeddings,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": hidden // 4,
+            "num_target_layers": target.config.num_hidden_layers,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.3,
+            "block_size": 5,
+            "dflash_config": dflash,
+        }
+        | settings
+    )
+    torch.manual_seed(seed)
+    drafter = DFlashDrafter(config).eval()
+    drafter.set_options(method=method, **options)
+    return drafter
+
+
+def make_ddtree(target: PreTrainedModel, **settings: Any) -> DFlashDrafter:
+    """A random DFlash drafter that drafts best-first trees."""
+    return make_dflash(target, **{"method": "ddtree", "tree_budget": 9, **settings})
+
+
+def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Eagle3Drafter:
+    """A random EAGLE-3 drafter that fits `target` and can draft every other id; `settings` as for `make_dflash`."""
+    names = ("depth", "top_k", "tree_budget")
+    options = {"depth": 4, "top_k": 3, "tree_budget": 11} | {name: settings.pop(name) for name in names if name in settings}
+    hidden, vocab = target.config.hidden_size, target.get_input_embeddings().num_embeddings
+    config = Eagle3Config(
+        **{
+            "vocab_size": vocab,
+            "draft_vocab_size": vocab // 2,
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "target_layer_ids": [0, 2],
+            "initializer_range": 0.3,
+        }
+        | settings
+    )
+    torch.manual_seed(seed)
+    drafter = Eagle3Drafter(config).eval()
+    if config.maps_vocabulary:
+        drafter.d2t.copy_(torch.arange(config.draft_vocab_size))
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_causal_lm(
+    target: PreTrainedModel, *, noise: float = 0.05, seed: int = 0, **options: Any
+) -> CausalLMDrafter:
+    """A copy of `target` with noise on its weights as draft model: right often, and often wrong."""
+    model = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data += noise * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return CausalLMDrafter(model, **{"max_depth": 3, "tree_budget": 9, "width": 3, **options})
+
+
+def make_causal_lm_chain(target: PreTrainedModel, **settings: Any) -> CausalLMDrafter:
+    """The same, drafting one path; drawn at random where the call samples."""
+    return make_causal_lm(target, **{"method": "causal_lm_chain", **settings})
+
+
+def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
+    """A look-up; a match of one token is enough, so that it finds something in what a random target says."""
+    return NGramDrafter(**{"tree_budget": 9, "max_depth": 4, **options})
+
+
+def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> MedusaDrafter:
+    """Random Medusa heads that fit `target`; `settings` as for `make_dflash`."""
+    options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    shape = {
+        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "hidden_size": target.config.hidden_size,
+        "medusa_num_heads": 3,
+    }
+    torch.manual_seed(seed)
+    drafter = MedusaDrafter(MedusaConfig(**shape | settings)).eval()
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBlockDrafter:
+    """A random SpecBlock drafter that fits `target`; `settings` are fields of its config or drafting options."""
+    names = ("tree_budget", "num_blocks", "branching", "beam_width", "max_starts", "merge_duplicates")
+    options = {"tree_budget": 9, "beam_width": 4} | {name: settings.pop(name) for name in names if name in settings}
+    hidden, vocab = target.config.hidden_size, target.get_input_embeddings().num_embeddings
+    shape = {
+        "vocab_size": vocab,
+        "draft_vocab_size": vocab - vocab // 4,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "diffspec_draft_token_num": 3,
+    }
+    torch.manual_seed(seed)
+    drafter = SpecBlockDrafter(SpecBlockConfig(**shape | settings)).eval()
+    drafter.set_vocabulary(torch.randperm(vocab)[: drafter.config.draft_vocab_size].sort().values)
+    drafter.set_options(**options)
+    return drafter
+
+
+METHODS: dict[str, Callable[..., Drafter]] = {
+    "dflash": make_dflash,
+    "ddtree": make_ddtree,
+    "ngram": make_ngram,
+    "causal_lm_chain": make_causal_lm_chain,
+    "causal_lm_tree": make_causal_lm,
+    "eagle3": make_eagle3,
+    "medusa": make_medusa,
+    "specblock": make_specblock,
+}

@@ -1,0 +1,200 @@
+"""What bad input gets: an error before the first token that names the values and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from tests.methods import make_ddtree, make_dflash
+from tests.scripted import fixed_tree
+from tests.targets import PROMPTS, fresh_target, make_target
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa")
+
+
+def assert_refused(target: Any, match: str, drafter: Any = None, **settings: Any) -> None:
+    drafter = drafter or fixed_tree([5], [0])
+    forwards: list[Any] = []
+    handle = target.register_forward_hook(lambda *args: forwards.append(args))
+    try:
+        with pytest.raises(ValueError, match=match):
+            target.generate(**{**PROMPTS["batch of one"](), **GREEDY, **settings}, assistant_model=drafter)
+    finally:
+        handle.remove()
+    assert not forwards, "refused only after the target had run"
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"num_beams": 2}, r"'beam_search' decoding \(num_beams=2\); draft trees need .* num_beams=1"),
+        ({"num_beams": 2, "do_sample": True}, r"'beam_sample' decoding \(num_beams=2\)"),
+        ({"use_cache": False}, r"use_cache=False was passed; leave it out"),
+        ({"cache_implementation": "static"}, r"cache_implementation='static' cannot hold draft trees; leave it out"),
+        ({"cache_implementation": "quantized"}, r"cache_implementation='quantized' cannot hold draft trees"),
+        ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded' cannot hold draft trees"),
+        ({"assistant_ensemble_weight": 0.3}, r"assistant_ensemble_weight=0\.3 .* lossless only\. Leave it out"),
+        ({"synced_gpus": True}, r"synced_gpus=True .* without assistant_model"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(target: PreTrainedModel, settings: dict[str, Any], match: str) -> None:
+    if "assistant_ensemble_weight" in settings and not hasattr(target.generation_config, "assistant_ensemble_weight"):
+        pytest.skip("this transformers has no assistant_ensemble_weight")
+    assert_refused(target, match, **settings)
+
+
+def test_static_cache_object_is_refused(target: PreTrainedModel) -> None:
+    cache = StaticCache(config=target.config, max_cache_len=64)
+    assert_refused(target, r"past_key_values is a StaticCache .*Pass a DynamicCache", past_key_values=cache)
+
+
+def test_offloaded_cache_object_is_refused(target: PreTrainedModel) -> None:
+    cache = DynamicCache(config=target.config, offloading=False)
+    cache.offloading = True
+    assert_refused(target, r"past_key_values is a DynamicCache .*without offloading", past_key_values=cache)
+
+
+def test_quantized_cache_object_is_refused(target: PreTrainedModel) -> None:
+    cache = QuantizedCache.__new__(QuantizedCache)
+    cache.layers, cache.offloading, cache.layer_class_to_replicate = [], False, None
+    assert_refused(target, r"past_key_values is a QuantizedCache", past_key_values=cache)
+
+
+def test_encoder_decoder_target_is_refused() -> None:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    target = transformers.T5ForConditionalGeneration(config).eval()
+    assert_refused(target, r"T5ForConditionalGeneration is an encoder-decoder; .* decoder-only")
+
+
+def test_linear_attention_target_is_refused_as_not_yet_supported() -> None:
+    config = transformers.Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    target = transformers.Qwen3NextForCausalLM(config).eval()
+    assert_refused(target, r"Qwen3NextForCausalLM has layers of type \['linear_attention'\].*not yet supported")
+
+
+def test_recurrent_target_is_refused_as_not_yet_supported() -> None:
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
+    target = transformers.MambaForCausalLM(config).eval()
+    assert_refused(target, r"MambaForCausalLM .*not yet supported")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_attention_that_takes_no_ancestor_mask_is_refused(attention: str) -> None:
+    target = fresh_target("llama", "sdpa")
+    target.config._attn_implementation_internal = attention  # as it would be after loading with it
+    assert_refused(target, rf"attn_implementation='{attention}'.*load it with one of \['eager', 'sdpa'\]")
+
+
+def test_target_without_position_ids_is_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
+    target = transformers.BloomForCausalLM(config).eval()
+    assert_refused(target, r"BloomForCausalLM takes no position_ids")
+
+
+def test_prompt_tuning_is_refused(target: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(
+        fresh_target("llama", "sdpa", torch.float32),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    )
+    assert_refused(tuned, r"PROMPT_TUNING.* virtual tokens, .*use a LoRA adapter")
+
+
+def test_unknown_keyword_of_generate_is_refused_by_the_host(target: PreTrainedModel) -> None:
+    # Drafting options live on the drafter.
+    assert_refused(target, "tree_budget", drafter=make_ddtree(target), tree_budget=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"tree_budgets": 8},
+            r"Unknown drafting option 'tree_budgets'\. Did you mean 'tree_budget'\? Known: .*'method'",
+        ),
+        ({"method": "dtree"}, r"Unknown method 'dtree'\. Did you mean 'ddtree'\? Known: .*'dflash'"),
+        ({"tree_budget": 0}, r"tree_budget=0 must be an integer from 1 to"),
+        ({"tree_budget": 10**6}, r"tree_budget=1000000 must be an integer from 1 to"),
+        ({"tree_budget": 2.5}, r"tree_budget=2\.5 must be an integer"),
+        ({"tree_budget": "8"}, r"tree_budget='8' must be an integer"),
+        ({"block_size": 1}, r"block_size=1 must be an integer from 2 to 5"),
+        (
+            {"block_size": 6},
+            r"block_size=6 must be an integer from 2 to 5, the block this checkpoint was trained with",
+        ),
+    ],
+    ids=str,
+)
+def test_drafting_options_are_checked(target: PreTrainedModel, options: dict[str, Any], match: str) -> None:
+    drafter = make_ddtree(target)
+    with pytest.raises(ValueError, match=match):
+        drafter.set_options(**options)
+    known = {name: value for name, value in options.items() if name in drafter.option_names}
+    if known:
+        # An attribute set by hand is checked when a call begins.
+        drafter = make_ddtree(target)
+        for name, value in known.items():
+            setattr(drafter, name, value)
+        assert_refused(target, match, drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (
+            {"hidden_size": 16, "head_dim": 4},
+            r"hidden states of size 16, but target .* has hidden_size 32\. A drafter fits",
+        ),
+        ({"vocab_size": 60}, r"vocabulary of 60, but target .* has 64 embeddings"),
+        ({"num_target_layers": 6}, r"trained for a target of 6 layers, but target .* has 4"),
+        (
+            {"num_target_layers": None, "dflash_config": {"target_layer_ids": [0, 7]}},
+            r"reads target layers \[0, 7\], but \[7\] are not among the layers 0 to 3",
+        ),
+        ({"dflash_config": {"mask_token_id": 64}}, r"mask_token_id 64, but target .* has only 64 embeddings"),
+        (
+            {"hidden_size": 16, "head_dim": 4, "target_name_or_path": "somebody/their-model"},
+            r"hidden states of size 16.*use 'somebody/their-model' as target",
+        ),
+    ],
+    ids=str,
+)
+def test_drafter_for_another_target_is_refused(target: PreTrainedModel, settings: dict[str, Any], match: str) -> None:
+    if "hidden_size" in settings:
+        settings = {"num_attention_heads": 4, "num_key_value_heads": 2, **settings}
+    assert_refused(target, match, drafter=make_dflash(target, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"block_size": None}, r"block_size is None in this DFlash config .* at least 2"),
+        ({"block_size": 1}, r"block_size is 1 in this DFlash config"),
+        ({"dflash_config": {"target_layer_ids": [0]}}, r"dflash_config\.mask_token_id is None"),
+        ({"dflash_config": {"mask_token_id": 1}}, r"neither dflash_config\.target_layer_ids nor num_target_layers"),
+    ],
+    ids=str,
+)
+def test_dflash_config_that_says_too_little_is_refused(settings: dict[str, Any], match: str) -> None:
+    known = {"mask_token_id": 1, "target_layer_ids": [0]}
+    fields = {"block_size": 4, "dflash_config": known, "hidden_size": 16, "num_hidden_layers": 1, **settings}
+    with pytest.raises(ValueError, match=match):
+        DFlashDrafter(DFlashConfig(vocab_size=64, num_attention_heads=2, head_dim=8, **fields))

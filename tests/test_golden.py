@@ -1,0 +1,271 @@
+"""The numbers of the reference implementations: every golden set found beside the repository, and a small copy here.
+
+Tolerances are those of the sets' own README: rtol 1e-4 and atol 2e-5 for hidden states, logits, keys and values;
+everything of integer or bool type exact.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from hf_specdec.decoding.acceptance import follow
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.ddtree import heap_tree, level_tree
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+
+TESTS = Path(__file__).parent
+FOLDERS = (TESTS.parents[1] / "shared" / "golden", TESTS / "data")
+TOLERANCES = {"rtol": 1e-4, "atol": 2e-5}
+BUILDERS = {"heap": heap_tree, "level by level": level_tree}
+
+
+def golden(pattern: str, part: str = "") -> list[Any]:
+    """Parameters: all files that match, in the shared folder and in our own; a skip where there are none."""
+    files = [file for folder in FOLDERS for file in sorted(folder.glob(pattern))]
+    if not files:
+        reason = f"no {pattern} in ../shared/golden (it is no part of the repository)"
+        return [pytest.param(None, id=f"{part}absent", marks=pytest.mark.skip(reason=reason))]
+    return [pytest.param(file, id=file.stem) for file in files]
+
+
+def metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as tensors:
+        return tensors.metadata()
+
+
+def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+class StandInTarget:
+    """What DFlash borrows of a target: embeddings (the golden block's) and a head (whose output is not looked at)."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        self.model = self
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("file", golden("dflash_forward_*.safetensors"))
+def test_dflash_draft_equals_the_reference_round_by_round(file: Path) -> None:
+    tensors = load_file(file)
+    config = DFlashConfig(**json.loads(metadata(file)["config"]))
+    drafter = DFlashDrafter(config).eval()
+    drafter.load_state_dict(part_of(tensors, "weights."))
+    outputs: list[Tensor] = []
+    drafter.norm.register_forward_hook(lambda module, args, output: outputs.append(output))
+    rounds = len({name.split(".")[0] for name in tensors if name.startswith("round")})
+    assert rounds > 0
+
+    start = 0
+    target = StandInTarget(config)
+    marginals = DFlashMarginals(drafter, target)
+    for index in range(rounds):
+        features = tensors[f"round{index}.target_hidden"]
+        new = features.shape[1]
+        projected = drafter.hidden_norm(drafter.fc(features))
+        torch.testing.assert_close(projected, tensors[f"round{index}.context_projected"], **TOLERANCES)
+        marginals.observe(
+            RoundOutcome(
+                token_ids=torch.zeros(1, new, dtype=torch.int64),
+                features=features,
+                position_ids=torch.arange(start, start + new)[None],
+                valid=torch.ones(1, new, dtype=torch.bool),
+                num_committed=[new],
+                num_accepted=[new - 1],
+                target_logits=features,
+            )
+        )
+        start += new
+        block = tensors[f"round{index}.noise_embedding"]
+        target.embeddings.weight.data[0] = block[0, 0]
+        target.embeddings.weight.data[config.mask_token_id] = block[0, 1]
+        with torch.no_grad():
+            marginals.marginals(
+                DraftContext(
+                    root_ids=torch.tensor([0]),
+                    root_positions=torch.tensor([start]),
+                    sequences=torch.zeros(1, start + 1, dtype=torch.int64),
+                    lengths=[start + 1],
+                    active=[True],
+                )
+            )
+        torch.testing.assert_close(outputs[index], tensors[f"round{index}.expected_output"], **TOLERANCES)
+        for name, expected in part_of(tensors, f"round{index}.cache_after_crop.").items():
+            layer, kind = name.removeprefix("layer").split(".")
+            held = getattr(marginals.cache.layers[int(layer)], {"key": "keys", "value": "values"}[kind])
+            torch.testing.assert_close(held[:, :, :start], expected, **TOLERANCES)
+
+
+def tree_cases() -> list[Any]:
+    parameters = []
+    for entry in golden("ddtree_build_*.safetensors"):
+        (file,) = entry.values
+        if file is None:
+            return [entry]
+        for case in json.loads(metadata(file)["cases"]):
+            key = f"{case['case']}.budget{case['budget']}"
+            parameters.append(pytest.param(file, case, id=f"{file.stem}-{key}"))
+    return parameters
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize(("file", "case"), tree_cases())
+def test_tree_and_walk_equal_the_reference_node_for_node(file: Path, case: dict[str, Any], builder: str) -> None:
+    tensors = load_file(file)
+    expected = part_of(tensors, f"{case['case']}.budget{case['budget']}.")
+    tree = BUILDERS[builder](torch.tensor([0]), tensors[f"{case['case']}.logits"][None], case["budget"])
+
+    assert tree.valid.all()
+    assert tree.token_ids[0, 1:].tolist() == expected["node_token_ids"].tolist()
+    assert tree.depths[0, 1:].tolist() == expected["node_depths"].tolist()
+    assert tree.parents[0].tolist() == expected["parents"].tolist()
+    torch.testing.assert_close(tree.ancestor_mask[0], expected["visibility"], rtol=0, atol=0)
+
+    path, num_accepted, bonus_ids = follow(tree, expected["walk_posterior"][None])
+    accepted = expected["walk_accepted_indices"].tolist()
+    assert path[0, : int(num_accepted) + 1].tolist() == accepted
+    assert int(bonus_ids) == int(expected["walk_next_token"])
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("file", golden("ddtree_rounds_*.safetensors"))
+def test_trees_of_a_run_equal_the_reference_node_for_node(file: Path, builder: str) -> None:
+    logits = load_file(file)["draft_logits"]
+    for index, expected in enumerate(json.loads(metadata(file)["rounds"])):
+        tree = BUILDERS[builder](torch.tensor([0]), logits[index : index + 1], json.loads(metadata(file)["budget"]))
+        assert tree.token_ids[0, 1:].tolist() == expected["tree"]["node_token_ids"]
+        assert tree.depths[0, 1:].tolist() == expected["tree"]["node_depths"]
+        assert tree.parents[0].tolist() == expected["tree"]["parents"]
+
+
+def load_pair(file: Path, attention: str) -> tuple[PreTrainedModel, DFlashDrafter, dict[str, Any], dict[str, Tensor]]:
+    facts, tensors = json.loads(file.read_text()), load_file(file.with_suffix(".safetensors"))
+    config = CONFIG_MAPPING[facts["target_config"]["model_type"]](**facts["target_config"])
+    config._attn_implementation = attention
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    target.load_state_dict(part_of(tensors, "target."))
+    target.generation_config.update(eos_token_id=None, pad_token_id=0)
+    drafter = DFlashDrafter(DFlashConfig(**facts["draft_config"])).eval()
+    drafter.load_state_dict(part_of(tensors, "draft."))
+    return target, drafter, facts, tensors
+
+
+def runs(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The recorded runs and the drafting options that repeat them."""
+    trees = {f"ddtree_budget{budget}": {"method": "ddtree", "tree_budget": budget} for budget in facts["budgets"]}
+    return {"dflash": {"method": "dflash"}, **trees}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("file", golden("ddtree_generate_*.json"))
+def test_generated_ids_and_acceptance_lengths_equal_the_reference(file: Path, attention: str) -> None:
+    target, drafter, facts, tensors = load_pair(file, attention)
+    new = facts["max_new_tokens"]
+    if "prompt0.prefill_logits" in tensors:
+        with torch.no_grad():
+            logits = target(torch.tensor([facts["prompts"][0]["prompt_ids"]])).logits
+        torch.testing.assert_close(logits, tensors["prompt0.prefill_logits"], **TOLERANCES)
+    for prompt in facts["prompts"]:
+        ids = torch.tensor([prompt["prompt_ids"]])
+        assert target.generate(ids, max_new_tokens=new, do_sample=False)[0].tolist() == prompt["greedy_ids"]
+        for name, options in runs(facts).items():
+            drafter.set_options(**options)
+            output = target.generate(ids, assistant_model=drafter, max_new_tokens=new, do_sample=False)
+            assert output[0].tolist() == prompt[name]["output_ids"], name
+
+            expected = prompt[name]["acceptance_lengths"]
+            lengths = [1 + accepted for accepted in drafter.stats.per_step_accepted[0]]
+            assert lengths == expected[: len(lengths)], name
+            # The reference runs one more round when it lands exactly on the limit; nothing else may be missing.
+            missing = expected[len(lengths) :]
+            assert len(missing) <= 1, name
+            if missing:
+                assert 1 + sum(lengths) == new, name
+
+
+@pytest.mark.parametrize("file", golden("ddtree_generate_*.json"))
+def test_runs_with_a_stop_token_end_where_the_reference_ends(file: Path) -> None:
+    target, drafter, facts, _ = load_pair(file, "sdpa")
+    for prompt in facts["prompts"]:
+        stop = prompt["stop"]
+        for name, options in runs(facts).items():
+            expected = stop.get(f"{name}_output_ids")
+            if expected is None:
+                continue
+            drafter.set_options(**options)
+            output = target.generate(
+                torch.tensor([prompt["prompt_ids"]]),
+                assistant_model=drafter,
+                max_new_tokens=facts["max_new_tokens"],
+                do_sample=False,
+                eos_token_id=stop["stop_token_ids"],
+            )
+            assert output[0].tolist() == expected, name
+
+
+@pytest.mark.parametrize("file", golden("ddtree_generate_*.json"))
+def test_features_marginals_and_trees_of_every_round_equal_the_reference(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter, facts, tensors = load_pair(file, "eager")
+    budget = facts["budgets"][0]
+    prompt, prefix = facts["prompts"][0], f"prompt0.budget{budget}."
+    forwards: list[tuple[Tensor, Tensor, Tensor]] = []
+    trees: list[DraftTree] = []
+    forward = DFlashDrafter.forward
+
+    def listening(self: DFlashDrafter, block: Tensor, features: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        logits = forward(self, block, features, position_ids, **kwargs)
+        forwards.append((features, position_ids, logits))
+        return logits
+
+    monkeypatch.setattr(DFlashDrafter, "forward", listening)
+    make = drafter.candidate_generator
+
+    def keeping_trees(model: Any) -> Any:
+        generator = make(model)
+        draft = generator.draft
+        monkeypatch.setattr(generator, "draft", lambda context: trees.append(draft(context)) or trees[-1])
+        return generator
+
+    monkeypatch.setattr(drafter, "candidate_generator", keeping_trees)
+    drafter.set_options(method="ddtree", tree_budget=budget)
+    target.generate(
+        torch.tensor([prompt["prompt_ids"]]),
+        assistant_model=drafter,
+        max_new_tokens=facts["max_new_tokens"],
+        do_sample=False,
+    )
+    mask_id = facts["mask_token_id"]
+    for index, (features, position_ids, logits) in enumerate(forwards):
+        expected = tensors[f"{prefix}draft_logits"][index].clone()
+        logits = logits.clone()  # was made in inference mode
+        expected[..., mask_id] = logits[0, ..., mask_id] = 0  # the mask token is ours to leave out
+        torch.testing.assert_close(logits[0], expected, **TOLERANCES)
+        if f"{prefix}round{index}.target_hidden" in tensors:
+            torch.testing.assert_close(features, tensors[f"{prefix}round{index}.target_hidden"], **TOLERANCES)
+            torch.testing.assert_close(position_ids, tensors[f"{prefix}round{index}.position_ids"], rtol=0, atol=0)
+    recorded = prompt[f"ddtree_budget{budget}"]["rounds"]
+    assert len(trees) >= len(recorded)
+    for tree, expected_round in zip(trees, recorded, strict=False):
+        assert tree.token_ids[0, 1:].tolist() == expected_round["tree"]["node_token_ids"]
+        assert tree.depths[0, 1:].tolist() == expected_round["tree"]["node_depths"]
+        assert tree.parents[0].tolist() == expected_round["tree"]["parents"]

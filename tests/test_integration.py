@@ -1,0 +1,240 @@
+"""The seam: two wraps on GenerationMixin that come and go, and leave every other way of generating alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.generation import GenerationMixin
+
+import hf_specdec
+from tests.methods import METHODS, make_ddtree
+from tests.scripted import right_for
+from tests.targets import PROMPTS, fresh_target, make_target
+
+WRAPPED = ("_assisted_decoding", "_validate_generation_mode")
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def leave_enabled() -> Iterator[None]:
+    yield
+    hf_specdec.enable()
+
+
+def functions() -> list[Any]:
+    return [getattr(GenerationMixin, name) for name in WRAPPED]
+
+
+def test_enabling_twice_wraps_once() -> None:
+    hf_specdec.enable()
+    before = functions()
+    hf_specdec.enable()
+    assert functions() == before
+    assert not any(hasattr(function._hf_specdec_original, "_hf_specdec_original") for function in before)
+
+
+def test_disabling_puts_the_hosts_own_functions_back() -> None:
+    hf_specdec.disable()
+    for function in functions():
+        assert function.__module__ == "transformers.generation.utils"
+        assert not hasattr(function, "_hf_specdec_original")
+        assert not hasattr(function, "__wrapped__")
+    own = functions()
+    hf_specdec.disable()
+    assert functions() == own
+    hf_specdec.enable()
+    assert [function._hf_specdec_original for function in functions()] == own
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_functions_keep_the_signature_that_generate_inspects(name: str) -> None:
+    hf_specdec.disable()
+    own = inspect.signature(getattr(GenerationMixin, name))
+    hf_specdec.enable()
+    assert inspect.signature(getattr(GenerationMixin, name)) == own
+
+
+@pytest.mark.parametrize("name", [*WRAPPED, "_prefill"])
+def test_a_host_function_of_another_shape_is_refused_with_the_version(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_specdec.disable()
+
+    def renamed(self: Any, ids: Tensor, **kwargs: Any) -> None: ...
+
+    monkeypatch.setattr(GenerationMixin, name, renamed)
+    with pytest.raises(
+        ImportError, match=rf"GenerationMixin\.{name}\(.*transformers {transformers.__version__} has .*"
+    ):
+        hf_specdec.enable()
+    monkeypatch.undo()
+    assert not any(hasattr(function, "_hf_specdec_original") for function in functions())
+
+
+def test_a_missing_host_function_is_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_specdec.disable()
+    monkeypatch.delattr(GenerationMixin, "_prefill")
+    with pytest.raises(ImportError, match=r"_prefill missing\. Supported: transformers >= 5\.17"):
+        hf_specdec.enable()
+
+
+def ordinary_assistant(target: PreTrainedModel) -> dict[str, Any]:
+    return {"assistant_model": make_target("llama", "sdpa", torch.float64, 11)}
+
+
+def prompt_lookup(target: PreTrainedModel) -> dict[str, Any]:
+    return {"prompt_lookup_num_tokens": 3}
+
+
+def early_exit(target: PreTrainedModel) -> dict[str, Any]:
+    return {"assistant_early_exit": 2}
+
+
+STOCK: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
+    "plain": lambda target: {},
+    "ordinary assistant": ordinary_assistant,
+    "prompt lookup": prompt_lookup,
+    "early exit": early_exit,
+    "beam search": lambda target: {"num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("way", STOCK)
+def test_stock_ways_of_generating_are_untouched(way: str, do_sample: bool) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    outputs = []
+    for switch in (hf_specdec.disable, hf_specdec.enable, hf_specdec.disable):
+        switch()
+        torch.manual_seed(3)
+        try:
+            output = target.generate(**prompts, max_new_tokens=12, do_sample=do_sample, **STOCK[way](target))
+            outputs.append(output.tolist())
+        except Exception as error:  # whatever the host says to it, it says the same with us
+            outputs.append(f"{type(error).__name__}: {error}")
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert isinstance(outputs[0], list) or way == "early exit"
+
+
+def test_multi_token_prediction_takes_the_stock_path() -> None:
+    # No tiny checkpoint has such layers; what the host says to a target without them shows which path was taken.
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    said = []
+    for switch in (hf_specdec.disable, hf_specdec.enable):
+        switch()
+        with pytest.raises(Exception) as error:  # noqa: PT011 - the host's own error, compared below
+            target.generate(**prompts, **GREEDY, use_mtp=True)
+        said.append((error.type, str(error.value)))
+    assert said[0] == said[1]
+
+
+def test_stock_refusals_are_untouched() -> None:
+    # The host refuses batches for its own assistants; with us enabled it still does.
+    target = make_target("llama", "sdpa")
+    said = []
+    for switch in (hf_specdec.disable, hf_specdec.enable):
+        switch()
+        with pytest.raises(ValueError, match="batch") as error:
+            target.generate(**PROMPTS["ragged batch of three"](), **GREEDY, **ordinary_assistant(target))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_a_drafter_works_again_after_disable_and_enable() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_ddtree(target)
+    hf_specdec.disable()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - stock generate knows no drafter and says so in its own way
+        target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    hf_specdec.enable()
+    alone = target.generate(**prompts, **GREEDY)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+
+
+def test_peft_lora_target_generates_its_own_tokens() -> None:
+    peft = pytest.importorskip("peft")
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    base = target.generate(**prompts, **GREEDY)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(target, config).eval()
+    for parameter in adapted.parameters():
+        parameter.data = parameter.data.double()
+    alone = adapted.generate(**prompts, **GREEDY)
+    assert alone.tolist() != base.tolist()
+    for drafter in (right_for([3, 0, 2], alone), make_ddtree(target)):
+        assert adapted.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+
+
+def test_adapter_loaded_into_the_model_itself_works() -> None:
+    peft = pytest.importorskip("peft")
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    target.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    for parameter in target.parameters():
+        parameter.data = parameter.data.double()
+    alone = target.generate(**prompts, **GREEDY)
+    assert target.generate(**prompts, **GREEDY, assistant_model=right_for(3, alone)).tolist() == alone.tolist()
+
+
+class SpeaksOfIt(LlamaForCausalLM):
+    """A target class with a `generate` of its own."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        return super().generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_target_class_that_overrides_generate_works(method: str) -> None:
+    stock, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    target = SpeaksOfIt(stock.config).double().eval()
+    target.load_state_dict(stock.state_dict())
+    target.generation_config = stock.generation_config
+    alone = stock.generate(**prompts, **GREEDY)
+    assert target.generate(**prompts, **GREEDY, assistant_model=METHODS[method](target)).tolist() == alone.tolist()
+    assert target.called
+
+
+def test_compiled_target_hands_its_plain_model_to_the_loop() -> None:
+    # The wrapper that torch.compile returns forwards `generate` to the model it wraps, so nothing is compiled here.
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    compiled = torch.compile(target)
+    assert compiled.generate.__self__ is target
+    alone = target.generate(**prompts, **GREEDY)
+    assert compiled.generate(**prompts, **GREEDY, assistant_model=right_for(3, alone)).tolist() == alone.tolist()
+
+
+def test_options_of_the_call_reach_the_loop_through_a_generation_config() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    config = transformers.GenerationConfig(max_new_tokens=7, repetition_penalty=1.4, do_sample=False, pad_token_id=0)
+    alone = target.generate(**prompts, generation_config=config)
+    drafter = right_for(3, alone)
+    assert target.generate(**prompts, generation_config=config, assistant_model=drafter).tolist() == alone.tolist()
+
+
+def test_gradients_are_neither_needed_nor_kept() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_ddtree(target)
+    with torch.enable_grad():
+        output = target.generate(
+            **prompts, **GREEDY, return_dict_in_generate=True, output_scores=True, assistant_model=drafter
+        )
+    assert not any(score.requires_grad for score in output.scores)
+    with torch.inference_mode():
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == output.sequences.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_drafter_serves_targets_and_batches_in_turn(method: str) -> None:
+    first, second = make_target("llama", "sdpa"), make_target("llama", "eager", torch.float32, 5)
+    drafter = METHODS[method](first)
+    for target in (first, second, first):
+        for prompts in (PROMPTS["ragged batch of three"](), PROMPTS["batch of one"]()):
+            alone = target.generate(**prompts, **GREEDY)
+            assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()

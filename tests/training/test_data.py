@@ -1,0 +1,172 @@
+"""Rows for training: packing, mixing, the target's own continuations, and its states cached to disk."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from hf_specdec.training import data
+from hf_specdec.training.data import collate, mix, pack_text, write_continuations
+from hf_specdec.training.features import TargetReader, cache_states
+from tests.targets import EOS, VOCAB, fresh_target
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def target():
+    return fresh_target(dtype=torch.float32)
+
+
+@pytest.fixture
+def documents():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in range(5, 25)]
+
+
+def write(target, documents, folder, **changes):
+    settings = {"num_rows": 12, "prompt_lengths": (4, 7), "new_tokens": 6, "temperatures": (0.0, 0.8), "batch_size": 4}
+    return write_continuations(target, documents, folder, **{**settings, **changes})
+
+
+def test_pack_joins_documents_behind_separators_and_drops_the_rest():
+    rows = pack_text([[5, 6, 7], [8, 9], [4, 4]], 4, separator_id=2)
+    assert rows["input_ids"][:] == [[2, 5, 6, 7], [2, 8, 9, 2]]
+    assert rows["length"][:] == [4, 4]
+    with pytest.raises(ValueError, match=r"documents have 3 tokens, less than one row of 4"):
+        pack_text([[5, 6, 7]], 4)
+
+
+def test_mix_has_the_share_asked_for_and_every_written_row():
+    own = pack_text([list(range(36))], 4)
+    plain = pack_text([list(range(100, 140))], 4)
+    rows = mix(own, plain, 0.25)
+    assert len(rows) == 12
+    assert sorted(row[0] for row in rows["input_ids"] if row[0] < 100) == list(range(0, 36, 4))
+    with pytest.raises(ValueError, match=r"plain_share=0.9 .* needs 81 rows of plain text, but there are 10"):
+        mix(own, plain, 0.9)
+    with pytest.raises(ValueError, match=r"rows have 4 tokens and rows of plain text 5"):
+        mix(own, pack_text([list(range(100))], 5), 0.25)
+    with pytest.raises(ValueError, match=r"plain_share=1 must be at least 0 and less than 1"):
+        mix(own, plain, 1)
+
+
+def test_greedy_rows_are_the_targets_own_continuations(target, documents, tmp_path):
+    rows = write(target, documents, tmp_path, temperatures=(0.0,))
+    assert len(rows) == 12
+    for row in rows:
+        prompt_length, length = row["first_anchor"], row["length"]
+        assert 4 <= prompt_length <= 7
+        assert length == prompt_length + 6
+        assert len(row["input_ids"]) == 7 + 6
+        prompt = torch.tensor([row["input_ids"][:prompt_length]])
+        assert any(document[:prompt_length] == prompt[0].tolist() for document in documents)
+        alone = target.generate(prompt, max_new_tokens=6, do_sample=False)
+        assert row["input_ids"][:length] == alone[0].tolist()
+
+
+def test_sampled_batches_follow_their_own_seed_and_leave_the_callers_generator_alone(target, documents, tmp_path):
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    one = write(target, documents, tmp_path / "one")
+    assert torch.equal(torch.rand(3), expected)
+    other = write(target, documents, tmp_path / "other")
+    assert one["input_ids"][:] == other["input_ids"][:]
+    third = write(target, documents, tmp_path / "third", seed=1)
+    assert one["input_ids"][:] != third["input_ids"][:]
+
+
+def test_rows_end_with_the_end_of_text(target, documents, tmp_path):
+    greedy = write(target, documents, tmp_path, temperatures=(0.0,))
+    # Whatever the target writes second for some prompt is its end of text from now on.
+    end = greedy[0]["input_ids"][greedy[0]["first_anchor"] + 1]
+    target.generation_config.eos_token_id = [EOS, end]
+    rows = write(target, documents, tmp_path / "ending", temperatures=(0.0,), finished_share=1.0)
+    ended = 0
+    for row, unended in zip(rows, greedy, strict=True):
+        start, length = row["first_anchor"], row["length"]
+        written = row["input_ids"][start:length]
+        assert written == unended["input_ids"][start:length]
+        assert not {EOS, end} & set(written[:-1])
+        assert written[-1] in (EOS, end) or len(written) == 6
+        ended += len(written) < 6
+    assert ended > 0
+
+
+def test_batch_stops_once_most_rows_have_ended(target, documents, tmp_path):
+    greedy = write(target, documents, tmp_path, temperatures=(0.0,), num_rows=4)
+    end = greedy[0]["input_ids"][greedy[0]["first_anchor"]]
+    target.generation_config.eos_token_id = end
+    rows = write(target, documents, tmp_path / "stopping", temperatures=(0.0,), num_rows=4, finished_share=0.25)
+    assert max(row["length"] - row["first_anchor"] for row in rows) == 1
+
+
+def test_interrupted_writing_goes_on_and_workers_share_the_work(target, documents, tmp_path, monkeypatch):
+    whole = write(target, documents, tmp_path / "whole")
+    folder = tmp_path / "parts"
+    numbers = []
+    write_batch = data._write_batch
+    monkeypatch.setattr(data, "_write_batch", lambda *args: numbers.append(args[4]) or write_batch(*args))
+    write(target, documents, folder, worker=(1, 2))
+    assert numbers == [1]
+    rows = write(target, documents, folder)
+    assert numbers == [1, 0, 2], "a part that is there is not written again"
+    assert rows["input_ids"][:] == whole["input_ids"][:]
+    assert len(write(target, documents, folder, num_rows=13)) == 16
+    assert numbers == [1, 0, 2, 3], "more rows add parts"
+    (recipe,) = folder.glob("*/recipe.json")
+    assert json.loads(recipe.read_text())["temperatures"] == [0.0, 0.8]
+
+
+def test_another_target_or_text_gets_a_folder_of_its_own(target, documents, tmp_path):
+    write(target, documents, tmp_path, num_rows=4)
+    write(target, documents[1:], tmp_path, num_rows=4)
+    write(fresh_target(dtype=torch.float32, seed=4), documents, tmp_path, num_rows=4)
+    assert len(list(tmp_path.glob("continuations-*"))) == 3
+
+
+def test_writing_stops_when_its_time_is_over(target, documents, tmp_path):
+    with pytest.raises(ValueError, match=r"max_minutes=0 left no time for a single batch of 4 rows"):
+        write(target, documents, tmp_path, max_minutes=0)
+    with pytest.raises(ValueError, match=r"None of 20 documents has more than 40 tokens"):
+        write(target, documents, tmp_path, prompt_lengths=(40, 50))
+
+
+def test_missing_datasets_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[train\]'"):
+        pack_text([[1, 2, 3]], 2)
+
+
+def test_cached_states_equal_those_on_the_fly_and_are_computed_once(target, documents, tmp_path, monkeypatch):
+    rows = pack_text(documents, 8)
+    reader = TargetReader(target, [2, 0], last_hidden=True)
+    cached = cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
+    assert len(cached) == len(rows) > 10
+    batch = collate([cached[index] for index in (0, 7, len(rows) - 1)])
+    states = reader.read(batch["input_ids"])
+    torch.testing.assert_close(batch["features"], states.features)
+    torch.testing.assert_close(batch["last_hidden"], states.last_hidden)
+    torch.testing.assert_close(target.lm_head(batch["last_hidden"]), target(batch["input_ids"]).logits)
+
+    reads = []
+    read = reader.read
+    monkeypatch.setattr(reader, "read", lambda ids: reads.append(len(ids)) or read(ids))
+    cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
+    assert reads == []
+    next(tmp_path.glob("states-*/rows-00000005.safetensors")).unlink()
+    cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
+    assert sum(reads) == 5, "only the file that was missing"
+    cache_states(TargetReader(target, [1]), rows, tmp_path, rows_per_file=5)
+    assert len(list(tmp_path.glob("states-*"))) == 2

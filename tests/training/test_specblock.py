@@ -1,0 +1,319 @@
+"""The SpecBlock training step: golden losses and masks, agreement with drafting, options, and a run that learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator, Starts
+from hf_specdec.training.specblock import (
+    SpecBlockStep,
+    block_losses,
+    block_masks,
+    frequent_tokens,
+    new_drafter,
+    rank_classes,
+    smoothed_classes,
+)
+from hf_specdec.training.trainer import DrafterTrainer
+from tests.drafters.specblock.test_specblock_golden import RANKS, load_golden
+from tests.methods import make_specblock
+from tests.targets import fresh_target, make_target
+from tests.test_golden import golden, metadata, part_of
+
+FORWARD = "specblock_forward_*.safetensors"
+
+
+@pytest.mark.parametrize("file", golden(FORWARD))
+def test_rank_labels_equal_the_reference(file: Path) -> None:
+    given = part_of(load_file(file), "rank_labels.")
+    assert torch.equal(rank_classes(given["logits"], given["target_tokens"]), given["expected"])
+    torch.testing.assert_close(smoothed_classes(4), given["ordinal_smoothing_4"], **RANKS)
+
+
+def loss_cases() -> list[Any]:
+    parameters = []
+    for entry in golden(FORWARD):
+        (file,) = entry.values
+        if file is None:
+            return [entry]
+        cases = json.loads(metadata(file)["loss_cases"])
+        parameters += [pytest.param(file, case, id=f"{file.stem}-{case['name']}") for case in cases]
+    return parameters
+
+
+@pytest.mark.parametrize(("file", "case"), loss_cases())
+def test_losses_equal_the_reference(file: Path, case: dict[str, Any]) -> None:
+    tensors = load_file(file)
+    if case["name"].startswith("block"):
+        block = part_of(tensors, f"{case['name'].split('_')[0]}.expected.")
+        logits, rank_logits = block["logits"], block["rank_logits"]
+        target = part_of(tensors, "loss.expected.")
+        probs, position_mask = target["target_p"], target["position_mask"]
+        start_mask = tensors["loss.input.loss_mask"]
+    else:
+        given = part_of(tensors, "losssyn.input.")
+        suffix = "_offset2" if "offset2" in case["name"] else ""
+        logits, rank_logits = given[f"logits{suffix}"], given[f"rank_logits{suffix}"]
+        probs, position_mask = given["target_p_padded"], given["position_mask_padded"]
+        start_mask = given["loss_mask"]
+    losses = block_losses(
+        logits, rank_logits, probs, position_mask[..., 0] > 0, start_mask[..., 0] > 0,
+        offset=case["target_offset"],
+        top_k=case["draft_loss_topk"] if case["draft_loss_topk"] > 0 else None,
+        rank_loss="published",
+        rank_budget=case["budget_per_class"] or None,
+    )  # fmt: skip
+    expected = part_of(tensors, f"loss.{case['name']}.")
+    torch.testing.assert_close(losses.draft, expected["draft_losses"], **RANKS)
+    torch.testing.assert_close(losses.rank, expected["rank_loss"], **RANKS)
+    counts = losses.rank_classes[losses.rank_classes >= 0].bincount(minlength=4)
+    assert counts.tolist() == expected["rank_count_per_class"].long().tolist()
+    slot = case["chain_snapshot_slot"]
+    if slot >= 0:
+        assert torch.equal(losses.valid[..., slot + 1], expected["chain_snapshot"] > 0)
+
+
+@pytest.mark.parametrize("file", golden(FORWARD))
+def test_masks_of_chained_blocks_equal_the_reference(file: Path) -> None:
+    tensors = load_file(file)
+    cuts = json.loads(metadata(file)["M"])
+    positions = tensors["block1.input.input_ids"].shape[1]
+    slots = tensors["block1.expected.logits"].shape[2]
+    masks = block_masks(positions, slots, cuts, cross_position=True)
+    entries = positions * slots
+    order = torch.arange(entries)
+    assert masks[0] is None
+    assert torch.equal(tensors["block1.attention_mask"], order[:, None] >= order)
+    for block, mask in enumerate(masks[1:], start=2):
+        expected = tensors[f"block{block}.attention_mask"]
+        # The reference holds block 1 twice: its earlier positions, then what the same position may see.
+        once = torch.cat([expected[:, :entries] | expected[:, entries : 2 * entries], expected[:, 2 * entries :]], 1)
+        assert torch.equal(mask[0, 0], once), block
+
+
+class GivenLaw:
+    """Stands in for the target of a golden run: its embedding, and nothing else is asked."""
+
+    def __init__(self, embedding: Tensor) -> None:
+        self.embed_tokens = torch.nn.Embedding.from_pretrained(embedding)
+
+
+@pytest.mark.parametrize("file", golden(FORWARD))
+def test_loss_of_a_whole_chain_equals_the_reference(file: Path) -> None:
+    drafter, embedding, tensors = load_golden(file)
+    settings = json.loads(metadata(file)["online"])
+    step = SpecBlockStep.__new__(SpecBlockStep)
+    step.drafter, step.embed_tokens = drafter, GivenLaw(embedding).embed_tokens
+    step.num_blocks, step.cross_position = settings["num_ttt_blocks"], True
+    step.options = {"valid_prefix": True, "top_k": None, "rank_loss": "published",
+                    "rank_budget": settings["budget_per_class"]}  # fmt: skip
+    ids = tensors["block1.input.input_ids"]
+    # The reference's ids are shifted left, ours are the row's own.
+    row = torch.cat([torch.zeros_like(ids[:, :1]), ids], 1)
+    mask = tensors["loss.input.loss_mask"][..., 0] > 0
+    position_mask = tensors["loss.expected.position_mask"][..., 0] > 0
+    with torch.no_grad():
+        losses = step.chain(
+            drafter, tensors["block1.input.hidden_states"], row, tensors["loss.expected.target_p"], mask,
+            position_mask, training=True, cuts=settings["M"],
+        )  # fmt: skip
+    found = torch.cat([sum(part.draft for part in losses), sum(part.rank for part in losses)[None]])
+    torch.testing.assert_close(found, tensors["loss.online.plosses"], **RANKS)
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return fresh_target("llama", "sdpa", torch.float32)
+
+
+def rows_of(target: PreTrainedModel, count: int = 6, length: int = 24) -> dict[str, Tensor]:
+    prompts = torch.randint(3, 64, (count, 5), generator=torch.Generator().manual_seed(5))
+    ids = target.generate(prompts, max_new_tokens=length - 5, do_sample=False)
+    lengths = torch.tensor([length, length - 4] * (count // 2))
+    ids = ids.masked_fill(torch.arange(length) >= lengths[:, None], 0)
+    return {"input_ids": ids, "first_anchor": torch.full((count,), 5), "length": lengths}
+
+
+@pytest.mark.parametrize("positions", ["start", "path"])
+def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, positions: str) -> None:
+    drafter = make_specblock(target, block_positions=positions, rank_features_top=None)
+    step = SpecBlockStep(drafter, target, num_blocks=3)
+    batch = rows_of(target, count=2)
+    ids = batch["input_ids"][:1]
+    states = step.reader.read(ids)
+    outputs: list[Any] = []
+    drafter.register_forward_hook(lambda module, args, output: outputs.append(output))
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+    _, probs = step.target_law(states.last_hidden)
+    cuts = [2, 3]
+    with torch.no_grad():
+        step.chain(drafter, states.features, ids, probs, everywhere, everywhere, training=True, cuts=cuts)
+
+    root = 11  # drafted from position 10
+    generator = SpecBlockGenerator(drafter, TargetModel(target, drafter.feature_layers(target)))
+    generator.observe(
+        RoundOutcome(
+            ids[:, :root], states.features[:, :root], torch.arange(root)[None], None, [root], [0], states.features
+        )
+    )
+    with torch.no_grad():
+        hidden, at = generator._enter(ids[:, root])
+        torch.testing.assert_close(hidden[:, 0], outputs[0].hidden[:, root - 1], rtol=1e-4, atol=1e-5)
+        depth, zero = 0, torch.zeros(1, 1, dtype=torch.int64)
+        held = torch.empty(1, 1, 0, dtype=torch.bool)
+        for block, cut in enumerate(cuts, start=1):
+            depth += cut
+            seen = torch.tensor([[cuts[0]]])
+            if block > 1:
+                held = torch.cat([held, (torch.arange(3) < cut)[None, None]], -1)
+            starts = Starts(zero, zero.float(), zero + depth, seen, held, zero + cut - 1)
+            hidden = drafter.block_hidden(
+                drafter.condition_of(hidden[:, :, cut - 1]),
+                generator._embed(ids[:, root + depth : root + depth + 1]),
+                at + depth if positions == "path" else at,
+                from_target=False,
+                mask=generator._path_mask(starts),
+                cache=generator.cache,
+            )
+            generator.cache.hold(3)
+            torch.testing.assert_close(hidden[:, 0], outputs[block].hidden[:, root - 1], rtol=1e-4, atol=1e-5)
+
+
+def test_first_slot_is_scored_for_the_token_that_drafting_asks_for(target: PreTrainedModel) -> None:
+    # A context is drafted from by hand; the step's idea of right and wrong at that position is the same.
+    drafter = make_specblock(target)
+    step = SpecBlockStep(drafter, target, num_blocks=1)
+    batch = rows_of(target, count=2)
+    output = step(drafter, batch, training=False)
+    ids = batch["input_ids"]
+    model = TargetModel(target, drafter.feature_layers(target))
+    features = step.reader.read(ids).features
+    for root in range(6, 20):
+        generator = SpecBlockGenerator(drafter, model)
+        generator.observe(
+            RoundOutcome(ids[:, :root], features[:, :root], torch.arange(root).expand(2, -1), None, [root] * 2,
+                         [0] * 2, features)
+        )  # fmt: skip
+        with torch.no_grad():
+            nodes, _ = generator.grow(
+                DraftContext(ids[:, root], torch.tensor([root] * 2), ids, [root + 1] * 2, [True] * 2)
+            )
+        # The row is the target's greedy text, so the token it chose after each place stands there.
+        drafted = nodes.token_ids[:, 1:4]
+        hits = drafted == ids[:, root + 1 : root + 4]
+        known = output.labelled[:, root - 1]
+        assert torch.equal(output.correct[:, root - 1] & known, hits & known)
+
+
+def test_padding_and_prompt_count_for_nothing(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target)
+    step = SpecBlockStep(drafter, target)
+    batch = rows_of(target)
+    output = step(drafter, batch, training=False)
+    assert not output.labelled[:, :4].any()
+    rows = torch.arange(24)
+    assert not output.labelled[1][rows + 1 >= 20].any()
+    changed = dict(batch, input_ids=batch["input_ids"].masked_fill(rows >= batch["length"][:, None], 7))
+    torch.testing.assert_close(step(drafter, changed, training=False).loss, output.loss)
+
+
+def test_rank_loss_waits_for_its_step_and_leaves_the_trunk_alone(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target)
+    step = SpecBlockStep(drafter, target, rank_start_step=3, num_blocks=1)
+    batch = rows_of(target)
+    gradients = []
+    for step.num_updates in (2, 3):
+        drafter.zero_grad()
+        step(drafter, batch, training=True).loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in drafter.named_parameters()})
+    before, after = gradients
+    for name in before:
+        if name.startswith("rank_head"):
+            assert not before[name].any()
+            assert after[name].any()
+        else:
+            assert torch.equal(before[name], after[name]), name
+
+
+def test_without_the_mask_every_slot_counts(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target)
+    batch = rows_of(target)
+    logits = torch.randn(2, 6, 3, 8)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    probs = torch.randn(2, 6, 8).softmax(-1)
+    masked, free = (
+        block_losses(logits, torch.randn(2, 6, 3, 4), probs, mask, mask, valid_prefix=flag) for flag in (True, False)
+    )
+    assert free.valid.all()
+    assert not masked.valid[..., -1].any()
+    torch.testing.assert_close(masked.draft[0], free.draft[0])
+    assert SpecBlockStep(drafter, target, valid_prefix=False)(drafter, batch, training=False).loss.isfinite()
+
+
+def test_a_short_run_learns_what_is_then_drafted(target: PreTrainedModel, tmp_path: Path) -> None:
+    batch = rows_of(target, count=2)
+    rows = [{key: value[index] for key, value in batch.items()} for index in range(2)]
+    vocabulary, coverage = frequent_tokens(rows, 48, 64)
+    assert coverage == 1
+    drafter = new_drafter(target, vocabulary, block_size=3)
+    step = SpecBlockStep(drafter, target, rank_start_step=5)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=2, learning_rate=1e-2, report_to="none",
+        use_cpu=True, lr_scheduler_type="cosine", max_grad_norm=1.0, save_strategy="no", logging_steps=20,
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = DrafterTrainer(drafter, step, arguments, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert step.num_updates >= 59
+    assert after["eval_accuracy_1"] > before["eval_accuracy_1"] + 0.3
+    assert after["eval_accepted_length"] > before["eval_accepted_length"] + 0.3
+    assert {f"eval_accuracy_{slot}" for slot in range(1, 7)} <= set(after)
+    alone = target.generate(batch["input_ids"][:1, :5], max_new_tokens=18, do_sample=False)
+    assisted = target.generate(batch["input_ids"][:1, :5], max_new_tokens=18, do_sample=False, assistant_model=drafter)
+    assert assisted.tolist() == alone.tolist()
+    assert drafter.stats.mean_acceptance_length > 1.5
+
+
+def test_new_drafter_takes_the_shape_of_its_target() -> None:
+    qwen = make_target("qwen3", "sdpa")
+    drafter = new_drafter(qwen, torch.arange(0, 64, 2))
+    assert drafter.config.qk_norm
+    assert drafter.config.head_dim == 8
+    assert drafter.target_ids(torch.arange(4)).tolist() == [0, 2, 4, 6]
+    assert drafter.t2d.nonzero().flatten().tolist() == list(range(0, 64, 2))
+    assert not new_drafter(make_target("llama", "sdpa"), torch.arange(64)).config.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
+        ({"rank_start_step": -1}, "rank_start_step=-1 must be at least 0"),
+        ({"rank_loss": "focal"}, "rank_loss='focal' is not known"),
+    ],
+)
+def test_an_option_out_of_range_raises(target: PreTrainedModel, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpecBlockStep(make_specblock(target), target, **settings)
+
+
+def test_a_rank_head_of_other_classes_cannot_be_trained(target: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="rank head has 3 classes, but labels have 4"):
+        SpecBlockStep(make_specblock(target, rank_classes=3), target)
+
+
+def test_vocabulary_of_no_size_raises() -> None:
+    with pytest.raises(ValueError, match="A draft vocabulary of 0 tokens cannot be chosen from 9"):
+        frequent_tokens([], 0, 9)

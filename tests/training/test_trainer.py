@@ -1,0 +1,140 @@
+"""DrafterTrainer: a short run learns, resumes exactly, saves the drafter alone, and what is saved drafts the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+from transformers.trainer_utils import set_seed
+
+from hf_specdec import load_drafter
+from hf_specdec.training import DFlashStep, DrafterTrainer
+from hf_specdec.training.dflash import new_drafter
+from hf_specdec.training.step import acceptance_metrics
+from tests.targets import fresh_target
+
+
+class Rows(Dataset):
+    """Greedy continuations of the target, without a disk in between."""
+
+    def __init__(self, target, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        # Few different prompts: a tiny drafter can learn their continuations in a few steps.
+        starts = torch.randint(3, 9, (count, 1), generator=generator)
+        prompts = torch.cat([starts, starts + 1, starts + 2], dim=1)
+        self.ids = target.generate(prompts, max_new_tokens=21, do_sample=False)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor | int]:
+        return {"input_ids": self.ids[index], "first_anchor": 3, "length": self.ids.shape[1]}
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = fresh_target(dtype=torch.float32)
+    model.name_or_path = "tiny/target"
+    return model
+
+
+def make_trainer(target, folder, *, steps: int = 60, **settings) -> DrafterTrainer:
+    set_seed(0)
+    drafter = new_drafter(target, mask_token_id=1, block_size=4)
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-2, report_to="none",
+        use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
+        **{"save_strategy": "no", "logging_steps": 10, **settings},
+    )  # fmt: skip
+    return DrafterTrainer(
+        drafter, DFlashStep(drafter, target, num_anchors=6), arguments,
+        train_dataset=Rows(target, 64, seed=1), eval_dataset=Rows(target, 16, seed=2),
+    )  # fmt: skip
+
+
+def test_short_run_lowers_the_loss_raises_acceptance_and_leaves_the_target_alone(target, tmp_path):
+    weights = {name: parameter.clone() for name, parameter in target.named_parameters()}
+    trainer = make_trainer(target, tmp_path)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.5 * before["eval_loss"]
+    assert before["eval_accepted_length"] < 1.5
+    assert after["eval_accepted_length"] > before["eval_accepted_length"] + 1
+    assert after["eval_accuracy_1"] > 0.8
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 6
+    assert all("accepted_length" in entry for entry in logged)
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+
+def test_resumed_run_ends_with_the_same_weights(target, tmp_path):
+    straight = make_trainer(target, tmp_path / "straight", steps=8)
+    straight.train()
+    make_trainer(target, tmp_path / "parts", steps=8, save_strategy="steps", save_steps=5).train()
+    resumed = make_trainer(target, tmp_path / "parts", steps=8)
+    torch.rand(5)  # another state of the generator than at the checkpoint
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
+    for (name, one), other in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+
+
+def test_what_is_saved_holds_the_drafter_alone_and_drafts_the_same(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, steps=20)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "drafter"))
+    with safe_open(tmp_path / "drafter" / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {name for name, _ in trainer.model.named_parameters()}
+    loaded = load_drafter(str(tmp_path / "drafter"))
+    assert loaded.config.target_name_or_path == "tiny/target"
+    prompt = {"input_ids": torch.tensor([[4, 5, 6]]), "max_new_tokens": 16, "do_sample": False}
+    accepted = []
+    for drafter in (trainer.model.eval(), loaded):
+        drafter.set_options(method="dflash")
+        output = target.generate(**prompt, assistant_model=drafter)
+        assert torch.equal(output, target.generate(**prompt))
+        accepted.append(drafter.stats.per_step_accepted)
+    assert accepted[0] == accepted[1]
+    assert max(accepted[0][0]) > 0
+
+
+def test_expected_acceptance_of_evaluation_is_what_generate_accepts(target, tmp_path):
+    """With one block per position, every round of `generate` is one of the blocks that were evaluated."""
+    trainer = make_trainer(target, tmp_path, steps=20)
+    trainer.train()
+    drafter = trainer.model.eval()
+    trainer.step.num_anchors = 32
+    ids = target.generate(torch.tensor([[4, 5, 6]]), max_new_tokens=21, do_sample=False)
+    batch = {"input_ids": ids, "first_anchor": torch.tensor([3]), "length": torch.tensor([ids.shape[1]])}
+    with torch.no_grad():
+        output = trainer.step(drafter, batch, training=False)
+    leading = output.correct[0].int().cumprod(-1).sum(-1)
+    drafter.set_options(method="dflash")
+    target.generate(ids[:, :3], assistant_model=drafter, max_new_tokens=21, do_sample=False)
+    position, expected = 3, []
+    while len(expected) < 4:
+        expected.append(int(leading[position - 3]))
+        position += expected[-1] + 1
+    assert drafter.stats.per_step_accepted[0][:4] == expected
+
+
+def test_acceptance_metrics_count_leading_hits_of_whole_blocks():
+    correct = torch.tensor([[[1, 1, 0], [0, 1, 1], [1, 1, 1], [1, 0, 0]]]).bool()
+    labelled = torch.tensor([[[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 0, 0]]]).bool()
+    found = acceptance_metrics(correct, labelled)
+    assert found["accepted_length"] == pytest.approx(1 + (2 + 0 + 3) / 3)
+    assert found["accuracy_1"] == pytest.approx(3 / 4)
+    assert found["accuracy_3"] == pytest.approx(2 / 3)
+    assert acceptance_metrics(correct, torch.zeros_like(labelled)) == {}
+
+
+def test_importing_hf_specdec_imports_no_training():
+    code = "import sys, hf_specdec; print([m for m in sys.modules if m in ('datasets', 'hf_specdec.training')])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
