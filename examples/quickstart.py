@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
 
-BUNDLED = Path(__file__).parent / "tiny-code"
+BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
 SAMPLED = 0.8
 TEMPERATURES = (0.0, SAMPLED)
 

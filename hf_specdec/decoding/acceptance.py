@@ -155,6 +155,7 @@ class FollowTarget:
                 return self.processors(sequences.prefixes(length, group), at_node[stand_ins])
 
             for group, values in sequences.for_each_length(walking, depth, ask):
+                processed = processed.to(values.dtype)  # a processor may answer in another precision
                 processed[group] = values[group]
             chosen = torch.empty_like(bonus_ids)
             if drafts is None:
@@ -163,6 +164,7 @@ class FollowTarget:
                 here = (walking, node[walking])
                 chosen[walking] = coupled_choices(processed[walking], *(part[here] for part in drafts))
             if scores is not None:
+                scores = scores.to(processed.dtype)
                 scores[walking, depth] = processed[walking]
             bonus_ids[walking] = chosen[walking]
             is_child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == chosen.unsqueeze(1)) & tree.valid

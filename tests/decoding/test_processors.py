@@ -1,4 +1,4 @@
-"""The host's own logits processors, each for itself: those that read the prefix, the row, the length, or keep state."""
+"""The host's own logits processors, one by one: those that read the prefix, the row, the length, or keep state."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def allowed(row: int, prefix: Tensor) -> list[int]:
 PROCESSORS: dict[str, dict[str, Any]] = {
     "forced end": {"forced_eos_token_id": 9},
     "suppressed tokens": {"suppress_tokens": list(range(3, 30)), "begin_suppress_tokens": list(range(30, 50))},
-    "bad words": {
-        "bad_words_ids": [[13], [33], [62], *([last, word] for last in range(0, 64, 3) for word in range(7, 14))]
-    },
+    "bad words": {"bad_words_ids": [*([token] for token in range(3, 24)), [40, 41], [51, 12, 7]]},
     "biased sequences": {"sequence_bias": {(40,): -5.0, (51, 12): 8.0, (12,): 2.0}},
     "tokens allowed per row and prefix": {"prefix_allowed_tokens_fn": allowed},
     "decaying length": {"exponential_decay_length_penalty": (3, 1.4), "eos_token_id": 17},
