@@ -55,7 +55,9 @@ class Run:
         return {
             "tokens_per_s": round(sum(self.tokens) / sum(self.seconds), 1),
             "speedup": round(statistics.median(ratios), 3),
-            "speedup_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]] if len(ratios) > 1 else [],
+            "speedup_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]
+            if len(ratios) > 1
+            else [],
             "mean_acceptance_length": round(self.committed / self.rounds, 3) if self.rounds else None,
             "drafting_share": round(self.draft_s / sum(self.seconds), 3) if self.rounds else None,
         }
@@ -87,10 +89,20 @@ def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, d
     figures: dict[float, dict[str, dict[str, Any]]] = {}
     for temperature in TEMPERATURES:
         table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
-        for heading in ("method", "tokens/s", "speedup", "quartiles", "mean acceptance length", "drafting", "identical"):
+        for heading in (
+            "method",
+            "tokens/s",
+            "speedup",
+            "quartiles",
+            "mean acceptance length",
+            "drafting",
+            "identical",
+        ):
             table.add_column(heading, justify="left" if heading == "method" else "right")
         plain = runs["plain"][temperature]
-        figures[temperature] = {name: by_temperature[temperature].summary(plain) for name, by_temperature in runs.items()}
+        figures[temperature] = {
+            name: by_temperature[temperature].summary(plain) for name, by_temperature in runs.items()
+        }
         for name, row in figures[temperature].items():
             if temperature == 0:
                 row["identical"] = all(runs[name][temperature].identical)
@@ -140,7 +152,9 @@ def main() -> None:
 
     prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
     prompts = prompts[: arguments.num_prompts or None]
-    console.print(f"target {arguments.model}, {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}")
+    console.print(
+        f"target {arguments.model}, {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}"
+    )
     runs = {name: {temperature: Run() for temperature in TEMPERATURES} for name in ways}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("generating", total=len(prompts) * len(TEMPERATURES) * len(ways))

@@ -122,7 +122,9 @@ def continuations(target: PreTrainedModel, target_path: str, documents: list[lis
     return write_continuations(target, documents, **settings)
 
 
-def specblock_parts(arguments: argparse.Namespace, target: PreTrainedModel, rows) -> tuple[PreTrainedModel, TrainingStep]:
+def specblock_parts(
+    arguments: argparse.Namespace, target: PreTrainedModel, rows
+) -> tuple[PreTrainedModel, TrainingStep]:
     """A SpecBlock drafter whose vocabulary is the most frequent tokens of the rows, and its step."""
     vocab_size = target.get_input_embeddings().num_embeddings
     size = min(arguments.draft_vocab, vocab_size)
@@ -150,7 +152,9 @@ def specblock_parts(arguments: argparse.Namespace, target: PreTrainedModel, rows
     return drafter, step
 
 
-def seconds_per_step(drafter: PreTrainedModel, step: TrainingStep, rows, batch_size: int, bf16: bool, device: str) -> float:
+def seconds_per_step(
+    drafter: PreTrainedModel, step: TrainingStep, rows, batch_size: int, bf16: bool, device: str
+) -> float:
     """Measured on a copy of the drafter, to turn --minutes into a number of steps for the schedule."""
     trial = copy.deepcopy(drafter).to(device).train()
     optimizer = torch.optim.AdamW(trial.parameters())
@@ -187,7 +191,9 @@ def main() -> None:
     text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
     shape = parser.add_argument_group("drafter")
     shape.add_argument("--layers", type=int, default=2)
-    shape.add_argument("--block-size", type=int, help="default: 8, the root's slot included; specblock: 4 drafted tokens")
+    shape.add_argument(
+        "--block-size", type=int, help="default: 8, the root's slot included; specblock: 4 drafted tokens"
+    )
     shape.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: 4, evenly spaced")
     shape.add_argument("--intermediate-size", type=int, help="default: the target's")
     shape.add_argument("--mask-token-id", type=int)

@@ -79,7 +79,9 @@ def functions_of(file: Path) -> Iterator[tuple[str, str | None]]:
         if not text.startswith("def ") or not 80 <= len(text) <= 6000 or text.count("\n") < 3:
             continue
         has_body = len(node.body) > 1 and ast.get_docstring(node) is not None
-        prompt = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])) + "\n" if has_body else None
+        prompt = (
+            textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])) + "\n" if has_body else None
+        )
         yield text, prompt
 
 
@@ -181,8 +183,9 @@ def main() -> None:
     tokenizer = train_tokenizer(train_texts, arguments.vocab_size)
     train_rows = pack(train_texts, tokenizer, arguments.length)
     held_out_rows = pack(held_out_texts, tokenizer, arguments.length)
-    print(f"{len(train_texts)} functions, {len(train_rows) * arguments.length / 1e6:.1f}M training tokens; "
-          f"{len(held_out_rows) * arguments.length / 1e3:.0f}k held-out tokens, {len(prompts)} prompts", flush=True)  # fmt: skip
+    train_tokens, held_out_tokens = len(train_rows) * arguments.length, len(held_out_rows) * arguments.length
+    print(f"{len(train_texts)} functions, {train_tokens / 1e6:.1f}M training tokens", flush=True)
+    print(f"{held_out_tokens / 1e3:.0f}k held-out tokens, {len(prompts)} prompts", flush=True)
 
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -244,7 +247,9 @@ def main() -> None:
         "corpus_tokens": len(train_rows) * arguments.length,
         "held_out_loss_per_token": round(loss, 4),
         "minutes": round(minutes, 1),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads",
+        "hardware": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": date.today().isoformat(),
     }
@@ -265,7 +270,9 @@ def write_card(folder: Path, record: dict[str, Any]) -> None:
     shares, lengths = [], []
     for line in (folder / "prompts.jsonl").read_text().splitlines():
         inputs = tokenizer(json.loads(line)["prompt"], return_tensors="pt")
-        written = model.generate(**inputs, max_new_tokens=128, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+        written = model.generate(**inputs, max_new_tokens=128, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ].tolist()
         shares.append(repeated_share(written))
         lengths.append(len(written))
     record = record | {
@@ -301,8 +308,9 @@ all, are held out; the prompts in `../prompts.jsonl` are signatures with docstri
 A small model that repeats itself makes any drafter look good. The share of repeated 8-grams above says how much this
 one does in greedy decoding; look at sampled figures beside greedy ones.
 
-Made by `python examples/train_tiny_code.py`. Where the hardware above is a CPU, the training was cut short for time: the
-same command on a GPU with more `--steps` makes a better model, and the drafters beside it must then be trained anew.
+Made by `python examples/train_tiny_code.py`. Where the hardware above is a CPU, the training was cut short for
+time: the same command on a GPU with more `--steps` makes a better model, and the drafters beside it must then be
+trained anew.
 """
 
 

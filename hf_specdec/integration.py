@@ -1,8 +1,8 @@
 """The one place that touches transformers: two wraps on GenerationMixin, idempotent and reversible.
 
 `generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
-streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`, and `_validate_generation_mode`
-is wrapped because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
+streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
+wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
 other assistants take the stock path, untouched.
 """
 

@@ -54,7 +54,9 @@ def make_ddtree(target: PreTrainedModel, **settings: Any) -> DFlashDrafter:
 def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Eagle3Drafter:
     """A random EAGLE-3 drafter that fits `target` and can draft every other id; `settings` as for `make_dflash`."""
     names = ("depth", "top_k", "tree_budget")
-    options = {"depth": 4, "top_k": 3, "tree_budget": 11} | {name: settings.pop(name) for name in names if name in settings}
+    options = {"depth": 4, "top_k": 3, "tree_budget": 11} | {
+        name: settings.pop(name) for name in names if name in settings
+    }
     hidden, vocab = target.config.hidden_size, target.get_input_embeddings().num_embeddings
     config = Eagle3Config(
         **{
@@ -77,9 +79,7 @@ def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> E
     return drafter
 
 
-def make_causal_lm(
-    target: PreTrainedModel, *, noise: float = 0.05, seed: int = 0, **options: Any
-) -> CausalLMDrafter:
+def make_causal_lm(target: PreTrainedModel, *, noise: float = 0.05, seed: int = 0, **options: Any) -> CausalLMDrafter:
     """A copy of `target` with noise on its weights as draft model: right often, and often wrong."""
     model = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(seed)

@@ -84,9 +84,7 @@ def right_for(num_right: int | Sequence[int], script: Tensor, *, siblings: int =
     return StubDrafter(draft)
 
 
-def random_trees(
-    script: Tensor, *, nodes: int = 12, share: float = 0.6, vocab: int = 64, seed: int = 0
-) -> StubDrafter:
+def random_trees(script: Tensor, *, nodes: int = 12, share: float = 0.6, vocab: int = 64, seed: int = 0) -> StubDrafter:
     """Random parents and random tokens, a `share` of them what `script` has at that depth, so that some are right.
 
     Siblings may repeat, and padding may be anywhere.

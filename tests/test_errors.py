@@ -90,6 +90,14 @@ def test_linear_attention_target_is_refused_as_not_yet_supported() -> None:
     assert_refused(target, r"Qwen3NextForCausalLM has layers of type \['linear_attention'\].*not yet supported")
 
 
+def test_target_with_a_window_that_no_mask_can_change_is_refused() -> None:
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
+    )
+    target = transformers.GPTNeoForCausalLM(config).eval()
+    assert_refused(target, r"GPTNeoForCausalLM has layers of type \['local'\].*not yet supported")
+
+
 def test_recurrent_target_is_refused_as_not_yet_supported() -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
     target = transformers.MambaForCausalLM(config).eval()

@@ -271,14 +271,14 @@ def _walk(tree: DraftTree, choices: Tensor) -> Acceptance:
     assert tree.children is not None
     paths, tokens = [], []
     for children, chosen in zip(tree.children, choices.tolist(), strict=True):
-        path = [0]
-        while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
-            path.append(child)
-        paths.append(path)
-        tokens.append([chosen[node] for node in path])
+        walked = [0]
+        while (child := children.get((walked[-1], chosen[walked[-1]]))) is not None:
+            walked.append(child)
+        paths.append(walked)
+        tokens.append([chosen[node] for node in walked])
     steps = max(map(len, paths))
     device = tree.token_ids.device
-    path = torch.from_numpy(np.array([path + [0] * (steps - len(path)) for path in paths])).to(device)
+    path = torch.from_numpy(np.array([walked + [0] * (steps - len(walked)) for walked in paths])).to(device)
     return Acceptance(
         path=path,
         path_ids=tree.token_ids.gather(1, path),

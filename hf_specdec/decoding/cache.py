@@ -51,7 +51,9 @@ class TreeCacheLayer(CacheLayerMixin):
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Adds [batch, kv_heads, new, head_dim] entries; returns all entries that a query may be allowed to see."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
@@ -204,9 +204,7 @@ class _Decoding:
         self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
         return acceptance
 
-    def commit(
-        self, acceptance: Acceptance, active: list[bool], tree: DraftTree, output: TargetOutput
-    ) -> RoundOutcome:
+    def commit(self, acceptance: Acceptance, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
         """Keeps root and accepted nodes in the target's cache, and tells what was kept."""
         num_accepted = acceptance.num_accepted
         counts = [kept + 1 if going else 0 for kept, going in zip(num_accepted, active, strict=True)]

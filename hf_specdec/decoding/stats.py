@@ -45,7 +45,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens committed per round (tau): 1 + mean accepted, bonus included, prefill excluded; 0 without rounds."""
+        """Mean tokens per round (tau): 1 + mean accepted, bonus included, prefill excluded; 0 without rounds."""
         steps = self.num_spec_steps
         return 1 + self.num_accepted_draft_tokens / steps if steps else 0.0
 
@@ -66,7 +66,8 @@ class SpeculationStats:
     def __str__(self) -> str:
         share = self.draft_time_s / self.total_time_s if self.total_time_s else 0.0
         return (
-            f"{self.method}: mean acceptance length {self.mean_acceptance_length:.2f} over {self.num_spec_steps} rounds, "
+            f"{self.method}: mean acceptance length {self.mean_acceptance_length:.2f} "
+            f"over {self.num_spec_steps} rounds, "
             f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens} drafted tokens accepted, "
             f"{self.total_time_s:.2f} s, {share:.0%} of it drafting"
         )

@@ -91,6 +91,8 @@ class TargetModel:
         if model.config.is_encoder_decoder:
             raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
         types = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+        if "local" in (getattr(config, "attention_layers", None) or ()):
+            types.append("local")  # GPT-Neo: its window counts entries, where siblings lie between a node and its past
         if types or model._is_stateful:
             raise ValueError(
                 f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
@@ -137,7 +139,9 @@ class TargetModel:
     def _read_taps(self) -> Tensor | None:
         if not self.feature_layers:
             return None
-        chunks = {index: states[0] if len(states) == 1 else torch.cat(states, 1) for index, states in self._taps.items()}
+        chunks = {
+            index: states[0] if len(states) == 1 else torch.cat(states, 1) for index, states in self._taps.items()
+        }
         for states in self._taps.values():
             states.clear()
         device = chunks[self.feature_layers[-1]].device

@@ -164,9 +164,7 @@ class DraftTree:
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
-        if self.children is not None and all(
-            0 <= token < vocab_size for known in self.children for _, token in known
-        ):
+        if self.children is not None and all(0 <= token < vocab_size for known in self.children for _, token in known):
             return self
         inside = (self.token_ids >= 0) & (self.token_ids < vocab_size)
         inside[:, 0] = True

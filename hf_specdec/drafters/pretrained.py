@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
     EntryNotFoundError,
     HfHubHTTPError,
     HTTPError,
@@ -98,7 +98,7 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
                 )
         return (drafter, info) if return_info else drafter
 
-    def save_pretrained(  # type: ignore[override]  # the host's further arguments are in kwargs
+    def save_pretrained(  # the host's further arguments are in kwargs
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
@@ -193,7 +193,7 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         if not card.exists() or may_overwrite(card.read_text(encoding="utf-8")):
             card.write_text(self.model_card(name or folder.resolve().name, license=license).content, encoding="utf-8")
 
-    def push_to_hub(  # type: ignore[override]  # gives the commit itself, a str as the host's
+    def push_to_hub(  # gives the commit itself, a str as the host's
         self,
         repo_id: str,
         *,

@@ -30,7 +30,7 @@ class Family:
     """
 
     name: str
-    drafter: type[Drafter]
+    drafter: type[Any]  # a Drafter; those with tensors of their own are a `PretrainedDrafter`
     recognises: Callable[[dict[str, Any]], bool]
     load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None
     last_resort: bool = False
@@ -54,7 +54,7 @@ def register_family(
 
 
 def register_marginal_method(name: str, make: Callable[[BlockMarginals, Any], TreeCandidateGenerator]) -> None:
-    """Makes a way of drafting from per-position marginals known; `make(marginals, drafter)` reads the drafter's options."""
+    """Makes a way of drafting from per-position marginals known; `make(marginals, drafter)` reads the options."""
     _claim(MARGINAL_METHODS, name, make)
 
 

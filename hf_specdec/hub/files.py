@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import is_offline_mode, snapshot_download
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -88,7 +88,7 @@ class Source:
                     revision=revision or self.revision,
                     token=self.token,
                     local_files_only=self.local_files_only,
-                    cache_dir=self.cache_dir,
+                    cache_dir=None if self.cache_dir is None else os.fspath(self.cache_dir),
                     allow_patterns=list(patterns),
                 )
             )
@@ -234,7 +234,7 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
             continue
         try:
             with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
+                for key in tensors:
                     if key in stored:
                         raise ValueError(f"{name!r} holds {key} twice, in {stored[key].file.name} and {file.name}.")
                     part = tensors.get_slice(key)

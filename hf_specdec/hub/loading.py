@@ -89,8 +89,8 @@ def load_drafter(
     format, fields = _read_config(folder, source)
     family = FAMILIES[format.family]
     if family.load is not None:
-        drafter = _load_host_model(family, fields, source, folder, asked_dtype, target, drafting_options)
-        return drafter.to(_device_for(target) if device is None else device)
+        host_model: Any = _load_host_model(family, fields, source, folder, asked_dtype, target, drafting_options)
+        return host_model.to(_device_for(target) if device is None else device)
 
     with _naming_config(format, name):
         reading = format.read(fields, None)
@@ -114,9 +114,7 @@ def load_drafter(
     side_tensors = family.drafter.side_tensors(folder, name)
     ignorable = [re.compile(pattern) for pattern in blueprint._keys_to_ignore_on_load_unexpected or ()]
     names = {
-        theirs: ours
-        for theirs, ours in reading.names.items()
-        if not any(pattern.search(ours) for pattern in ignorable)
+        theirs: ours for theirs, ours in reading.names.items() if not any(pattern.search(ours) for pattern in ignorable)
     }
     stored = {ours: headers[theirs] for theirs, ours in names.items()}
     stored |= {key: StoredTensor.beside(tensor, folder) for key, tensor in side_tensors.items()}
@@ -178,8 +176,8 @@ def _read_config(folder: Path, source: Source) -> tuple[Format, dict[str, Any]]:
     format = recognise(fields, name, tensor_names)
     if "quantization_config" in fields:
         raise ValueError(
-            f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: load "
-            "the checkpoint that it was made from."
+            f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
+            "load the checkpoint that it was made from."
         )
     fields.pop("transformers_weights", None)  # would have the host look for weights in a file of its choice
     _check_counts(fields, name)
@@ -193,8 +191,8 @@ def _check_counts(fields: dict[str, Any], name: str) -> None:
             _check_counts(value, name)
         elif key in _COUNTS and isinstance(value, int) and value > MAX_MODULES:
             raise ValueError(
-                f"{CONFIG_FILE} of {name!r} has {key}={value}, more than the {MAX_MODULES} that are built. The checkpoint "
-                "is damaged or hostile: nothing was loaded."
+                f"{CONFIG_FILE} of {name!r} has {key}={value}, more than the {MAX_MODULES} that are built. The "
+                "checkpoint is damaged or hostile: nothing was loaded."
             )
 
 
@@ -222,7 +220,15 @@ def _naming_config(format: Format, name: str) -> Iterator[None]:
     """Says which file is at fault for whatever the host's classes raise on values that make no sense."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, StrictDataclassError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(
             f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {kind}{str(error).strip()}"
@@ -244,9 +250,9 @@ def _check_tokenizer(drafter: PretrainedDrafter, target: PreTrainedModel) -> Non
     if found != recorded:
         raise ValueError(
             f"Drafter {drafter.name_or_path!r} was trained with the tokenizer of "
-            f"{drafter.config.target_name_or_path or 'its target'!r} (vocabulary sha256 {recorded[:12]}...), but target "
-            f"{target.name_or_path!r} has another one (sha256 {found[:12]}..., {len(tokenizer)} tokens): the same ids are "
-            "other tokens. Use the target it was trained for, or a drafter trained for this target."
+            f"{drafter.config.target_name_or_path or 'its target'!r} (vocabulary sha256 {recorded[:12]}...), but "
+            f"target {target.name_or_path!r} has another one (sha256 {found[:12]}..., {len(tokenizer)} tokens): the "
+            "same ids are other tokens. Use the target it was trained for, or a drafter trained for this target."
         )
 
 

@@ -225,9 +225,7 @@ class SpecBlockStep(TrainingStep):
         starts = torch.arange(1, length + 1, device=input_ids.device)
         start_mask = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
         sayable = self.drafter.t2d.to(best_ids.device)[best_ids]
-        losses = self.chain(
-            model, states.features, input_ids, target_probs, start_mask, start_mask & sayable, training
-        )
+        losses = self.chain(model, states.features, input_ids, target_probs, start_mask, start_mask & sayable, training)
 
         rank_weight = 1.0 if not training or self.num_updates >= self.rank_start_step else 0.0
         loss = torch.stack([part.draft.sum() + rank_weight * part.rank for part in losses]).sum()

@@ -92,7 +92,7 @@ class LoopbackHub:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     def __init__(self, status: int, code: str) -> None:
         self.status, self.code = status, code
 
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
             self._route(path, body)
-        except _Refused as refused:
+        except _RefusedError as refused:
             self._send(refused.status, b"{}", {"X-Error-Code": refused.code})
 
     def _route(self, path: str, body: bytes) -> None:
@@ -137,20 +137,20 @@ class _Handler(BaseHTTPRequestHandler):
         for pattern, respond in routes.items():
             if match := re.fullmatch(pattern, path):
                 return respond(*match.groups(), body=body)
-        raise _Refused(404, "")
+        raise _RefusedError(404, "")
 
     def _repo(self, repo_id: str) -> Repo:
         repo = self.hub.repos.get(repo_id)
         if repo is None or (repo.private and not self._logged_in()):
-            raise _Refused(404 if self._logged_in() else 401, "RepoNotFound")
+            raise _RefusedError(404 if self._logged_in() else 401, "RepoNotFound")
         if repo.gated and not self._logged_in():
-            raise _Refused(403, "GatedRepo")
+            raise _RefusedError(403, "GatedRepo")
         return repo
 
     def _commit_of(self, repo: Repo, revision: str) -> str:
         sha = repo.resolve(revision)
         if sha is None:
-            raise _Refused(404, "RevisionNotFound")
+            raise _RefusedError(404, "RevisionNotFound")
         return sha
 
     def _logged_in(self) -> bool:
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _must_be_logged_in(self) -> None:
         if not self._logged_in():
-            raise _Refused(401, "")
+            raise _RefusedError(401, "")
 
     def _info(self, repo_id: str, revision: str = "main", *, body: bytes) -> None:
         repo = self._repo(repo_id)
@@ -200,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._must_be_logged_in()
         repo = self._repo(repo_id)
         if branch in repo.branches:
-            raise _Refused(409, "")
+            raise _RefusedError(409, "")
         repo.branches[branch] = repo.branches["main"]
         self._send_json({})
 

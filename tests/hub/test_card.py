@@ -34,22 +34,26 @@ def test_card_states_what_was_measured_and_how() -> None:
     assert "| greedy | dflash | 2.00 | 1.50x |  |" in text
     assert "| greedy | plain |  | 1.00x |  |" in text
     assert "| temperature 0.8 | ddtree | 2.50 | 1.75x |  |" in text
-    assert "| date | 2026-05-01 |" in text and "```\npython bench.py\n```" in text
+    assert "| date | 2026-05-01 |" in text
+    assert "```\npython bench.py\n```" in text
 
 
 def test_card_states_how_it_was_trained() -> None:
     text = card(
         training={"data": "a|b", "time": 2.34567, "losses": {"first": 4.0, "last_one": 1.25}, "gpus": ["x", "y"]}
     ).text
-    assert "| data | a\\|b |" in text and "| time | 2.346 |" in text
-    assert "| losses | first 4, last one 1.25 |" in text and "| gpus | x, y |" in text
+    assert "| data | a\\|b |" in text
+    assert "| time | 2.346 |" in text
+    assert "| losses | first 4, last one 1.25 |" in text
+    assert "| gpus | x, y |" in text
 
 
 def test_card_says_what_is_not_known() -> None:
     text = card(target=None).text
     for said in ("| Target | not recorded |", "Not measured.", "Not recorded.", "Not stated."):
         assert said in text
-    assert card(target=None).data.base_model is None and card().data.license is None
+    assert card(target=None).data.base_model is None
+    assert card().data.license is None
 
 
 def test_licence_comes_from_the_argument_or_the_training_record() -> None:
@@ -64,7 +68,8 @@ def test_licence_comes_from_the_argument_or_the_training_record() -> None:
 def test_base_model_is_a_hub_id_and_no_path_is_shown(target: str, base_model: str | None, shown: str) -> None:
     made = card(target=target, target_revision="v1", measurements=MEASUREMENTS | {"target": target})
     assert made.data.base_model == base_model
-    assert f"| Target | `{shown}` at revision `v1` |" in made.text and "/home/me" not in made.content
+    assert f"| Target | `{shown}` at revision `v1` |" in made.text
+    assert "/home/me" not in made.content
     assert f'from_pretrained("{shown}", revision="v1")' in made.text
 
 
@@ -92,8 +97,9 @@ def test_measurements_that_lack_a_field_raise(change: dict[str, Any], message: s
 
 def test_card_of_a_drafter_describes_it(drafter: DFlashDrafter) -> None:
     made = drafter.model_card("me/drafter")
-    assert "# me/drafter" in made.text and "| Block size | 5, the root's slot included |" in made.text
-    assert (
-        "| Target layers read | 0, 2 |" in made.text and f"| Parameters | {drafter.num_parameters():,} |" in made.text
-    )
-    assert made.data.library_name == "hf_specdec" and "dflash" in made.data.tags
+    assert "# me/drafter" in made.text
+    assert "| Block size | 5, the root's slot included |" in made.text
+    assert "| Target layers read | 0, 2 |" in made.text
+    assert f"| Parameters | {drafter.num_parameters():,} |" in made.text
+    assert made.data.library_name == "hf_specdec"
+    assert "dflash" in made.data.tags

@@ -619,7 +619,8 @@ def test_medusa_heads_are_counted_by_their_tensors(
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "owner/base"}
     save(tmp_path, config, as_medusa(drafter, prefix), file)
     loaded = load_drafter(tmp_path, target, tree_budget=9)
-    assert len(loaded.heads) == 5 and loaded.config.target_name_or_path == "owner/base"
+    assert len(loaded.heads) == 5
+    assert loaded.config.target_name_or_path == "owner/base"
     output, trees = run(target, loaded)
     assert output == target.generate(**one_prompt(), max_new_tokens=6, do_sample=False).tolist()
     assert trees == run(target, drafter)[1]

@@ -40,7 +40,8 @@ def test_only_config_weights_and_records_are_fetched(hub: LoopbackHub, folder: P
     hub.add("owner/drafter", folder)
     loaded = load_drafter("owner/drafter")
     assert same_weights(loaded, drafter)
-    assert loaded.name_or_path == "owner/drafter" and loaded.training_record == {"data": "own continuations"}
+    assert loaded.name_or_path == "owner/drafter"
+    assert loaded.training_record == {"data": "own continuations"}
     assert hub.downloaded() == {"config.json", "model.safetensors", "training.json"}
 
 
@@ -156,7 +157,7 @@ def test_repo_that_is_not_cached_raises_with_local_files_only(hub: LoopbackHub, 
 
 def test_repo_cached_without_its_weights_raises_offline(hub: LoopbackHub, folder: Path, offline: Any) -> None:
     hub.add("owner/drafter", folder)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="tree_budget=0"):
         load_drafter("owner/drafter", tree_budget=0)  # leaves the config in the cache and nothing else
     offline()
     with pytest.raises(OSError, match="'owner/drafter'.*(not all in the Hub cache|neither model.safetensors nor)"):

@@ -57,7 +57,8 @@ def test_loaded_drafter_drafts_the_same(folder: Path, drafter: DFlashDrafter, ta
     ]
     assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
     assert outputs[0].speculation.per_step_accepted == outputs[1].speculation.per_step_accepted
-    assert not loaded.training and loaded.name_or_path == str(folder)
+    assert not loaded.training
+    assert loaded.name_or_path == str(folder)
 
 
 def test_options_are_attributes_of_the_drafter(folder: Path) -> None:
@@ -91,7 +92,8 @@ def test_drafter_of_another_dtype_than_the_target_still_drafts(folder: Path, dty
     plain = target.generate(**one_prompt(), **GREEDY)
     assisted = target.generate(**one_prompt(), **GREEDY, assistant_model=loaded)
     assert assisted.tolist() == plain.tolist()
-    assert loaded.stats.num_draft_tokens > 0 and loaded.stats.num_plain_steps == 0
+    assert loaded.stats.num_draft_tokens > 0
+    assert loaded.stats.num_plain_steps == 0
 
 
 def test_sharded_weights_load(folder: Path, drafter: DFlashDrafter) -> None:
@@ -122,7 +124,10 @@ def test_no_code_of_the_checkpoint_runs(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": 48}, r"Drafter '.*saved' reads target hidden states of size 32, but target .* hidden_size 48"),
+        (
+            {"hidden_size": 48},
+            r"Drafter '.*saved' reads target hidden states of size 32, but target .* hidden_size 48",
+        ),
         ({"vocab_size": 80}, r"trained for a vocabulary of 64, but target .* has 80 embeddings"),
         ({"num_hidden_layers": 6}, r"trained for a target of 4 layers, but target .* has 6"),
     ],
@@ -178,7 +183,8 @@ def test_without_a_tokenizer_at_hand_nothing_is_compared(folder: Path, named_tar
 
 def test_fingerprint_sees_tokens_and_ids() -> None:
     fingerprints = {tokenizer_fingerprint(tiny_tokenizer(size)) for size in (63, 64)}
-    assert len(fingerprints) == 2 and all(len(each) == 64 for each in fingerprints)
+    assert len(fingerprints) == 2
+    assert all(len(each) == 64 for each in fingerprints)
 
 
 # Options.
@@ -192,7 +198,10 @@ def test_fingerprint_sees_tokens_and_ids() -> None:
         ({"tree_budget": 0}, r"tree_budget=0 must be an integer from 1 to \d+"),
         ({"tree_budget": 10**6}, r"tree_budget=1000000 must be an integer from 1 to \d+"),
         ({"block_size": 1}, r"block_size=1 must be an integer from 2 to 5"),
-        ({"block_size": 6}, r"block_size=6 must be an integer from 2 to 5, the block this checkpoint was trained with"),
+        (
+            {"block_size": 6},
+            r"block_size=6 must be an integer from 2 to 5, the block this checkpoint was trained with",
+        ),
     ],
 )
 def test_bad_options_raise(folder: Path, options: dict[str, Any], message: str) -> None:

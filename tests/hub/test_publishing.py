@@ -45,8 +45,10 @@ def change_config(folder: Path, **fields: Any) -> dict[str, Any]:
 def test_saved_layout_is_the_published_one(folder: Path, drafter: DFlashDrafter) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     config = json.loads((folder / "config.json").read_text())
-    assert config["model_type"] == "qwen3" and config["architectures"] == ["DFlashDraftModel"]
-    assert config["dflash_config"] == {"mask_token_id": 1, "target_layer_ids": [0, 2]} and config["block_size"] == 5
+    assert config["model_type"] == "qwen3"
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"mask_token_id": 1, "target_layer_ids": [0, 2]}
+    assert config["block_size"] == 5
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         names = set(tensors.keys())
@@ -144,14 +146,16 @@ def test_saving_to_a_file_raises(drafter: DFlashDrafter, tmp_path: Path) -> None
 
 def test_edited_card_is_kept_and_a_generated_one_is_renewed(folder: Path, drafter: DFlashDrafter) -> None:
     card = folder / "README.md"
-    assert MARKER in card.read_text() and "Not measured." in card.read_text()
+    assert MARKER in card.read_text()
+    assert "Not measured." in card.read_text()
     drafter.measurements = MEASUREMENTS
     drafter.save_pretrained(folder)
     assert "2.25x" in card.read_text()
     card.write_text(card.read_text().replace(MARKER, "Mine now."))
     drafter.measurements = None
     drafter.save_pretrained(folder)
-    assert "Mine now." in card.read_text() and "2.25x" in card.read_text()
+    assert "Mine now." in card.read_text()
+    assert "2.25x" in card.read_text()
 
 
 def test_records_travel_with_the_weights(folder: Path, tmp_path: Path) -> None:
@@ -161,14 +165,16 @@ def test_records_travel_with_the_weights(folder: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "copy" / "measurements.json").read_text()) == MEASUREMENTS
     assert json.loads((tmp_path / "copy" / "training.json").read_text()) == TRAINING
     card = (tmp_path / "copy" / "README.md").read_text()
-    assert "| greedy | ddtree | 3.14 | 2.25x | yes |" in card and "own continuations of 9,000 functions" in card
+    assert "| greedy | ddtree | 3.14 | 2.25x | yes |" in card
+    assert "own continuations of 9,000 functions" in card
 
 
 def test_records_are_written_beside_saved_weights(folder: Path, tmp_path: Path) -> None:
     drafter = load_drafter(folder)
     drafter.measurements = MEASUREMENTS
     drafter.write_records(folder)
-    assert load_drafter(folder).measurements == MEASUREMENTS and "3.14" in (folder / "README.md").read_text()
+    assert load_drafter(folder).measurements == MEASUREMENTS
+    assert "3.14" in (folder / "README.md").read_text()
     with pytest.raises(NotADirectoryError, match="Cannot write records to '.*absent': it is no folder"):
         drafter.write_records(tmp_path / "absent")
 
@@ -183,7 +189,8 @@ def test_measurements_of_replaced_weights_are_removed(folder: Path, drafter: DFl
         UserWarning, match="measurements.json was removed: it was measured with the weights that were replaced"
     ):
         drafter.save_pretrained(folder)
-    assert not (folder / "measurements.json").exists() and "Not measured." in (folder / "README.md").read_text()
+    assert not (folder / "measurements.json").exists()
+    assert "Not measured." in (folder / "README.md").read_text()
 
 
 def test_record_that_is_no_json_is_left_aside_with_a_warning(folder: Path) -> None:
@@ -205,9 +212,11 @@ def test_pushed_drafter_loads_and_drafts_the_same(
     files = hub.repos["me/drafter"].files()
     assert set(files) == {"README.md", "config.json", "measurements.json", "model.safetensors", "training.json"}
     card = ModelCard(files["README.md"].decode())
-    assert card.data.base_model == "owner/target" and card.data.license == "apache-2.0"
+    assert card.data.base_model == "owner/target"
+    assert card.data.license == "apache-2.0"
     assert {"speculative-decoding", "dflash", "code"} <= set(card.data.tags)
-    assert "`owner/target` at revision `0123abc`" in card.text and 'load_drafter("me/drafter", target)' in card.text
+    assert "`owner/target` at revision `0123abc`" in card.text
+    assert 'load_drafter("me/drafter", target)' in card.text
     assert MEASUREMENTS["command"] in card.text
 
     loaded = load_drafter("me/drafter", target, tree_budget=drafter.tree_budget)
@@ -240,13 +249,16 @@ def test_pushing_leaves_no_shards_of_an_earlier_push(hub: LoopbackHub, drafter: 
 def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
     drafter.push_to_hub("drafter", token=TOKEN, private=True, revision="trial")
     repo = hub.repos["me/drafter"]
-    assert repo.private and "model.safetensors" in repo.files("trial") and not repo.files("main")
+    assert repo.private
+    assert "model.safetensors" in repo.files("trial")
+    assert not repo.files("main")
     assert b'load_drafter("me/drafter", target)' in repo.files("trial")["README.md"]
 
 
 def test_saving_with_push_to_hub(hub: LoopbackHub, drafter: DFlashDrafter, tmp_path: Path) -> None:
     drafter.save_pretrained(tmp_path / "named", push_to_hub=True, token=TOKEN)
-    assert "model.safetensors" in hub.repos["me/named"].files() and (tmp_path / "named" / "README.md").exists()
+    assert "model.safetensors" in hub.repos["me/named"].files()
+    assert (tmp_path / "named" / "README.md").exists()
 
 
 @pytest.mark.parametrize("token", [None, "hf_wrong"])

@@ -92,7 +92,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         ancestor_mask=torch.from_numpy(mask),
         valid=torch.from_numpy(valid),
         max_depth=depth,
-        finite=None if all(finite) else torch.tensor(finite),
+        finite=torch.from_numpy(np.array(finite)),
         children=children,
     )
 

@@ -43,7 +43,8 @@ class DFlashMarginals(BlockMarginals):
     def marginals(self, context: DraftContext) -> Tensor:
         config, device, dtype = self.drafter.config, self.device, self.dtype
         pending = self.pending
-        assert pending is not None and pending.features is not None, "draft() before the prefill was observed"
+        assert pending is not None, "draft() before the prefill was observed"
+        assert pending.features is not None
         batch, new = pending.token_ids.shape
         if self.cache is None:
             self.cache = TreeCache.empty(
@@ -79,9 +80,9 @@ class DFlashMarginals(BlockMarginals):
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""
         cache = self.cache
         assert cache is not None
-        if pending.valid is None and min(cache.row_lengths) == cache.longest:
-            if all(kind == (None, False) for kind in self.layer_kinds):
-                return None
+        all_there = pending.valid is None and min(cache.row_lengths) == cache.longest
+        if all_there and all(kind == (None, False) for kind in self.layer_kinds):
+            return None
         device, batch, slots = self.device, cache.batch, self.slots
         cached = torch.arange(cache.longest, device=device)
         new_valid = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid

@@ -99,14 +99,14 @@ class DFlashConfig(Qwen3Config):
         if not 1 <= self.draft_vocab_size <= self.vocab_size or (self.maps_vocabulary and not self.own_head):
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}, own_head {self.own_head} and vocab_size "
-                f"{self.vocab_size} in this DFlash config; a draft vocabulary is a part of the target's, and needs a head "
-                "of its own."
+                f"{self.vocab_size} in this DFlash config; a draft vocabulary is a part of the target's, and "
+                "needs a head of its own."
             )
         if self.dflash_config.get("attention_sink_bias"):
             raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
 
     @property
-    def mask_token_id(self) -> int | None:
+    def mask_token_id(self) -> Any:
         """Id written into the slots to be filled."""
         return self.dflash_config.get("mask_token_id")
 
@@ -114,7 +114,10 @@ class DFlashConfig(Qwen3Config):
     def target_layer_ids(self) -> list[int]:
         """0-based target layers, outputs joined in this order."""
         explicit = self.dflash_config.get("target_layer_ids")
-        return explicit or default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+        if explicit:
+            return explicit
+        assert self.num_target_layers is not None, "check() asks for one of the two"
+        return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
     def sample_from_anchor(self) -> bool:
@@ -134,7 +137,8 @@ class DFlashConfig(Qwen3Config):
     @property
     def draft_vocab_size(self) -> int:
         """Rows of the head."""
-        return self.dflash_config.get("draft_vocab_size", self.vocab_size)
+        size: Any = self.dflash_config.get("draft_vocab_size", self.vocab_size)
+        return int(size)
 
     @property
     def maps_vocabulary(self) -> bool:

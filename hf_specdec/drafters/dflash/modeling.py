@@ -124,7 +124,7 @@ class DFlashDrafter(PretrainedDrafter):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.method = "ddtree"
         self.tree_budget = 64
-        self.block_size: int = config.block_size
+        self.block_size: Any = config.block_size
         self.post_init()
 
     def forward(
@@ -201,7 +201,8 @@ class DFlashDrafter(PretrainedDrafter):
             raise unknown_name("method", self.method, MARGINAL_METHODS)
         if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
             raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
-        if not isinstance(self.block_size, int) or not 2 <= self.block_size <= self.config.block_size:
+        trained: Any = self.config.block_size
+        if not isinstance(self.block_size, int) or not 2 <= self.block_size <= trained:
             raise ValueError(
                 f"block_size={self.block_size!r} must be an integer from 2 to {self.config.block_size}, the block this "
                 "checkpoint was trained with (root included)."

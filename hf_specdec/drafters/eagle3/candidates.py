@@ -7,6 +7,8 @@ arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in E
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,15 +51,16 @@ class Eagle3Generator(TreeCandidateGenerator):
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[batch, seq] -> [batch, seq, hidden] of the drafter's dtype, on its device."""
-        table = self.embeddings
+        table: Any = self.embeddings
         # Embedding classes of their own scale what they look up; drafters are trained on the table itself.
-        plain = table if type(table) is nn.Embedding else lambda ids: nn.functional.embedding(ids, table.weight)
-        return plain(token_ids).to(device=self.drafter.device, dtype=self.drafter.dtype)
+        embedded = table(token_ids) if type(table) is nn.Embedding else nn.functional.embedding(token_ids, table.weight)
+        return embedded.to(device=self.drafter.device, dtype=self.drafter.dtype)
 
     def _take_in(self, root_ids: Tensor) -> Tensor:
         """Enters the pairs committed since the last round; returns each row's output at its last pair."""
         drafter, config, pending = self.drafter, self.drafter.config, self.pending
-        assert pending is not None and pending.features is not None, "draft() before the prefill was observed"
+        assert pending is not None, "draft() before the prefill was observed"
+        assert pending.features is not None
         device, dtype = drafter.device, drafter.dtype
         batch, new = pending.token_ids.shape
         levels = (self.depth - 1) * self.top_k

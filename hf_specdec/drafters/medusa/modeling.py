@@ -6,7 +6,7 @@ embeddings; which state it reads is settled in `candidates.py`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class MedusaHead(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(MedusaBlock(config.hidden_size) for _ in range(config.medusa_num_layers)))
         if config.own_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, int(config.vocab_size or 0), bias=False)
 
 
 class MedusaDrafter(PretrainedDrafter):
@@ -81,9 +81,10 @@ class MedusaDrafter(PretrainedDrafter):
         """
         logits = []
         for head in self.heads:
-            matrix = head.lm_head if self.config.own_head else lm_head
+            matrix: Any = head.lm_head if self.config.own_head else lm_head
             assert matrix is not None, "heads without a matrix of their own need the target's"
-            hidden = head.blocks(states)
+            blocks: Any = head.blocks
+            hidden = blocks(states)
             logits.append(matrix(hidden.to(next(matrix.parameters()).dtype)).float())
         return torch.stack(logits, dim=1)
 

@@ -405,7 +405,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     def card_summary(self) -> str:
         return (
             "A SpecBlock drafter: each forward drafts a block of dependent tokens from every chosen start at once, "
-            "and a rank head decides how many alternatives each place of the tree gets and where the next block starts."
+            "and a rank head decides how many alternatives each place of the tree gets and where blocks start."
         )
 
     def card_facts(self) -> dict[str, str]:

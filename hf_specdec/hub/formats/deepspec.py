@@ -30,6 +30,7 @@ def _taps(fields: Config) -> list[int]:
 
 
 def read_dflash(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a DFlash drafter of DeepSpec; `stored` are the tensors of its files, if known."""
     ours = decoder_shape(fields, "qwen3") | {
         "draft_vocab_size": fields.get("vocab_size"),
         "num_target_layers": fields.get("num_target_layers"),
@@ -45,6 +46,7 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for an EAGLE-3 drafter of DeepSpec."""
     ours = decoder_shape(fields, "qwen3") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
         "target_layer_ids": _taps(fields),

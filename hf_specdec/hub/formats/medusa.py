@@ -15,6 +15,7 @@ _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bi
 
 
 def read(fields: Config, stored: Headers | None) -> Reading | None:
+    """Our fields and tensor names for Medusa-1 heads; None before the headers of the weights are known."""
     if stored is None:
         return None  # neither width nor vocabulary nor the true number of heads is in the config
     if any(name.startswith("model.") for name in stored):

@@ -12,6 +12,7 @@ from hf_specdec.hub.formats.specforge import eagle_config
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for an EAGLE-3 drafter as SafeAILab publishes it."""
     ours = decoder_shape(fields, "llama") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
         "target_hidden_size": fields.get("target_hidden_size"),

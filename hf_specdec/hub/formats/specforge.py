@@ -23,6 +23,7 @@ def eagle_config(fields: Config) -> Config:
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for an EAGLE-3 drafter as SpecForge writes it."""
     ours = decoder_shape(fields, "llama") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
         "target_hidden_size": fields.get("target_hidden_size"),

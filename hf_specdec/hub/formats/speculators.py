@@ -40,6 +40,7 @@ def _taps(fields: Config, key: str) -> list[int] | None:
 
 
 def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for an EAGLE-3 drafter in the speculators layout."""
     # Every default here is the training class's; vLLM takes a missing norm_before_residual for true.
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     ours = _common(fields) | {flag: bool(fields.get(flag, False)) for flag in flags}
@@ -51,6 +52,7 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_dflash(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a DFlash drafter in the speculators layout."""
     ours = _common(fields)
     taps = _taps(fields, "aux_hidden_state_layer_ids")
     if taps is None:

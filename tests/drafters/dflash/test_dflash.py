@@ -117,9 +117,7 @@ def test_marginals_stay_right_when_rows_commit_different_numbers(target: PreTrai
     generator = torch.Generator().manual_seed(3)
     texts = [torch.randint(3, 60, (30,), generator=generator) for _ in range(2)]
     hidden = [target(text[None], output_hidden_states=True).hidden_states for text in texts]
-    features = [
-        torch.cat([states[layer + 1][0] for layer in drafter.config.target_layer_ids], -1) for states in hidden
-    ]
+    features = [torch.cat([states[layer + 1][0] for layer in drafter.config.target_layer_ids], -1) for states in hidden]
     done = [0, 0]
     for step, counts in enumerate(([6, 6], [1, 4], [3, 1], [5, 2], [0, 3], [2, 2])):
         width = max(counts)

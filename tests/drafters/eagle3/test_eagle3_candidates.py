@@ -63,7 +63,7 @@ def from_scratch(target: PreTrainedModel, drafter: Eagle3Drafter, text: list[int
 
     children, grown = top((), drafter.fuse(features))
     scores = {(token,): logprob for token, logprob in children}
-    states = {path: grown for path in scores}
+    states = dict.fromkeys(scores, grown)
     frontier = list(scores)
     for _ in range(1, drafter.depth):
         level = {}
@@ -139,7 +139,8 @@ def test_drafter_of_another_dtype_than_the_target_drafts(dtype: torch.dtype) -> 
     target = make_target("llama", "sdpa", torch.float32)
     drafter = make_eagle3(target).to(dtype)
     run(target, drafter, PROMPTS["batch of one"]())
-    assert drafter.stats.num_draft_tokens > 0 and drafter.stats.num_plain_steps == 0
+    assert drafter.stats.num_draft_tokens > 0
+    assert drafter.stats.num_plain_steps == 0
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,7 @@ def test_saving_over_a_vocabulary_file_replaces_it(tmp_path: Path, target: PreTr
     drafter = make_specblock(target)
     drafter.save_pretrained(tmp_path)
     assert not (tmp_path / "vocab_mapping.pt").exists()
-    torch.save(
-        {"d2t": torch.zeros(48, dtype=torch.int64), "t2d": torch.arange(64) < 48}, tmp_path / "vocab_mapping.pt"
-    )
+    torch.save({"d2t": torch.zeros(48, dtype=torch.int64), "t2d": torch.arange(64) < 48}, tmp_path / "vocab_mapping.pt")
     drafter.save_pretrained(tmp_path)
     assert torch.equal(load_drafter(tmp_path).d2t, drafter.d2t)
 
