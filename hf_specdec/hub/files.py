@@ -234,7 +234,7 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
             continue
         try:
             with safe_open(file, framework="pt") as tensors:
-                for key in tensors:
+                for key in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     if key in stored:
                         raise ValueError(f"{name!r} holds {key} twice, in {stored[key].file.name} and {file.name}.")
                     part = tensors.get_slice(key)
