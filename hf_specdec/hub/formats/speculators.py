@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
 
 
 def speculators_type(fields: Config) -> str | None:
@@ -77,6 +77,6 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
 
 
 SPECULATORS = {
-    "eagle3": Format("EAGLE-3 (speculators)", "eagle3", read_eagle3, check=check_vocabulary_maps),
-    "dflash": Format("DFlash (speculators)", "dflash", read_dflash, check=check_vocabulary_maps),
+    "eagle3": Format("EAGLE-3 (speculators)", "eagle3", read_eagle3, check=check_vocabulary_maps, shapes=eagle3_shapes),
+    "dflash": Format("DFlash (speculators)", "dflash", read_dflash, check=check_vocabulary_maps, shapes=dflash_shapes),
 }
