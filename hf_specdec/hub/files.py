@@ -6,6 +6,7 @@ name. Nothing here knows a drafter format, and nothing here needs torch: tensors
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -65,14 +66,18 @@ class Source:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
             )
-        from huggingface_hub import snapshot_download  # not needed for folders, and slow to import
+        from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
         from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
             HFValidationError,
             HTTPError,
         )
+        from huggingface_hub.file_download import repo_folder_name
 
+        cache = Path(constants.HF_HUB_CACHE if self.cache_dir is None else self.cache_dir)
         try:
-            return Path(
+            blobs = cache / repo_folder_name(repo_id=self.name, repo_type="model") / "blobs"
+            known = set(os.listdir(blobs)) if blobs.is_dir() else set()
+            folder = Path(
                 snapshot_download(
                     self.name,
                     revision=revision or self.revision,
@@ -82,6 +87,8 @@ class Source:
                     allow_patterns=list(patterns),
                 )
             )
+            _check_hashes(folder, blobs, known)
+            return folder
         except HFValidationError as error:
             raise ValueError(
                 f"{self.name!r} is neither a folder here nor a Hub id, which has the form 'owner/name': {error}"
@@ -247,6 +254,31 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
                 f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as safetensors: {why}."
             ) from error
     return stored
+
+
+def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
+    """Compares files that were just downloaded with the hash that the Hub gave them; the client compares sizes only.
+
+    A blob in the cache is named after its hash: SHA-256, or for small files the one that git gives them.
+
+    Raises:
+        OSError: a file is not what the Hub has; it is removed from the cache.
+    """
+    for entry in folder.rglob("*"):
+        blob = entry.resolve()
+        if blob.parent != blobs.resolve() or blob.name in known:
+            continue
+        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
+        with blob.open("rb") as data:
+            while part := data.read(1 << 24):
+                digest.update(part)
+        if digest.hexdigest() != blob.name:
+            entry.unlink()
+            blob.unlink()
+            raise OSError(
+                f"{entry.name} arrived with the hash {digest.hexdigest()[:12]}..., but the Hub has it as "
+                f"{blob.name[:12]}...: it was damaged or changed on the way, and was removed"
+            )
 
 
 def _refuse_links(folder: Path, patterns: Sequence[str], name: str) -> None:
