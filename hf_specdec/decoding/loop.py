@@ -23,6 +23,7 @@ from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcom
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, count_up
 
@@ -109,11 +110,14 @@ class _Decoding:
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(generation_config.do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        self.lap: Callable[[str], None]
         self.root_ids: Tensor
         self.root_positions: Tensor
 
     def run(self) -> SpeculativeOutput | Tensor:
         started = time.perf_counter()
+        self.stats.stopwatch = Stopwatch(self.sequences.ids.device)
+        self.lap = self.stats.stopwatch.lap
         self.stats.per_step_accepted += [[] for _ in range(self.sequences.batch)]
         generator = self.make_generator(self.target)
         try:
@@ -163,12 +167,12 @@ class _Decoding:
             )
         )
         self.judge(DraftTree.root_only(token_ids[:, -1]), output)
+        self.lap("prefill")
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
         self.root_positions = self.target.root_positions()
-        began = time.perf_counter()
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,
@@ -176,24 +180,28 @@ class _Decoding:
             lengths=self.sequences.lengths,
             active=active,
             choice=self.choice,
+            lap=self.lap,
         )
-        tree = generator.draft(context).within_vocabulary(self.vocab_size)
-        drafted = time.perf_counter()
+        tree = generator.draft(context)
+        self.lap("draft")
+        tree = tree.within_vocabulary(self.vocab_size)
+        self.lap("tree")
         output = self.target.verify(
             tree,
             self.root_positions,
             output_attentions=self.records.keeps_attentions,
             output_hidden_states=self.records.keeps_hidden_states,
         )
-        self.stats.draft_time_s += drafted - began
-        self.stats.verify_time_s += time.perf_counter() - drafted
+        self.lap("verify")
         self.stats.num_target_forwards += 1
         roots = self.root_ids
         acceptance = self.judge(tree, output)
+        self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
         self.count(acceptance, active)
         generator.observe(self.commit(acceptance, active, tree, output))
+        self.lap("commit")
 
     def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""

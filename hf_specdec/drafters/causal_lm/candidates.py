@@ -268,15 +268,18 @@ class TreeGenerator(DraftModelGenerator):
             partial = DraftTree.from_lists(held_ids, held_parents, device=logits.device)
             logits = self.drafter.verify(partial, root_positions, first=first).logits
             self.drafter.cache.hold(width)
+        context.lap("draft")
         kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
         self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
         home = context.root_ids.device
-        return DraftTree.from_lists(
+        tree = DraftTree.from_lists(
             [[row.token_ids[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)],
             [row.parents_among(nodes) for row, nodes in zip(rows, kept, strict=True)],
             finite=torch.tensor([row.finite for row in rows], device=home),
             device=home,
         )
+        context.lap("tree")
+        return tree
 
 
 class Expansion:

@@ -37,8 +37,11 @@ class DDTreeGenerator(TreeCandidateGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.source.marginals(context)
+        context.lap("draft")
         build = heap_tree if logits.device.type == "cpu" else level_tree
-        return build(context.root_ids, logits, self.tree_budget)
+        tree = build(context.root_ids, logits, self.tree_budget)
+        context.lap("tree")
+        return tree
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)

@@ -114,13 +114,16 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.source.marginals(context)
+        context.lap("draft")
         best, token_ids = logits.max(-1)
         # NaN and +inf both show in the maximum; -inf everywhere leaves nothing to draft.
         finite = best.isfinite().all(-1)
         root_ids = context.root_ids.unsqueeze(1)
         valid = finite.unsqueeze(1).expand(-1, token_ids.shape[1] + 1).clone()
         valid[:, 0] = True
-        return DraftTree.chain(torch.cat([root_ids, token_ids.to(root_ids.device)], 1), valid=valid, finite=finite)
+        tree = DraftTree.chain(torch.cat([root_ids, token_ids.to(root_ids.device)], 1), valid=valid, finite=finite)
+        context.lap("tree")
+        return tree
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)

@@ -47,6 +47,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         tree = self._grow(outputs, context)
         assert self.cache is not None
         self.cache.rollback(self.cache.row_lengths)  # the nodes of the tree
+        context.lap("tree")
         return tree
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -164,6 +165,7 @@ class Eagle3Generator(TreeCandidateGenerator):
             states = drafter.recurrent(outputs)[rows, above]
             block = torch.cat([block[rows, above], itself], dim=-1)
             start += width * width
+        context.lap("draft")
         return _best_tree(
             root_ids, torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite, self.depth,
             self.tree_budget,

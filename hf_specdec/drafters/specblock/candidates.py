@@ -373,8 +373,11 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
         nodes, finite = self.grow(context)
+        context.lap("draft")
         tree, _ = cut(nodes, self.shape.tree_budget, self.num_blocks * self.slots, merge=self.merge, finite=finite)
-        return _on(tree, context.root_ids.device)
+        tree = _on(tree, context.root_ids.device)
+        context.lap("tree")
+        return tree
 
     def grow(self, context: DraftContext) -> tuple[Nodes, Tensor]:
         """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""
