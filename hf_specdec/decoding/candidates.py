@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 
 
@@ -104,6 +105,10 @@ class TreeCandidateGenerator(ABC):
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed. The default needs no such knowledge."""
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        """What the drafter knows of the nodes of `tree`, the one it drafted last; asked only where a trace is kept."""
+        return None
 
     def close(self) -> None:
         """Releases what outlives a round (threads, streams, hooks); called once, also after an error."""

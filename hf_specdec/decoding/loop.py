@@ -25,6 +25,7 @@ from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree, count_up
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def speculative_decoding(
     model_kwargs: dict[str, Any],
     stats: SpeculationStats,
     streamer: BaseStreamer | None = None,
+    trace: Trace | None = None,
 ) -> SpeculativeOutput | Tensor:
     """Generates what the target alone would generate, several tokens per target forward.
 
@@ -62,13 +64,14 @@ def speculative_decoding(
         model_kwargs: of the call; `past_key_values` is read and, at the end, brought to plain decoding's state.
         stats: filled while the call runs.
         streamer: receives tokens in order, as soon as no later round can change them.
+        trace: records the rounds, where wanted.
 
     Returns:
         [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
     """
     return _Decoding(
         target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
-        streamer,
+        streamer, trace,
     ).run()  # fmt: skip
 
 
@@ -86,6 +89,7 @@ class _Decoding:
         model_kwargs: dict[str, Any],
         stats: SpeculationStats,
         streamer: BaseStreamer | None,
+        trace: Trace | None,
     ) -> None:
         batch = len(input_ids)
         stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
@@ -100,6 +104,7 @@ class _Decoding:
         self.config = generation_config
         self.model_kwargs = model_kwargs
         self.stats = stats
+        self.trace = trace
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -166,8 +171,10 @@ class _Decoding:
                 target_logits=output.logits,
             )
         )
-        self.judge(DraftTree.root_only(token_ids[:, -1]), output)
+        acceptance = self.judge(DraftTree.root_only(token_ids[:, -1]), output)
         self.lap("prefill")
+        if self.trace is not None:
+            self.trace.begin(prompt, acceptance)
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
@@ -200,6 +207,8 @@ class _Decoding:
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
         self.count(acceptance, active)
+        if self.trace is not None:
+            self.trace.add(tree, acceptance, active, self.sequences.lengths, generator.describe(tree))
         generator.observe(self.commit(acceptance, active, tree, output))
         self.lap("commit")
 

@@ -69,6 +69,6 @@ class Stopwatch:
         del self._unread[:passed]
 
     def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
         return event

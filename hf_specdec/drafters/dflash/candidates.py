@@ -8,8 +8,9 @@ from torch import Tensor
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import BlockMarginals
+from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 
 
@@ -111,9 +112,10 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
+        self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:
-        logits = self.source.marginals(context)
+        logits = self.logits = self.source.marginals(context)
         context.lap("draft")
         best, token_ids = logits.max(-1)
         # NaN and +inf both show in the maximum; -inf everywhere leaves nothing to draft.
@@ -127,3 +129,6 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        return marginal_notes(tree, self.logits)
