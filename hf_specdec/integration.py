@@ -164,6 +164,7 @@ def _decode(
         model_kwargs=model_kwargs,
         stats=drafter.stats,
         streamer=streamer,
+        trace=drafter.trace,
     )
 
 
