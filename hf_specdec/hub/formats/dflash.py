@@ -45,7 +45,12 @@ def dflash_reading(fields: Config, block: Config, stored: Headers | None) -> Rea
 
 
 def dflash_shapes(fields: Config) -> Shapes:
-    """The tensors of a `DFlashDrafter` whose config has these fields."""
+    """The tensors of a `DFlashDrafter` whose config has these fields.
+
+    Raises:
+        ValueError: a field is missing that says how the drafter reads or fills its block.
+    """
+    _check(fields)
     shape = with_defaults(fields, "qwen3")
     block = fields.get("dflash_config") or {}
     hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
@@ -64,3 +69,15 @@ def dflash_shapes(fields: Config) -> Shapes:
     if draft_vocab != vocab:
         found["d2t"] = (draft_vocab,)
     return found
+
+
+def _check(fields: Config) -> None:
+    block = fields.get("dflash_config") or {}
+    for key, value in {
+        "block_size": block.get("block_size", fields.get("block_size")),
+        "mask_token_id": block.get("mask_token_id"),
+    }.items():
+        if type(value) is not int:
+            raise ValueError(f"{key} is {value!r}; it must be an integer.")
+    if not block.get("target_layer_ids") and fields.get("num_target_layers") is None:
+        raise ValueError("it has neither target_layer_ids nor num_target_layers: the layers it reads are unknown.")
