@@ -168,6 +168,8 @@ def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTr
     drafter = FAMILIES[format.family].drafter
     with _naming_config(format, name):
         config = drafter.config_class.from_dict(fields)
+        if format.shapes is not None:
+            format.shapes(fields)  # refuses sizes that make no sense before anything is built from them
         with torch.device("meta"):
             blueprint = drafter(config)
     blueprint.name_or_path = name
