@@ -3,7 +3,9 @@
 Both records are JSON files that other code writes and that travel with the weights:
 
 `training.json`, how it was trained: any fields; `data`, `hardware`, `time` and `losses` are the usual ones and
-`license` names the drafter's licence. The card lists them as they are.
+`license` names the drafter's licence. `chat_template` and `thinking`, true or false, say whether the text was in the
+target's chat template and whether the target thought in it; a prompt of another kind gets a warning. The card lists all
+of them as they are.
 
 `measurements.json`, what it gains:
 

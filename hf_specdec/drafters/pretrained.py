@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from hf_specdec.drafters.card import (
     write_record,
 )
 from hf_specdec.drafters.custom_generate import write_custom_generate
+from hf_specdec.drafters.pairing import check_mode, check_names, check_tokenizer
 from hf_specdec.drafters.registry import FAMILIES
 
 
@@ -56,8 +58,22 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
 
     measurements: Record | None = None
     training_record: Record | None = None
+    # The target that was compared with, and whether a prompt was.
+    _paired: tuple[weakref.ref[PreTrainedModel], bool] | None = None
     # Further files of the format that hold tensors; see `side_tensors`.
     side_files: ClassVar[tuple[str, ...]] = ()
+
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        compared, with_prompt = (None, False) if self._paired is None else (self._paired[0](), self._paired[1])
+        name = self.name_or_path or type(self).__name__
+        if compared is not model:
+            check_tokenizer(name, self.config, model)
+            check_names(name, self.config, model)
+            with_prompt = False
+        if input_ids is not None and not with_prompt:
+            check_mode(name, self.training_record, model, input_ids)
+            with_prompt = True
+        self._paired = weakref.ref(model), with_prompt
 
     @classmethod
     def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
