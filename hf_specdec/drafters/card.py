@@ -86,6 +86,7 @@ def model_card(
     *,
     name: str,
     summary: str,
+    fits: str,
     facts: Mapping[str, str],
     tags: Iterable[str],
     target: str | None,
@@ -99,6 +100,7 @@ def model_card(
     Args:
         name: what a user gives to `load_drafter`, for the heading and the snippet.
         summary: one or two sentences on the method.
+        fits: a sentence on the targets it can draft for.
         facts: further rows of the table at the top.
         tags: Hub tags beside the general ones.
         target: Hub id of the target, or a folder.
@@ -127,7 +129,7 @@ def model_card(
         f"---\n{data.to_yaml()}\n---\n\n{MARKER}",
         f"# {name}",
         f"{summary} The target verifies every drafted token, so the output is the target's own: the same tokens with "
-        "greedy decoding, the same distribution with sampling. A drafter fits only the target it was trained for.",
+        f"greedy decoding, the same distribution with sampling. {fits}",
         _table(("", ""), rows.items()),
         "## Use",
         _snippet(name, target_name, target_revision),

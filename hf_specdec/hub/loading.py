@@ -24,6 +24,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, Family
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
@@ -157,9 +158,13 @@ def _load_host_model(
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
-    folder = source.locate(["model*.safetensors", INDEX_FILE, "generation_config.json"], revision=folder.name)
+    wanted = ["model*.safetensors", INDEX_FILE, "generation_config.json", TRAINING_FILE, MEASUREMENTS_FILE]
+    folder = source.locate(wanted, revision=folder.name)
     read_headers(weight_files(folder, source.name), source.name)
     drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target))
+    if isinstance(drafter, PublishedDrafter):
+        drafter.training_record = read_record(folder, TRAINING_FILE)
+        drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**options)
     return drafter
 

@@ -99,7 +99,7 @@ def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tupl
         >>> static_tree([[0.6, 0.3], [0.5, 0.1]], 4)
         [(0,), (0, 0), (1,), (1, 0)]
     """
-    heap = [(-accuracies[0][rank], (rank,)) for rank in range(len(accuracies[0]))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][rank], (rank,)) for rank in range(len(accuracies[0]))]
     heapq.heapify(heap)
     paths: list[tuple[int, ...]] = []
     while heap and len(paths) < budget:

@@ -54,7 +54,7 @@ def dflash_shapes(fields: Config) -> Shapes:
     shape = with_defaults(fields, "qwen3")
     block = fields.get("dflash_config") or {}
     hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
-    draft_vocab = block.get("draft_vocab_size", vocab)
+    draft_vocab = int(block.get("draft_vocab_size", vocab))
     taps = len(block.get("target_layer_ids") or range(layers))
     found: Shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in (f"layers.{index}" for index in range(layers)):
