@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,9 +75,7 @@ def measure(
     groups: list[str],
 ) -> tuple[Call, Tensor]:
     """Runs a way once; returns what was measured, and the new ids [batch, new]."""
-    memory = Memory(model.device)
     new_ids, seconds, clock = generate(model, inputs, way, temperature, new_tokens, seed)
-    peak = memory.peak_bytes()
     rows = len(new_ids)
     stats = None if way.drafter is None else way.drafter.stats
     speculation: dict[str, Any] = {}
@@ -100,7 +99,6 @@ def measure(
             seconds=seconds,
             ttft_s=clock.times[0] - clock.started,
             token_times_s=[round(moment - clock.times[0], 6) for moment in clock.times[1:]],
-            peak_bytes=peak,
             swept_from=way.swept_from,
             budget=way.settings.get("tree_budget") if way.swept_from else None,
             **speculation,
@@ -144,7 +142,8 @@ class Memory:
     """The most memory in use during a call, above what was held when it began.
 
     On CUDA what the allocator handed out. On Linux without CUDA what the process had resident, which the kernel
-    forgets on request; elsewhere it cannot be told.
+    forgets on request; elsewhere it cannot be told. Not for a call that is timed: what the process keeps for later is
+    given back first, and has to be asked for again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,6 +154,8 @@ class Memory:
             self.before = torch.cuda.memory_allocated(device)
             return
         try:
+            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+                libc.malloc_trim(0)
             _CLEAR_REFS.write_text("5", encoding="ascii")  # forgets the peak, see proc(5)
             self.before = _resident("VmRSS")
         except OSError:  # no such file on this system, or not ours to write

@@ -246,10 +246,11 @@ def speedups_by_prompt(calls: Iterable[Call], baseline: Iterable[Call]) -> dict[
 
 
 def context_width(calls: Iterable[Call]) -> int:
-    """How many tokens of context share a point of the curve: a power of two that gives about six points."""
-    ends = [max(call.prompt_tokens) + 1 + len(call.token_times_s) for call in calls]
-    width = 16
-    while max(ends, default=0) > 6 * width:
+    """How many tokens of context share a point of the curve: a power of two that gives four to eight points."""
+    spans = [(max(call.prompt_tokens) + 1, len(call.token_times_s)) for call in calls]
+    reach = max(start + new for start, new in spans) - min(start for start, _ in spans)
+    width = 8
+    while reach > 8 * width:
         width *= 2
     return width
 

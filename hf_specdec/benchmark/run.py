@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.benchmark import calls
 from hf_specdec.benchmark.prompts import Prompt
-from hf_specdec.benchmark.records import Note, Record, Table
+from hf_specdec.benchmark.records import Call, Note, Record, Table
 from hf_specdec.benchmark.ways import COMPILED, PLAIN, Way
 
 SEED = 0
@@ -48,7 +48,7 @@ def warm_up(
     Yields:
         each way, and None or why it cannot be measured here.
     """
-    longest = max(batches, key=lambda inputs: inputs["input_ids"].shape[1])
+    longest = max(batches, key=_length)
     for way in ways:
         if not way.batches and len(longest["input_ids"]) > 1:
             yield way, "takes one prompt at a time"
@@ -64,6 +64,13 @@ def warm_up(
             yield way, str(error).strip().splitlines()[0]
         else:
             yield way, None
+
+
+def peak_bytes(model: PreTrainedModel, inputs: dict[str, Tensor], way: Way, new_tokens: int) -> int | None:
+    """The most memory that a call of a way that is warm takes above what was held before; None where unknown."""
+    memory = calls.Memory(model.device)
+    calls.generate(model, inputs, way, 0.0, new_tokens, SEED)
+    return memory.peak_bytes()
 
 
 def run(
@@ -97,11 +104,14 @@ def run(
                 f"Batch size {size}: {len(prompts) - size * len(batches)} prompts fill no batch and were left out."
             )
         inputs = [tokenise(tokenizer, [text for text, _ in batch]).to(model.device) for batch in batches]
-        usable = []
+        usable, peaks = [], {}
+        longest = max(inputs, key=_length)
         for way, problem in warm_up(model, inputs, ways, settings.new_tokens):
             advance(way.name)
             if problem is None:
                 usable.append(way)
+                if way.swept_from is None:
+                    peaks[way.name] = peak_bytes(model, longest, way, settings.new_tokens)
             elif way.swept_from is None:
                 yield Note(f"{way.name}, batch size {size}, was not measured: {problem}.")
         for temperature in settings.temperatures:
@@ -109,11 +119,12 @@ def run(
                 for number, (batch, own) in enumerate(zip(batches, inputs, strict=True)):
                     in_sweep = number * size < settings.sweep_prompts and temperature == settings.temperatures[0]
                     groups = [prompt.group for _, prompt in batch]
-                    yield from _in_turn(
+                    for call in _in_turn(
                         model, own, [way for way in usable if in_sweep or way.swept_from is None], advance,
                         temperature=temperature, new_tokens=settings.new_tokens, repeat=repeat, batch=number,
                         groups=groups,
-                    )  # fmt: skip
+                    ):  # fmt: skip
+                        yield replace(call, peak_bytes=peaks.get(call.way))
 
 
 def _in_turn(
@@ -122,7 +133,7 @@ def _in_turn(
     ways: Sequence[Way],
     advance: Callable[[str], None],
     **details: Any,
-) -> Iterator[Record]:
+) -> Iterator[Call]:
     """All ways on the same prompts, in an order that is drawn anew each time; then compares what they wrote."""
     seed = hash((details["repeat"], details["batch"])) % 2**31
     order = random.Random(seed).sample(ways, len(ways))
@@ -158,6 +169,10 @@ def tables(ways: Iterable[Way], model: PreTrainedModel, inputs: Sequence[dict[st
         seen.add(id(way.drafter))
         for title, columns, rows in way.drafter.report_tables(model, inputs):
             yield Table(way.name, title, columns, rows)
+
+
+def _length(inputs: dict[str, Tensor]) -> int:
+    return inputs["input_ids"].shape[1]
 
 
 def device_name(device: torch.device) -> str:

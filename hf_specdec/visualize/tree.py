@@ -60,8 +60,8 @@ def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Sho
                 rows += 1
             shown.children.append(place(child, depth + 1))
         shown.hidden = len(children) - len(shown.children)
-        if shown.hidden:
-            rows += 1  # for the line that says so
+        if shown.hidden and shown.children:
+            rows += 1  # for the line that says so; without children it stands beside the node
         return shown
 
     root = place(0, 0)
@@ -117,12 +117,13 @@ def tree_svg(
             _draw(traced, shown.node, names[shown.node], left, y, width, shown.node in taken or shown.node == 0)
         )
         if shown.hidden:
-            last = max((each.row for each in _walk(shown)), default=shown.row)
+            below = max(each.row for each in _walk(shown)) + 1 if shown.children else shown.row
             nodes.append(
-                f'<text class="more" x="{starts[shown.depth + 1]:.1f}" y="{top + _ROW * (last + 1) + 14:.1f}">'
+                f'<text class="more" x="{starts[shown.depth + 1]:.1f}" y="{top + _ROW * below + 18:.1f}">'
                 f"{_more(shown.hidden)}</text>"
             )
     bonus = label(decode(traced.bonus_id))
+    deepest = max(shown.depth for shown in drawn)
     accepted = " ".join(names[node] for node in traced.path) or "nothing"
     summary = f"{len(names) - 1} drafted nodes, depth {max(depths)}; accepted: {accepted}; bonus token: {bonus}"
     height = top + _ROW * rows + 6
@@ -130,7 +131,7 @@ def tree_svg(
     return (
         f'<svg class="tree" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(summary, quote=True)}" '
         f'viewBox="0 0 {x:.0f} {height:.0f}" width="{x:.0f}" height="{height:.0f}" font-size="12">'
-        f"{style}<title>{escape(summary)}</title>{_heads(starts)}{''.join(edges)}{''.join(nodes)}</svg>"
+        f"{style}<title>{escape(summary)}</title>{_heads(starts, deepest)}{''.join(edges)}{''.join(nodes)}</svg>"
     )
 
 
@@ -176,10 +177,11 @@ def _note(traced: TracedRound, node: int) -> str:
     return " ".join(parts)
 
 
-def _heads(starts: dict[int, float]) -> str:
+def _heads(starts: dict[int, float], deepest: int) -> str:
     return "".join(
         f'<text class="small" x="{left:.1f}" y="14">{"root" if depth == 0 else f"depth {depth}"}</text>'
         for depth, left in starts.items()
+        if depth <= deepest
     )
 
 

@@ -125,8 +125,9 @@ def stacked(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *
         total = 0.0
         for part, value in enumerate(values):
             parts.append(
-                f'<rect class="part part{part}" x="{x(total):.1f}" y="{y + 3}" '
-                f'width="{x(total + value) - x(total):.2f}" height="{row - 6}"><title>{escape(names[part])}: {number(value)}</title></rect>'
+                f'<rect class="part part{part}" x="{x(total):.1f}" y="{y + 3}" height="{row - 6}" '
+                f'width="{x(total + value) - x(total):.2f}"><title>{escape(names[part])}: {number(value)}'
+                "</title></rect>"
             )
             total += value
         parts.append(_text(x(total) + 6, y + row / 2 + 4, number(total), "start", "value"))

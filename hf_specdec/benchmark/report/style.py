@@ -17,6 +17,7 @@ code {{ font-family: ui-monospace, "DejaVu Sans Mono", monospace; }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-size: 12px; margin: 8px 0; }}
 th, td {{ padding: 3px 8px; text-align: right; border-bottom: 1px solid var(--grid); font-weight: normal; }}
+.wide td {{ white-space: nowrap; }}
 thead th {{ font-weight: 600; vertical-align: bottom; border-bottom: 2px solid var(--ink); }}
 th:first-child, td:first-child {{ text-align: left; }}
 figure {{ margin: 28px 0; }}
@@ -28,7 +29,7 @@ svg.chart {{ max-width: 100%; height: auto; display: block; font-family: system-
 svg.chart text {{ fill: var(--ink); }}
 svg.chart .tick {{ fill: var(--muted); font-size: 11px; }}
 svg.chart .axis-title, svg.chart .heading {{ font-weight: 600; }}
-svg.chart .value {{ font-size: 11px; }}
+svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }}
 .grid {{ stroke: var(--grid); }} .axis {{ stroke: var(--ink); }}
 .reference {{ stroke: var(--ink); stroke-dasharray: 5 4; }}
 .bar {{ fill: var(--fill); }}
