@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, concatenate_datasets, load_from_disk
-from train_tiny_code import MuonWithAdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from hf_specdec.training.optimizer import MuonWithAdamW
 
 
 def written_rows(work_dir: Path) -> Dataset:

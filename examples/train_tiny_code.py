@@ -41,6 +41,8 @@ from transformers import (
     set_seed,
 )
 
+from hf_specdec.training.optimizer import MuonWithAdamW
+
 # Standard library (PSF-2.0) and dependencies under BSD, MIT or Apache-2.0 licences, all of which pip installs with
 # hf_specdec[train]. Packages under weaker-known or copyleft terms (tqdm, certifi) are left out on purpose.
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "huggingface_hub", "numpy", "sympy", "networkx", "mpmath",
@@ -136,34 +138,6 @@ def pack(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int, seed
     ids = torch.tensor(stream[: rows * length]).view(rows, length).tolist()
     # Labels are given: the host's collator would leave the end-of-text token out of the loss, because it pads with it.
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the hidden matrices, AdamW for embeddings and norms, under one learning-rate schedule."""
-
-    def __init__(self, model: torch.nn.Module, learning_rate: float):
-        matrices, others = [], []
-        for name, parameter in model.named_parameters():
-            (matrices if parameter.ndim == 2 and "embed_tokens" not in name else others).append(parameter)
-        self.parts = [
-            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        # The schedule writes into these groups, so they must be the very dictionaries the parts read.
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    def step(self, closure=None):
-        for part in self.parts:
-            part.step()
-
-    def state_dict(self):
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state_dict):
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
 def main() -> None:

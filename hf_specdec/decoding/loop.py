@@ -232,10 +232,14 @@ class _Decoding:
         if min(counts) < steps:
             valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
         features = output.features
-        if features is not None:
-            index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
-            features = features.gather(1, index)
-        self.target.cache.commit(path, counts)
+        if acceptance.leading:
+            features = None if features is None else features[:, :steps]
+            self.target.cache.commit_first(counts)
+        else:
+            if features is not None:
+                index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+                features = features.gather(1, index)
+            self.target.cache.commit(path, counts)
         return RoundOutcome(
             token_ids=acceptance.path_ids[:, :steps],
             features=features,

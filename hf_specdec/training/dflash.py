@@ -9,11 +9,12 @@ Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.dflash.configuration import (
     DFlashConfig,
@@ -29,6 +30,7 @@ from hf_specdec.training.losses import (
     draft_losses,
     position_weights,
 )
+from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 # A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
@@ -280,3 +282,45 @@ def _block(config: DFlashConfig) -> tuple[int, int]:
 def _attention_dtype(parameter: Tensor) -> torch.dtype:
     kind = parameter.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+
+
+def _mask_token(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, chosen: int | None) -> int:
+    """The id to write into the slots to be filled: chosen, the tokenizer's mask token, or an unused embedding row."""
+    if chosen is not None:
+        return chosen
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    if len(tokenizer) < target.get_input_embeddings().num_embeddings:
+        return len(tokenizer)
+    raise ValueError(
+        "The tokenizer has no mask token and the target no unused embedding row: name an id that text hardly ever "
+        "contains with --mask-token-id."
+    )
+
+
+def _add_arguments(group: argparse._ArgumentGroup) -> None:
+    add_shape_arguments(group)
+    group.add_argument("--block-size", type=int, default=8, help="the root's slot included")
+    group.add_argument("--mask-token-id", type=int, help="default: the tokenizer's, or an unused embedding row")
+    group.add_argument("--anchors", type=int, default=32, help="blocks per row and step")
+    group.add_argument("--loss", choices=LOSS_NAMES, default="ce")
+    group.add_argument("--gamma", type=float, default=4.0, help="position weights exp(-(k-1)/gamma); 0: all alike")
+
+
+def _prepare(
+    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+) -> tuple[DFlashDrafter, DFlashStep]:
+    drafter = new_drafter(
+        target,
+        mask_token_id=_mask_token(tokenizer, target, arguments.mask_token_id),
+        num_layers=arguments.layers,
+        block_size=arguments.block_size,
+        target_layer_ids=arguments.taps,
+        intermediate_size=arguments.intermediate_size,
+    )
+    return drafter, DFlashStep(
+        drafter, target, num_anchors=arguments.anchors, loss=arguments.loss, gamma=arguments.gamma or None
+    )
+
+
+register_recipe(Recipe("dflash", _add_arguments, _prepare, recorded=("anchors", "loss", "gamma"), eval_batch_size=32))

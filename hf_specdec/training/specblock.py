@@ -9,18 +9,20 @@ is in `hf_specdec/drafters/specblock/`, the target's side in `features.py`.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.target import decoder_layers
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
 from hf_specdec.training.features import TargetReader
+from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 RankLoss = Literal["paper", "published"]
@@ -444,3 +446,57 @@ def new_drafter(
     drafter.set_vocabulary(vocabulary)
     drafter.check_target(target)
     return drafter
+
+
+def _add_arguments(group: argparse._ArgumentGroup) -> None:
+    switch = argparse.BooleanOptionalAction
+    add_shape_arguments(group)
+    group.add_argument("--block-size", type=int, default=4, help="tokens that a block drafts")
+    group.add_argument("--draft-vocab", type=int, default=32000, help="tokens that the drafter can say")
+    group.add_argument("--prefix-broadcast", action=switch, default=True)
+    group.add_argument("--layer-wise-shift", action=switch, default=True)
+    group.add_argument("--blocks", type=int, default=2, help="chained blocks of a start")
+    group.add_argument("--valid-prefix", action=switch, default=True)
+    group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
+    group.add_argument("--rank-loss", choices=["paper", "published"], default="paper")
+    group.add_argument("--rank-budget", type=int, help="most examples of a rank class per slot and batch")
+
+
+def _prepare(
+    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+) -> tuple[SpecBlockDrafter, SpecBlockStep]:
+    """A drafter whose vocabulary is the most frequent tokens of the rows, and its step."""
+    vocab_size = target.get_input_embeddings().num_embeddings
+    size = min(arguments.draft_vocab, vocab_size)
+    vocabulary, coverage = frequent_tokens(rows, size, vocab_size)
+    print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    drafter = new_drafter(
+        target,
+        vocabulary,
+        num_layers=arguments.layers,
+        block_size=arguments.block_size,
+        target_layer_ids=arguments.taps,
+        intermediate_size=arguments.intermediate_size,
+        prefix_broadcast=arguments.prefix_broadcast,
+        layer_wise_shift=arguments.layer_wise_shift,
+    )
+    step = SpecBlockStep(
+        drafter,
+        target,
+        num_blocks=arguments.blocks,
+        rank_start_step=arguments.rank_start_step,
+        valid_prefix=arguments.valid_prefix,
+        rank_loss=arguments.rank_loss,
+        rank_budget=arguments.rank_budget,
+    )
+    return drafter, step
+
+
+register_recipe(
+    Recipe(
+        "specblock",
+        _add_arguments,
+        _prepare,
+        recorded=("blocks", "valid_prefix", "prefix_broadcast", "layer_wise_shift", "rank_start_step", "rank_loss"),
+    )
+)

@@ -29,6 +29,7 @@ class DFlashMarginals(BlockMarginals):
         self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
+        self.empty_slots = torch.full((self.block_size - 1,), own.mask_token_id, device=self.device)
         self.layer_kinds = [
             (drafter.config.window(layer), drafter.config.block_is_causal(layer))
             for layer in range(drafter.config.num_hidden_layers)
@@ -54,8 +55,8 @@ class DFlashMarginals(BlockMarginals):
             )  # fmt: skip
         self.cache.reserve(new + self.block_size)
 
-        block_ids = context.root_ids.new_full((batch, self.block_size), config.mask_token_id)
-        block_ids[:, 0] = context.root_ids
+        roots = context.root_ids.unsqueeze(1)
+        block_ids = torch.cat([roots, self.empty_slots.to(roots.device).expand(batch, -1)], dim=1)
         block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
         positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
         logits = self.drafter(

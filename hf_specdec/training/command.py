@@ -1,0 +1,302 @@
+"""The training command: from a target and text to a drafter in the layout in which such drafters are published.
+
+`hf-specdec train` and `examples/train_drafter.py` run it; `main(argv)` is the same as a Python call. Four stages, each
+kept in --work-dir, so that a second run goes on where the first was stopped:
+
+1. the target continues prompts cut from text: what a drafter must foresee is what its target writes;
+2. rows of the plain text itself are mixed in;
+3. the frozen target's hidden states for all rows are computed once;
+4. the drafter trains on them, many passes, with fresh blocks every time.
+
+What differs from method to method is its `Recipe`, at the foot of its module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import hf_specdec
+from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
+from hf_specdec.training.data import collate, mix, pack_text, write_continuations
+from hf_specdec.training.features import CachedStates, cache_states
+from hf_specdec.training.optimizer import MuonWithAdamW
+from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
+from hf_specdec.training.step import TrainingStep
+
+SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to train on where no --text is given.
+
+    Attributes:
+        description: for the drafter's record.
+        read: gives training and held-out documents.
+    """
+
+    description: str
+    read: Callable[[], tuple[list[str], list[str]]]
+
+
+def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corpus | None = None) -> None:
+    """Trains and saves one drafter.
+
+    Args:
+        argv: the options; `--help` lists them, those of a method with `--method NAME --help`.
+        program: what the user typed before them; part of the drafter's record.
+        corpus: text to use without --text; None makes --text required.
+
+    Raises:
+        ValueError: no such method, or options that do not fit the target.
+    """
+    recipe = recipe_of(_method(argv))
+    arguments = _parser(recipe, program, corpus).parse_args(argv)
+    set_seed(arguments.seed)
+    started = time.time()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(arguments.target)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
+    train_ids, held_out_ids = tokenizer(train_texts)["input_ids"], tokenizer(held_out_texts)["input_ids"]
+
+    workers = arguments.writers or (1 if device == "cuda" else torch.get_num_threads())
+    settings = {
+        "folder": arguments.work_dir,
+        "prompt_lengths": tuple(arguments.prompt_tokens),
+        "new_tokens": arguments.new_tokens,
+        "cache_implementation": "static" if device == "cpu" else None,
+    }
+    wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
+    own = _continuations(target, arguments.target, train_ids, workers, settings | wanted)
+    held_out = write_continuations(target, held_out_ids, num_rows=128, temperatures=(0.0,), **settings)
+    width = len(own[0]["input_ids"])
+    rows = own
+    if arguments.plain_share:
+        rows = mix(own, pack_text(train_ids, width, separator_id=tokenizer.eos_token_id), arguments.plain_share)
+    written_minutes = (time.time() - started) / 60
+    written_tokens = sum(own["length"]) - sum(own["first_anchor"])
+    ended = sum(row["input_ids"][row["length"] - 1] == tokenizer.eos_token_id for row in own)
+    print(
+        f"{len(own)} rows with {written_tokens / 1e3:.0f}k tokens written by the target in {written_minutes:.1f} min; "
+        f"{ended / len(own):.0%} of them reached the end of text",
+        flush=True,
+    )
+    if ended == 0:
+        print("A target that never ends a text loops, and a drafter trained on loops is good at nothing else.")
+
+    drafter, step = recipe.prepare(arguments, target, tokenizer, rows)
+    drafter.config.target_name_or_path = arguments.target
+    drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
+    print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True)
+    train_rows = cache_states(step.reader, rows, arguments.work_dir)
+    held_out_rows = cache_states(step.reader, held_out, arguments.work_dir)
+
+    checkpoints = arguments.work_dir / "checkpoints"
+    last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
+    if last is not None:
+        steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
+    elif arguments.steps is not None:
+        steps = arguments.steps
+    else:
+        each = seconds_per_step(drafter, step, train_rows, arguments.batch_size, arguments.bf16, device)
+        steps = max(20, int(60 * arguments.minutes / each))
+        print(f"{each:.3f} s per step: {steps} steps in {arguments.minutes:g} minutes")
+    trainer = DrafterTrainer(
+        drafter,
+        step,
+        TrainingArguments(
+            output_dir=str(checkpoints),
+            max_steps=steps,
+            per_device_train_batch_size=arguments.batch_size,
+            per_device_eval_batch_size=recipe.eval_batch_size or arguments.batch_size,
+            learning_rate=arguments.learning_rate,
+            lr_scheduler_type=arguments.schedule,
+            warmup_steps=int(steps * arguments.warmup),
+            max_grad_norm=arguments.clip,
+            bf16=arguments.bf16,
+            use_cpu=device == "cpu",
+            eval_strategy="steps",
+            eval_steps=max(1, steps // 10),
+            save_steps=max(1, steps // 10),
+            save_total_limit=1,
+            logging_steps=max(1, min(50, steps // 10)),
+            report_to="none",
+            seed=arguments.seed,
+        ),
+        train_dataset=train_rows,
+        eval_dataset=held_out_rows,
+        optimizers=(MuonWithAdamW(drafter, arguments.learning_rate) if arguments.optimizer == "muon" else None, None),
+    )
+    training_started = time.time()
+    trainer.train(resume_from_checkpoint=last)
+    training_minutes = (time.time() - training_started) / 60
+    evaluation = trainer.evaluate()
+
+    text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
+    drafter.training_record = {
+        "data": {
+            "text": text,
+            "rows_written_by_target": len(own),
+            "tokens_written_by_target": written_tokens,
+            "share_of_rows_that_end": round(ended / len(own), 3),
+            "rows_of_plain_text": len(rows) - len(own),
+            "rows_trained_on": steps * arguments.batch_size,
+        },
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
+        "losses": {name.removeprefix("eval_"): round(value, 4) for name, value in evaluation.items()
+                   if name.startswith(("eval_loss", "eval_acc"))},
+        "command": f"{program} {shlex.join(argv)}",
+        "settings": {name: getattr(arguments, name) for name in ("method", *recipe.recorded, *SHARED_SETTINGS)}
+        | {"steps": steps},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
+    }  # fmt: skip
+    if arguments.license:
+        drafter.training_record["license"] = arguments.license
+    drafter.to(torch.bfloat16).save_pretrained(arguments.output)
+    print(json.dumps(drafter.training_record, indent=2))
+
+
+def _method(argv: Sequence[str]) -> str:
+    # Before the others: which options there are depends on it.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--method", default="dflash")
+    return first.parse_known_args(argv)[0].method
+
+
+def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--method", choices=sorted(RECIPES), default="dflash")
+    parser.add_argument("--target", required=True, help="folder or Hub id of the model to draft for")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="caches and checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --work-dir")
+    parser.add_argument("--license", help="Hub licence id for the drafter's card")
+    parser.add_argument("--seed", type=int, default=0)
+    text = parser.add_argument_group("text")
+    default = f"; default: {corpus.description}" if corpus else ""
+    text.add_argument("--text", type=Path, required=corpus is None, help=f".jsonl (field text) or .txt{default}")
+    text.add_argument("--rows", type=int, default=6144, help="continuations that the target writes")
+    text.add_argument("--write-minutes", type=float, default=12.0, help="stop writing after this time")
+    text.add_argument("--writers", type=int, default=None, help="processes; default: one per CPU core, one with a GPU")
+    text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
+    text.add_argument("--new-tokens", type=int, default=192)
+    text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
+    training = parser.add_argument_group("training")
+    training.add_argument("--minutes", type=float, default=12.0, help="training time, turned into steps by a trial")
+    training.add_argument("--steps", type=int, help="instead of --minutes")
+    training.add_argument("--batch-size", type=int, default=8)
+    training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    training.add_argument("--learning-rate", type=float, default=3e-3)
+    training.add_argument("--schedule", choices=["linear", "cosine"], default="linear")
+    training.add_argument("--warmup", type=float, default=0.04, help="share of the steps")
+    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    recipe.add_arguments(parser.add_argument_group(recipe.name))
+    return parser
+
+
+def read_text(file: Path) -> tuple[list[str], list[str]]:
+    """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".jsonl":
+        documents = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+    else:
+        documents = [text[start : start + 2000] for start in range(0, len(text), 2000)]
+    held_out = documents[::50]
+    return [document for index, document in enumerate(documents) if index % 50], held_out
+
+
+def load_target(path: str) -> PreTrainedModel:
+    """The frozen target: on the GPU in bfloat16 where there is one, else on the CPU as it was saved."""
+    dtype = torch.bfloat16 if torch.cuda.is_available() else "auto"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def _write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict[str, Any]) -> None:
+    """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:  # a writer whose main process was killed must not go on for minutes
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    ids = json.loads(documents.read_text())
+    write_continuations(load_target(target_path), ids, worker=(rank, workers), **settings)
+
+
+def _continuations(
+    target: PreTrainedModel, target_path: str, documents: list[list[int]], workers: int, settings: dict[str, Any]
+) -> Any:
+    """The target's continuations of the documents' beginnings, written by `workers` processes."""
+    if workers > 1:
+        context = multiprocessing.get_context("spawn")
+        # Through a file: a pipe that nobody reads would block this process should a writer fail to start.
+        file = settings["folder"] / "documents.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(documents))
+        shares = [
+            context.Process(target=_write_share, args=(rank, workers, target_path, file, settings), daemon=True)
+            for rank in range(workers)
+        ]
+        for share in shares:
+            share.start()
+        for share in shares:
+            share.join()
+        if any(share.exitcode for share in shares):
+            raise SystemExit("A process that wrote continuations failed; its error is above.")
+        settings = settings | {"max_minutes": 0.0}  # read what is there
+    return write_continuations(target, documents, **settings)
+
+
+def seconds_per_step(
+    drafter: PreTrainedModel, step: TrainingStep, rows: CachedStates, batch_size: int, bf16: bool, device: str
+) -> float:
+    """Median over a few steps of a copy of the drafter, to turn --minutes into a number of steps for the schedule."""
+    trial = copy.deepcopy(drafter).to(device).train()
+    optimizer = torch.optim.AdamW(trial.parameters())
+    times = []
+    for number in range(8):
+        started = time.perf_counter()
+        batch = collate([dict(rows[(number * batch_size + place) % len(rows)]) for place in range(batch_size)])
+        batch = {key: value.to(device) for key, value in batch.items()}
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
+            loss = step(trial, batch, training=True).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]

@@ -1,0 +1,75 @@
+"""Recipe: what a method adds to the training command, `command.py`: its options, its new drafter and its step.
+
+A method registers its recipe at the foot of its module under `training/`; the command knows none by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.training.step import TrainingStep
+
+
+class Rows(Protocol):
+    """Rows with the columns in `data.py`, whether in a list, a `datasets.Dataset` or cached with their states."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train drafters of one method.
+
+    Attributes:
+        name: of the method.
+        add_arguments: adds the method's options to the command, names of the shared ones excluded.
+        prepare: from the parsed options, the target, its tokenizer and the training rows, makes an untrained drafter
+            and its step.
+        recorded: names of the options that the drafter's record keeps beside the shared ones.
+        eval_batch_size: rows per evaluation batch; None takes the training batch size.
+    """
+
+    name: str
+    add_arguments: Callable[[argparse._ArgumentGroup], None]
+    prepare: Callable[
+        [argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, Rows], tuple[PreTrainedModel, TrainingStep]
+    ]
+    recorded: tuple[str, ...] = ()
+    eval_batch_size: int | None = None
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def register_recipe(recipe: Recipe) -> None:
+    """Makes a method known to the training command.
+
+    Raises:
+        ValueError: another recipe has this name.
+    """
+    if RECIPES.setdefault(recipe.name, recipe) is not recipe:
+        raise ValueError(f"A training recipe {recipe.name!r} is registered already; choose another name.")
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a method; an unknown name is answered with the nearest one and the list."""
+    if name not in RECIPES:
+        raise unknown_name("method to train", name, RECIPES)
+    return RECIPES[name]
+
+
+def add_shape_arguments(group: argparse._ArgumentGroup) -> None:
+    """The options of drafters that are a stack of decoder layers over tapped states of the target."""
+    group.add_argument("--layers", type=int, default=2)
+    group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: evenly spaced ones")
+    group.add_argument("--intermediate-size", type=int, help="default: the target's")

@@ -1,0 +1,34 @@
+"""Recipes: what a method adds to the training command."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_specdec.training import command
+from hf_specdec.training.recipe import RECIPES, Recipe, register_recipe
+
+
+def test_unknown_method_to_train_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"Unknown method to train 'dflsh'. Did you mean 'dflash'\?"):
+        command.main(["--method", "dflsh", "--target", "nowhere", "--output", "nowhere"])
+
+
+def test_second_recipe_of_a_name_is_refused():
+    with pytest.raises(ValueError, match="A training recipe 'dflash' is registered already"):
+        register_recipe(Recipe("dflash", lambda group: None, RECIPES["dflash"].prepare))
+
+
+@pytest.mark.parametrize("method", sorted(RECIPES))
+def test_help_lists_only_the_options_of_its_method(method, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--method", method, "--help"])
+    shown = capsys.readouterr().out
+    assert "--write-minutes" in shown
+    assert ("--gamma" in shown) == (method == "dflash")
+    assert ("--rank-start-step" in shown) == (method == "specblock")
+
+
+def test_text_is_required_where_no_corpus_is_given(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--target", "nowhere", "--output", "nowhere"])
+    assert "the following arguments are required: --text" in capsys.readouterr().err
