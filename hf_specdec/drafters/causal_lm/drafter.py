@@ -97,6 +97,10 @@ class CausalLMDrafter(Drafter):
         """Saves the draft model as the plain language model it is; `load_drafter` reads it back."""
         self.model.save_pretrained(save_directory, **kwargs)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return METHODS
+
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         drafter = TargetModel(self.model)
         stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)
