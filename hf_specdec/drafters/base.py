@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,11 @@ class Drafter(ABC):
     stats: SpeculationStats | None = None
     trace: Trace | None = None
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
+        return (self.method,)
+
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError, naming both values and the way out, if this drafter cannot draft for `model`."""
@@ -60,6 +66,17 @@ class Drafter(ABC):
         """0-based decoder layers of the target `model` whose outputs the drafter reads; none by default.
 
         -1 is what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        """
+        return ()
+
+    def report_tables(
+        self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        """Tables of its own that a benchmark's report shows: title, column headings, rows. None by default.
+
+        Args:
+            model: the target.
+            prompts: of the benchmark, tokenised: `input_ids` and `attention_mask`, [batch, seq] each.
         """
         return ()
 

@@ -40,6 +40,10 @@ FAMILIES: dict[str, Family] = {}
 MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, Any], TreeCandidateGenerator]] = {}
 
 
+# Drafters that need no checkpoint: makes one from drafting options.
+WEIGHTLESS: dict[str, Callable[..., Drafter]] = {}
+
+
 def register_family(
     name: str,
     *,
@@ -54,6 +58,11 @@ def register_family(
 def register_marginal_method(name: str, make: Callable[[BlockMarginals, Any], TreeCandidateGenerator]) -> None:
     """Makes a way of drafting from per-position marginals known; `make(marginals, drafter)` reads the options."""
     _claim(MARGINAL_METHODS, name, make)
+
+
+def register_weightless(name: str, make: Callable[..., Drafter]) -> None:
+    """Makes a drafter without weights known by name; `make(**drafting_options)` gives one."""
+    _claim(WEIGHTLESS, name, make)
 
 
 def _claim(table: dict[str, Any], name: str, entry: object) -> None:

@@ -129,6 +129,10 @@ class CausalLMDrafter(PublishedDrafter):
             "Vocabulary": str(self.model.get_input_embeddings().num_embeddings),
         }
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return METHODS
+
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         drafter = TargetModel(self.model)
         stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)

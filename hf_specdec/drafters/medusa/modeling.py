@@ -97,6 +97,10 @@ class MedusaDrafter(PretrainedDrafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # after the final norm
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
+
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, static_tree
 
