@@ -29,7 +29,7 @@ svg.chart {{ max-width: 100%; height: auto; display: block; font-family: system-
 svg.chart text {{ fill: var(--ink); }}
 svg.chart .tick {{ fill: var(--muted); font-size: 11px; }}
 svg.chart .axis-title, svg.chart .heading {{ font-weight: 600; }}
-svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }}
+svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 6px; }}
 .grid {{ stroke: var(--grid); }} .axis {{ stroke: var(--ink); }}
 .reference {{ stroke: var(--ink); stroke-dasharray: 5 4; }}
 .bar {{ fill: var(--fill); }}
