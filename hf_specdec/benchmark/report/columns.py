@@ -61,8 +61,8 @@ LEGEND = (
     "prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts (quartiles). "
     "Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over rounds. Draft "
     "acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it at equal "
-    "budgets only. Drafting: share of the whole time. Round / floor: time of a round over the time to read the target's "
-    "weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. Peak MB: memory "
-    "above what was held before a call, on the longest prompts. Identical: greedy output equal to plain eager "
-    "decoding's, token for token; gap: between the target's two best logits at the first difference."
+    "budgets only. Drafting: share of the whole time. Round / floor: time of a round over the time to read the "
+    "target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. Peak "
+    "MB: memory above what was held before a call, on the longest prompts. Identical: greedy output equal to plain "
+    "eager decoding's, token for token; gap: between the target's two best logits at the first difference."
 )
