@@ -31,7 +31,9 @@ _EXPECTED = {
 
 
 def enable() -> None:
-    """Lets `generate` accept a `Drafter` as `assistant_model`. Done on import; doing it twice changes nothing.
+    """Lets `generate` accept a `Drafter` as `assistant_model`; doing it twice changes nothing.
+
+    Done when any drafter is imported.
 
     Raises:
         ImportError: the installed transformers has functions of another shape than the ones we know.
@@ -164,3 +166,6 @@ def _decode(
         streamer=streamer,
         trace=drafter.trace,
     )
+
+
+enable()

@@ -158,6 +158,12 @@ def _shown(name: str | None) -> str | None:
 
 def _snippet(name: str, target: str | None, revision: str | None) -> str:
     at = f', revision="{revision}"' if revision else ""
+    by_name = (
+        f"\n\nOr by name alone, where hf_specdec is installed: "
+        f'`target.generate(**inputs, custom_generate="{name}", trust_remote_code=True)`.'
+        if is_hub_id(name)
+        else ""
+    )
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdec import load_drafter
@@ -170,7 +176,7 @@ inputs = tokenizer("def fibonacci(n):", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
 print(tokenizer.decode(output[0]))
 print(drafter.stats)
-```"""
+```{by_name}"""
 
 
 def _method_rows(measurements: Record) -> list[tuple[str, str, Record]]:

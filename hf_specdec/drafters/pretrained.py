@@ -9,6 +9,7 @@ import hashlib
 import os
 import tempfile
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ from hf_specdec.drafters.card import (
     read_record,
     write_record,
 )
+from hf_specdec.drafters.custom_generate import write_custom_generate
 from hf_specdec.drafters.registry import FAMILIES
 
 
@@ -70,9 +72,9 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         """
         return {}
 
+    @abstractmethod
     def card_summary(self) -> str:
         """One or two sentences on the method, for the model card."""
-        raise NotImplementedError(f"{type(self).__name__}.card_summary")
 
     def card_facts(self) -> dict[str, str]:
         """Rows for the table at the top of the model card."""
@@ -205,11 +207,14 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         create_pr: bool = False,
         license: str | None = None,
         tags: Iterable[str] = (),
+        tag: str | None = None,
         max_shard_size: str | int | None = "50GB",
     ) -> CommitInfo:
         """Publishes config, weights, records and model card, as one commit; creates the repo where needed.
 
-        A README.md in the repo that was not generated, or whose marker line was removed, is left as it is.
+        A README.md in the repo that was not generated, or whose marker line was removed, is left as it is. With the
+        drafter goes a `custom_generate/generate.py`, see `custom_generate.py`. An upload that breaks off leaves no
+        commit; the same call again sends what is missing.
 
         Args:
             repo_id: `owner/name`, or a name in your own namespace.
@@ -221,13 +226,15 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             create_pr: opens a pull request in place of a commit.
             license: Hub licence id for the card; the training record's where None.
             tags: further tags for the card.
+            tag: git tag for this commit, for `load_drafter(..., revision=tag)`; such as "v1".
             max_shard_size: of one weight file.
 
         Returns:
             The commit, as the Hub answered.
 
         Raises:
-            OSError: offline, not logged in, or the Hub refused; the message says which and what to do.
+            OSError: offline, not logged in, the Hub refused, or it has this tag already; the message says which and
+                what to do.
             ValueError: the measurements lack a field; nothing is uploaded.
         """
         target = self.config.target_name_or_path
@@ -250,7 +257,8 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
                 card.write_text(self.model_card(repo_id, license=license, tags=tags).content, encoding="utf-8")
             else:
                 card.unlink()
-            return api.upload_folder(
+            write_custom_generate(folder, repo_id, revision)
+            commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
                 commit_message=commit_message or f"Upload {type(self).__name__}",
@@ -260,6 +268,21 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
                 # Shards of an earlier, larger upload would otherwise stay beside the new weights.
                 delete_patterns=["model*.safetensors", "model.safetensors.index.json"],
             )
+            if tag is not None:
+                _set_tag(api, repo_id, tag, commit.oid)
+            return commit
+
+
+def _set_tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
+    try:
+        api.create_tag(repo_id, tag=tag, revision=commit)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        raise OSError(
+            f"The drafter was uploaded to {repo_id!r} as commit {commit}, but the tag {tag!r} is there already, at an "
+            "earlier commit. Tags stay where they are: choose another."
+        ) from error
 
 
 def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) -> bool:
@@ -284,8 +307,11 @@ def _weights_digest(folder: Path) -> list[tuple[str, str]]:
 
 
 _HUB_ARGUMENTS = frozenset(
-    ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "license", "tags")
-)
+    (
+        "repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "license",
+        "tags", "tag",
+    )
+)  # fmt: skip
 
 
 @contextmanager

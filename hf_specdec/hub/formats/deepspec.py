@@ -7,8 +7,8 @@ say so. Both kinds bring embeddings and head. Source: shared facts on formats, s
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading
-from hf_specdec.hub.formats.eagle3 import eagle3_reading
+from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.eagle3 import eagle3_reading, eagle3_shapes
 
 
 def is_deepspec_dflash(fields: Config) -> bool:
@@ -56,5 +56,5 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours, stored)
 
 
-DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash)
-DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3)
+DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash, shapes=dflash_shapes)
+DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3, shapes=eagle3_shapes)
