@@ -44,11 +44,12 @@ svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); 
 {"".join(f".series{index} {{ stroke: var(--series{index}); fill: var(--series{index}); }} " for index in range(8))}
 polyline.curve {{ fill: none; }}
 {PICTURES}
+@page {{ size: landscape; margin: 12mm; }}
 @media print {{
   main {{ max-width: none; padding: 0; }}
   figure, tr {{ break-inside: avoid; }}
   h2, h3, figcaption {{ break-after: avoid; }}
-  .wide table {{ font-size: 8px; }} .wide th, .wide td {{ padding: 2px 3px; }}
+  .wide table {{ font-size: 10px; }} .wide th, .wide td {{ padding: 2px 4px; }}
   .wide, .alternative {{ overflow: visible; }}
   details::details-content {{ content-visibility: visible; block-size: auto; }}
 }}
