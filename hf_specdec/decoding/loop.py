@@ -168,6 +168,7 @@ class _Decoding:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
         self.root_positions = self.target.root_positions()
+        layers_run = self.target.num_layers_run
         began = time.perf_counter()
         context = DraftContext(
             root_ids=self.root_ids,
@@ -188,6 +189,7 @@ class _Decoding:
         self.stats.draft_time_s += drafted - began
         self.stats.verify_time_s += time.perf_counter() - drafted
         self.stats.num_target_forwards += 1
+        self.stats.num_layers_run += self.target.num_layers_run - layers_run
         roots = self.root_ids
         acceptance = self.judge(tree, output)
         if not all(active):  # a row that waits for the others goes on from the root it has

@@ -1,13 +1,15 @@
 """TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
 
-Knows how host models want their masks (one tensor, or one per layer type), where their decoder layers are, and how to
-read hidden states from chosen layers. It changes nothing in the model: taps are forward hooks that live as long as one
+Knows how host models want their masks (one tensor, or one per layer type) and how to read hidden states from chosen
+layers; running some layers only is in `slices.py`. It changes nothing in the model: taps are forward hooks that live as long as one
 `generate` call. The tree's meaning is in `tree.py`, the stored keys and values in `cache.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,10 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.pending import PendingChain
+from hf_specdec.decoding.slices import LayerSlices, decoder_layers
 from hf_specdec.decoding.tree import DraftTree
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+_SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
 
 
 @dataclass(frozen=True)
@@ -43,23 +48,6 @@ class TargetOutput:
     hidden_states: tuple[Tensor, ...] | None
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal language model, whatever its family calls them.
-
-    Raises:
-        ValueError: no list of `num_hidden_layers` layers is found in the decoder.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in (model.get_decoder(), model.base_model):
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return child
-    raise ValueError(
-        f"{type(model).__name__} has no list of {count} decoder layers in its decoder, so its hidden states cannot be "
-        "tapped. Open an issue that names the model class."
-    )
-
-
 class TargetModel:
     """A host model bound to the needs of one `generate` call.
 
@@ -67,6 +55,9 @@ class TargetModel:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
         feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
             what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+
+    Attributes:
+        num_layers_run: forwards of single decoder layers since the prefill, over any number of rows and nodes.
 
     Raises:
         ValueError: the target cannot verify trees; the message says why and what to do.
@@ -81,6 +72,8 @@ class TargetModel:
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
         self.cache: TreeCache
+        self.num_layers_run = 0
+        self._template: DraftTree | None = None
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
 
     @staticmethod
@@ -109,6 +102,46 @@ class TargetModel:
                 f"Target {name} takes no position_ids, so the nodes of a draft tree cannot be placed; speculative "
                 "decoding needs a target with position_ids (rotary or learned positions)."
             )
+
+    @classmethod
+    def check_slices(cls, model: PreTrainedModel) -> None:
+        """Raises ValueError unless layers of `model` run in slices give the logits of its whole forward.
+
+        The family must be known, and the model itself is tried on six tokens, once in its life.
+        """
+        slices = LayerSlices(model)
+        if model not in _SLICES_ARE_EXACT:
+            apart, largest = cls(model)._try_slices(slices.num_layers)
+            # Batches of other sizes may round differently in low precision; a missing scale is off by far more.
+            share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
+            if not apart <= share * largest:
+                raise ValueError(
+                    f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
+                    f"from those of its whole forward (up to {largest:.3g}), so this model does something around its "
+                    f"layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
+                    "(hf_specdec/decoding/slices.py) does not describe. Draft with a method that runs whole forwards."
+                )
+            _SLICES_ARE_EXACT.add(model)
+
+    @torch.no_grad()
+    def _try_slices(self, num_layers: int) -> tuple[float, float]:
+        """Largest difference of logits between a chain run in slices and a whole forward, and the largest logit."""
+        device = self.model.get_input_embeddings().weight.device
+        vocab = self.model.get_input_embeddings().num_embeddings
+        token_ids = torch.arange(1, 7, device=device if device.type != "meta" else None).unsqueeze(0) % vocab
+        known = 3
+        whole = self.model(input_ids=token_ids, use_cache=False).logits
+        self.cache = TreeCache(num_layers)
+        self.model(input_ids=token_ids[:, :known], past_key_values=self.cache, use_cache=True)
+        self.prompt_mask, self.last_entry = None, token_ids.shape[1]
+        self.position_offset = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+        self.begin_rounds(token_ids.shape[1])
+        chain = self.begin_chain(self.root_positions(), 3)
+        for node, layer in zip(range(known, token_ids.shape[1]), (num_layers // 2, 1, 0), strict=True):
+            chain.extend(token_ids[:, node])
+            chain.advance(layer)
+        difference = (chain.finish() - whole[:, known:]).float().abs().max()
+        return difference.item(), whole.float().abs().max().item()
 
     @contextmanager
     def tapping(self) -> Iterator[None]:
@@ -212,6 +245,42 @@ class TargetModel:
         """[batch] int64 position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths
 
+    def position_ids(self, tree: DraftTree, root_positions: Tensor) -> Tensor:
+        """[batch, nodes] int64 position ids of a tree's nodes; nodes beyond the last output token stay in range."""
+        position_ids = root_positions.unsqueeze(1) + tree.depths
+        if self.cache.longest + tree.max_depth > self.last_entry:
+            # Such nodes are never kept, but learned positions may have no embedding for them.
+            last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
+            position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        return position_ids
+
+    @functools.cached_property
+    def slices(self) -> LayerSlices:
+        """Its layers, to be run a few at a time."""
+        return LayerSlices(self.model)
+
+    def begin_chain(self, root_positions: Tensor, width: int) -> PendingChain:
+        """A chain of up to `width` nodes, root included, whose drafter runs this target's own layers.
+
+        Handed back with the tree (`DraftTree.pending`), its nodes go on from where they stand when they are verified.
+
+        Raises:
+            ValueError: the slices of this family are not known to be exact.
+        """
+        return PendingChain(self, root_positions, width)
+
+    def chain_template(self, batch: int, width: int) -> DraftTree:
+        """The shape of a chain of `width` nodes, its tokens all zero; made once, since rounds ask for the same."""
+        if self._template is None or self._template.token_ids.shape != (batch, width):
+            zeros = torch.zeros(batch, width, dtype=torch.int64, device=self.cache.lengths.device)
+            self._template = DraftTree.chain(zeros)
+        return self._template
+
+    @property
+    def all_entries_visible(self) -> bool:
+        """Whether a node that comes last may see every entry there is: no padding, no shorter rows, no windows."""
+        return self.cache.batch == 1 and self.prompt_mask is None and not any(self.windows.values())
+
     def verify(
         self,
         tree: DraftTree,
@@ -223,7 +292,9 @@ class TargetModel:
     ) -> TargetOutput:
         """One forward over all nodes of a tree, each seeing the committed prefix and its own ancestors only.
 
-        Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
+        Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4. Nodes that
+        have passed some layers already (`tree.pending`) run the others only, unless something of all layers is asked
+        for.
 
         Args:
             tree: what to verify.
@@ -233,14 +304,13 @@ class TargetModel:
             output_attentions: also return attention weights.
             output_hidden_states: also return hidden states of all layers.
         """
+        if tree.pending is not None and not (output_attentions or output_hidden_states or self.feature_layers):
+            return TargetOutput(tree.pending.finish().to(torch.float32), None, None, None)
         self.cache.reserve(tree.num_nodes)
+        self.num_layers_run += self.config.num_hidden_layers
         for states in self._taps.values():
             states.clear()  # a logits processor may have run the target in between
-        position_ids = root_positions.unsqueeze(1) + tree.depths
-        if self.cache.longest + tree.max_depth > self.last_entry:
-            # Such nodes are never kept, but learned positions may have no embedding for them.
-            last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
-            position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        position_ids = self.position_ids(tree, root_positions)
         token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
@@ -282,9 +352,13 @@ class TargetModel:
             prefix = prefix.unsqueeze(1).expand(batch, nodes, longest)
         return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
 
-    def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
+    def attention_masks(self, tree: DraftTree) -> dict[str, Tensor]:
+        """Additive masks [batch, 1, nodes, entries + nodes] by layer type, or one for all under the key "all"."""
         visible = self._visible_entries(tree)
-        masks = {kind: self._additive(visible, tree, window) for kind, window in self.windows.items()}
+        return {kind: self._additive(visible, tree, window) for kind, window in self.windows.items()}
+
+    def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
+        masks = self.attention_masks(tree)
         if first:
             masks = {kind: mask[:, :, first:] for kind, mask in masks.items()}
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
