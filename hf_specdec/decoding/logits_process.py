@@ -29,9 +29,9 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
         >>> exit_rule = AnnealedConfidenceLogitsProcessor(5, 20, alpha=0.2, threshold=0.55)
         >>> exit_rule.temperature
         1.15
-        >>> logits = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
-        >>> exit_rule.exits(logits)
-        (tensor([ True, False]), tensor([0, 0]))
+        >>> confidence, token_ids = exit_rule.confidence(torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]]))
+        >>> confidence >= exit_rule.threshold, token_ids
+        (tensor([ True, False]), tensor([0, 1]))
     """
 
     def __init__(self, layer: int, num_layers: int, *, alpha: float, threshold: float) -> None:
@@ -45,13 +45,13 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
         """[batch, vocab] logits divided by T_l = 1 + alpha (1 - l / L); the prefix is not looked at."""
         return scores / self.temperature
 
-    def exits(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each row's top probability reaches the threshold, and its token: [batch] bool and [batch] int64.
+    def confidence(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Annealed top probability of each row and its token: [batch] float and [batch] int64.
 
-        NaN reaches nothing.
+        A row exits where the first reaches `threshold`; NaN reaches nothing.
         """
         confidence, token_ids = torch.softmax(self(None, scores), dim=-1).max(-1)
-        return confidence >= self.threshold, token_ids
+        return confidence, token_ids
 
 
 def check_annealing(alpha: float, threshold: float) -> None:

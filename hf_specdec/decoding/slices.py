@@ -114,7 +114,7 @@ class LayerSlices:
         self.types: Sequence[str] | None = getattr(config, "layer_types", None)
         self.embed_tokens: nn.Module = model.get_input_embeddings()
         self.norm: nn.Module = getattr(self.decoder, layout.norm)
-        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.lm_head: Any = model.get_output_embeddings()
         self.num_layers = len(self.layers)
 
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -171,5 +171,8 @@ class LayerSlices:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[batch, nodes, hidden] out of the last layer -> [batch, nodes, vocab], the target's own."""
-        logits = self.lm_head(self.norm(hidden))
+        return self.shape_logits(self.lm_head(self.norm(hidden)))
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """What the family does to the output of its head: scales, soft caps."""
         return logits if self.layout.logits is None else self.layout.logits(self.model, logits)

@@ -150,11 +150,13 @@ class DraftTree:
         *,
         valid: Tensor | None = None,
         finite: Tensor | None = None,
+        children: list[dict[tuple[int, int], int]] | None = None,
         draft_probs: Tensor | None = None,
+        pending: PendingChain | None = None,
     ) -> DraftTree:
         """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix.
 
-        `draft_probs`, where the tokens were drawn at random: see `DraftTree.draft_probs`.
+        The other arguments are attributes of the tree.
         """
         batch, nodes = token_ids.shape
         steps = torch.arange(nodes, device=token_ids.device)
@@ -162,7 +164,7 @@ class DraftTree:
         if valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
-        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, draft_probs=draft_probs)
+        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, children, draft_probs, pending)
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:

@@ -70,6 +70,13 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         """
         return {}
 
+    def write_side_files(self, folder: Path) -> None:
+        """Writes `side_files` beside weights that were just saved; most formats have none."""
+
+    def main_tensors(self) -> dict[str, Tensor] | None:
+        """What goes into the main weight files; None for all there is."""
+        return None
+
     def card_summary(self) -> str:
         """One or two sentences on the method, for the model card."""
         raise NotImplementedError(f"{type(self).__name__}.card_summary")
@@ -129,9 +136,12 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
         measured = folder / MEASUREMENTS_FILE
         replaced = _weights_digest(folder) if self.measurements is None and measured.is_file() else None
-        super().save_pretrained(folder, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        tensors = self.main_tensors() if state_dict is None else state_dict
+        super().save_pretrained(folder, is_main_process=is_main_process, state_dict=tensors, **kwargs)
         if not is_main_process:
             return
+        if state_dict is None:  # weights of the caller's choice, as of a trainer's checkpoint, stay in one place
+            self.write_side_files(folder)
         if replaced is not None and replaced != _weights_digest(folder):
             measured.unlink()
             warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=2)
@@ -240,7 +250,8 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as temporary, _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"
-            super().save_pretrained(folder, max_shard_size=max_shard_size)
+            super().save_pretrained(folder, state_dict=self.main_tensors(), max_shard_size=max_shard_size)
+            self.write_side_files(folder)
             self.write_records(folder, repo_id, license=license)  # a record that cannot be used creates no repo
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr"):
@@ -258,7 +269,7 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
                 revision=revision,
                 create_pr=create_pr,
                 # Shards of an earlier, larger upload would otherwise stay beside the new weights.
-                delete_patterns=["model*.safetensors", "model.safetensors.index.json"],
+                delete_patterns=["model*.safetensors", "model.safetensors.index.json", *self.side_files],
             )
 
 
@@ -274,12 +285,12 @@ def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) 
 def _weights_digest(folder: Path) -> list[tuple[str, str]]:
     """Name and SHA-256 of every weight file in a folder."""
     digests = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.rglob("*.safetensors")):
         digest = hashlib.sha256()
         with file.open("rb") as data:
             while part := data.read(1 << 24):
                 digest.update(part)
-        digests.append((file.name, digest.hexdigest()))
+        digests.append((file.relative_to(folder).as_posix(), digest.hexdigest()))
     return digests
 
 
