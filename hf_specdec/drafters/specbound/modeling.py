@@ -148,7 +148,7 @@ class SpecBoundDrafter(PretrainedDrafter):
             slices: the target's; its final norm and, for "lora", its head are used.
 
         Returns:
-            [..., draft_vocab] logits, in the dtype of the states.
+            [..., draft_vocab] logits.
         """
         head: Any = self.heads[str(layer)]
         normed = slices.norm(states)
@@ -157,11 +157,11 @@ class SpecBoundDrafter(PretrainedDrafter):
         lm_head, up = slices.lm_head, head.lora_B
         ids = self.draft_ids
         if ids is None:
-            logits = lm_head(normed)
+            logits = lm_head(normed.to(lm_head.weight.dtype))
         else:
-            bias = None if lm_head.bias is None else lm_head.bias[ids]
-            logits = nn.functional.linear(normed, lm_head.weight[ids], bias)
-            up = up[ids]
+            weight, up = lm_head.weight[ids].to(up.dtype), up[ids]
+            bias = None if lm_head.bias is None else lm_head.bias[ids].to(up.dtype)
+            logits = nn.functional.linear(normed.to(up.dtype), weight, bias)
         low = nn.functional.linear(normed.to(up.dtype), head.lora_A)
         return slices.shape_logits(logits + nn.functional.linear(low, up))
 
