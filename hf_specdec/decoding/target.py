@@ -126,22 +126,26 @@ class TargetModel:
     @torch.no_grad()
     def _try_slices(self, num_layers: int) -> tuple[float, float]:
         """Largest difference of logits between a chain run in slices and a whole forward, and the largest logit."""
-        device = self.model.get_input_embeddings().weight.device
-        vocab = self.model.get_input_embeddings().num_embeddings
-        token_ids = torch.arange(1, 7, device=device if device.type != "meta" else None).unsqueeze(0) % vocab
-        known = 3
+        embeddings = self.model.get_input_embeddings()
+        device = embeddings.weight.device
+        token_ids = torch.arange(1, 7, device=None if device.type == "meta" else device) % embeddings.num_embeddings
+        token_ids, known = token_ids.unsqueeze(0), 3
         whole = self.model(input_ids=token_ids, use_cache=False).logits
-        self.cache = TreeCache(num_layers)
-        self.model(input_ids=token_ids[:, :known], past_key_values=self.cache, use_cache=True)
-        self.prompt_mask, self.last_entry = None, token_ids.shape[1]
-        self.position_offset = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
-        self.begin_rounds(token_ids.shape[1])
+        self.begin_alone(token_ids[:, :known], room=3)
         chain = self.begin_chain(self.root_positions(), 3)
         for node, layer in zip(range(known, token_ids.shape[1]), (num_layers // 2, 1, 0), strict=True):
             chain.extend(token_ids[:, node])
             chain.advance(layer)
         difference = (chain.finish() - whole[:, known:]).float().abs().max()
         return difference.item(), whole.float().abs().max().item()
+
+    def begin_alone(self, token_ids: Tensor, room: int) -> None:
+        """Begins rounds of up to `room` nodes behind [1, seq] tokens, outside of `generate`: to try or time a round."""
+        self.cache = TreeCache(self.config.num_hidden_layers)
+        self.model(input_ids=token_ids, past_key_values=self.cache, use_cache=True)
+        self.prompt_mask, self.last_entry = None, token_ids.shape[1] + room
+        self.position_offset = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+        self.begin_rounds(token_ids.shape[1] + room)
 
     @contextmanager
     def tapping(self) -> Iterator[None]:

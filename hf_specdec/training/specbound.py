@@ -196,11 +196,20 @@ def _prepare(
     return drafter, SpecBoundStep(drafter, target, num_positions=arguments.positions, loss=arguments.loss)
 
 
+def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) -> None:
+    """Calibrates on prompts that no head was trained on."""
+    if target.device.type == "cpu":
+        target.float()  # what a CPU decodes in, whatever the weights were saved as
+    prompts = [list(row["input_ids"][: int(row["first_anchor"])]) for row, _ in zip(held_out, range(24), strict=False)]
+    print(drafter.eval().calibrate(prompts, target))
+
+
 register_recipe(
     Recipe(
         "specbound",
         _add_arguments,
         _prepare,
+        finish=_finish,
         recorded=("exit_layers", "head", "lora_rank", "draft_vocab", "positions", "loss"),
     )
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from hf_specdec.drafters.specbound.adapters import (
 )
 from hf_specdec.drafters.specbound.configuration import SpecBoundConfig
 from hf_specdec.drafters.vocabulary import check_draft_to_target
+
+if TYPE_CHECKING:
+    from hf_specdec.drafters.specbound.calibration import Calibration
 
 # Two heads whose samples point this much the same way are one head, whatever dtype or quantisation it was loaded in.
 LEAST_LIKENESS = 0.8
@@ -109,12 +112,12 @@ class SpecBoundDrafter(PretrainedDrafter):
         layers = self.config.exit_layers if self.use_exit_layers is None else self.use_exit_layers
         return [layer for layer in layers if layer <= self.d_max]
 
-    def exit_rules(self) -> dict[int, AnnealedConfidenceLogitsProcessor]:
-        """The annealed confidence threshold of every exit layer in use."""
+    def exit_rules(self, layers: Sequence[int] | None = None) -> dict[int, AnnealedConfidenceLogitsProcessor]:
+        """The annealed confidence threshold per exit layer; of those in use where None."""
         depth = self.config.num_target_layers
         return {
             layer: AnnealedConfidenceLogitsProcessor(layer, depth, alpha=self.alpha, threshold=self.threshold)
-            for layer in self.exits
+            for layer in (self.exits if layers is None else layers)
         }
 
     @property
@@ -195,6 +198,34 @@ class SpecBoundDrafter(PretrainedDrafter):
         from hf_specdec.drafters.specbound.candidates import EarlyExitGenerator
 
         return EarlyExitGenerator(self, target)
+
+    def calibrate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Tensor],
+        target: PreTrainedModel | None = None,
+        **settings: Any,
+    ) -> Calibration:
+        """Sets exit layers, threshold, w_max and d_max by what the heads do on these prompts, and cost on this machine.
+
+        The target continues each prompt greedily; see `calibration.py` for what is measured and how choices are
+        compared (Eq. 5 with measured times). The annealing stays as it is. What was measured is kept in
+        `config.calibration`, which `save_pretrained` saves with the new options, and printing the result shows it.
+
+        Args:
+            prompts: texts, or token ids [seq]; a dozen like those to come.
+            target: None for the one that this drafter was last paired with.
+            settings: `new_tokens` per prompt (64); `thresholds` and `widths` to choose among.
+
+        Raises:
+            ValueError: no target, no prompts, or a target that does not fit.
+        """
+        from hf_specdec.drafters.specbound.calibration import calibrate
+
+        target = target if target is not None else self._paired() if self._paired is not None else None
+        if target is None:
+            raise ValueError("calibrate() needs a target: pass target=, or generate once with this drafter before.")
+        self.check_target(target)
+        return calibrate(self, target, prompts, **settings)
 
     # On disk.
 
