@@ -247,8 +247,12 @@ class TreeCache(Cache):
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
         self.row_lengths = row_lengths
-        self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)  # quicker than from a list
-        self._extent.longest, self._extent.held = max(row_lengths), 0
+        longest = max(row_lengths)
+        if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
+            self.lengths = count_up(longest + 1, self.lengths.device)[longest:].expand(len(row_lengths))
+        else:
+            self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)
+        self._extent.longest, self._extent.held = longest, 0
 
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.

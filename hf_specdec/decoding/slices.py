@@ -1,4 +1,4 @@
-"""LayerSlices: a target's decoder run a few layers at a time, with the very modules, masks and cache of a whole forward.
+"""LayerSlices: a target's decoder run a few layers at a time, with the modules, masks and cache of a whole forward.
 
 What the decoder of a family does around its layers (how it embeds, where rotary positions go, what becomes of the
 logits) is written down once per family in `LAYOUTS`, and every model is compared with its own whole forward before
@@ -53,7 +53,9 @@ LAYOUTS: dict[str, Layout] = {
     "cohere2": Layout(logits=lambda model, logits: logits * model.logit_scale),
     "gemma2": Layout(logits=_softcapped),
     "gemma3_text": Layout(rotary="per_type", logits=_softcapped),
-    "gpt2": Layout(norm="ln_f", rotary="none", embed=lambda decoder, tokens, positions: tokens + decoder.wpe(positions)),
+    "gpt2": Layout(
+        norm="ln_f", rotary="none", embed=lambda decoder, tokens, positions: tokens + decoder.wpe(positions)
+    ),
     "gpt_neox": Layout(norm="final_layer_norm", cache_argument="layer_past"),
     "granite": Layout(
         embed=lambda decoder, tokens, positions: tokens * decoder.embedding_multiplier,
@@ -123,7 +125,7 @@ class LayerSlices:
         return tokens if self.layout.embed is None else self.layout.embed(self.decoder, tokens, position_ids)
 
     def rotary(self, like: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """cos and sin [batch, nodes, head_dim] per layer type, or under the key "all"; nothing where there are none."""
+        """Rotary cos and sin [batch, nodes, head_dim] per layer type, or under the key "all"; empty without rotary."""
         if self.layout.rotary == "none":
             return {}
         rotary_emb: Any = self.decoder.rotary_emb

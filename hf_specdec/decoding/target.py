@@ -1,7 +1,7 @@
 """TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
 
 Knows how host models want their masks (one tensor, or one per layer type) and how to read hidden states from chosen
-layers; running some layers only is in `slices.py`. It changes nothing in the model: taps are forward hooks that live as long as one
+layers; running a few layers only is the business of `slices.py`. It changes nothing in the model: taps are forward hooks that live as long as one
 `generate` call. The tree's meaning is in `tree.py`, the stored keys and values in `cache.py`.
 """
 
@@ -11,7 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.slices import LayerSlices, decoder_layers
@@ -71,6 +72,9 @@ class TargetModel:
         self.windows = _windows(model)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
+        self.uses_tree_attention = usable(model)
+        # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
+        self.splits_prefix = model.device.type != "cpu"
         self.cache: TreeCache
         self.num_layers_run = 0
         self._template: DraftTree | None = None
@@ -144,7 +148,8 @@ class TargetModel:
         self.cache = TreeCache(self.config.num_hidden_layers)
         self.model(input_ids=token_ids, past_key_values=self.cache, use_cache=True)
         self.prompt_mask, self.last_entry = None, token_ids.shape[1] + room
-        self.position_offset = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+        self.prompt_starts = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+        self.position_offset = self.prompt_starts
         self.begin_rounds(token_ids.shape[1] + room)
 
     @contextmanager
@@ -215,6 +220,14 @@ class TargetModel:
         self.prompt_mask = None
         if attention_mask is not None and not bool(attention_mask[:, :length].all()):
             self.prompt_mask = attention_mask[:, :length].to(device=device, dtype=torch.bool)
+        # Where each row's prompt begins; None where its entries are no interval, as with gaps in the mask.
+        self.prompt_starts: Tensor | None = torch.zeros(batch, dtype=torch.int64, device=device)
+        if self.prompt_mask is not None:
+            self.prompt_starts = length - self.prompt_mask.sum(1)
+            if not bool(
+                (self.prompt_mask == (torch.arange(length, device=device) >= self.prompt_starts[:, None])).all()
+            ):
+                self.prompt_starts = None
         if position_ids is not None:
             last = position_ids[:, -1].to(device).expand(batch)
         else:
@@ -325,7 +338,7 @@ class TargetModel:
             extra["output_hidden_states"] = True
         # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
         on_cpu = position_ids.device.type == "cpu"
-        with torch.inference_mode() if on_cpu else nullcontext():
+        with torch.inference_mode() if on_cpu else nullcontext(), self.own_attention():
             outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=mask,
@@ -342,42 +355,63 @@ class TargetModel:
             outputs.get("hidden_states"),
         )
 
-    def _visible_entries(self, tree: DraftTree) -> Tensor:
-        """[batch, nodes or 1, entries] bool: the entries that belong to each node's own past, windows left aside."""
-        lengths, longest = self.cache.lengths, self.cache.longest
-        batch, nodes = tree.token_ids.shape
-        if batch == 1 and self.prompt_mask is None:
-            prefix = tree.valid.new_ones((1, 1, 1)).expand(1, nodes, longest)
-        else:
-            entries = torch.arange(longest, device=lengths.device)
-            prefix = entries < lengths.unsqueeze(1)
-            if self.prompt_mask is not None:
-                prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
-            prefix = prefix.unsqueeze(1).expand(batch, nodes, longest)
-        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
+    def own_attention(self) -> AbstractContextManager[None]:
+        """Layers attend with `tree_attention` meanwhile, where it can be used."""
+        return tree_attention(self.config) if self.uses_tree_attention else nullcontext()
 
-    def attention_masks(self, tree: DraftTree) -> dict[str, Tensor]:
-        """Additive masks [batch, 1, nodes, entries + nodes] by layer type, or one for all under the key "all"."""
-        visible = self._visible_entries(tree)
-        return {kind: self._additive(visible, tree, window) for kind, window in self.windows.items()}
+    def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, tuple[Tensor, Spans | None]]:
+        """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on, with their spans.
+
+        By layer type where the target takes a dict, else one for all layers under the key "all".
+        """
+        return {
+            kind: (self._additive(tree, window).unsqueeze(1)[:, :, first:], self._spans(tree, window, first))
+            for kind, window in self.windows.items()
+        }
 
     def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
-        masks = self.attention_masks(tree)
-        if first:
-            masks = {kind: mask[:, :, first:] for kind, mask in masks.items()}
+        masks = {
+            kind: mask if spans is None else attach(mask, spans)
+            for kind, (mask, spans) in self.attention_masks(tree, first).items()
+        }
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
-    def _additive(self, visible: Tensor, tree: DraftTree, window: int | None) -> Tensor:
+    def _additive(self, tree: DraftTree, window: int | None) -> Tensor:
+        """[batch, nodes, entries]: 0 where a node may look, the lowest number elsewhere."""
         # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
+        longest = self.cache.longest
+        if window is None and self.prompt_mask is None and min(self.cache.row_lengths) == longest:
+            own = torch.where(tree.ancestor_mask.to(self._visible.device), self._visible, self._hidden)
+            return torch.nn.functional.pad(own, (longest, 0))  # all of the prefix is seen
+        visible = self._visible_entries(tree)
         if window is not None:
             depths = tree.depths
             own_entry = self.cache.lengths.unsqueeze(1) + depths
-            entries = torch.arange(self.cache.longest, device=depths.device)
+            entries = torch.arange(longest, device=depths.device)
             distance = torch.cat(
                 [own_entry.unsqueeze(-1) - entries, depths.unsqueeze(-1) - depths.unsqueeze(1)], dim=-1
             )
             visible = visible & (distance < window)
-        return torch.where(visible, self._visible, self._hidden).unsqueeze(1)
+        return torch.where(visible, self._visible, self._hidden)
+
+    def _visible_entries(self, tree: DraftTree) -> Tensor:
+        """[batch, nodes, entries] bool: the entries that belong to each node's own past, windows left aside."""
+        lengths, longest = self.cache.lengths, self.cache.longest
+        prefix = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+        if self.prompt_mask is not None:
+            prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
+        prefix = prefix.unsqueeze(1).expand(-1, tree.num_nodes, -1)
+        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
+
+    def _spans(self, tree: DraftTree, window: int | None, first: int) -> Spans | None:
+        """The prefix columns of a mask as intervals, where our attention asks for them and they are intervals."""
+        if not (self.uses_tree_attention and self.splits_prefix) or self.prompt_starts is None:
+            return None
+        lengths = self.cache.lengths
+        starts = self.prompt_starts.unsqueeze(1).expand(-1, tree.num_nodes - first)
+        if window is not None:
+            starts = starts.maximum(lengths.unsqueeze(1) + tree.depths[:, first:] - (window - 1))
+        return Spans(starts.to(torch.int32).contiguous(), lengths.to(torch.int32), tree.num_nodes)
 
 
 def _windows(model: PreTrainedModel) -> dict[str, int | None]:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_specdec.decoding.candidates import DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.slices import LAYOUTS, LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from tests.scripted import StubDrafter

@@ -31,9 +31,7 @@ def folder_of(layer: int) -> str:
     return f"exit-layer-{layer:02d}"
 
 
-def write_adapter(
-    folder: Path, down: Tensor, up: Tensor, *, head_module: str, base_model: str | None
-) -> None:
+def write_adapter(folder: Path, down: Tensor, up: Tensor, *, head_module: str, base_model: str | None) -> None:
     """Writes one adapter.
 
     Args:

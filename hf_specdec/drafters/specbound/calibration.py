@@ -143,7 +143,9 @@ def calibrate(
                     }
                     best = predicted, options
     exits = {
-        layer: {threshold: _share_and_accuracy(confidence[layer] >= threshold, right[layer]) for threshold in thresholds}
+        layer: {
+            threshold: _share_and_accuracy(confidence[layer] >= threshold, right[layer]) for threshold in thresholds
+        }
         for layer in drafter.config.exit_layers
     }
     result = Calibration(
