@@ -57,9 +57,9 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
 def check_annealing(alpha: float, threshold: float) -> None:
     """Raises ValueError, naming value and range, if annealing is negative or a threshold not a probability."""
     if not 0 <= alpha < float("inf"):
-        raise ValueError(f"alpha={alpha!r} must be 0 (no annealing) or more; SpecBound uses 0.2.")
+        raise ValueError(f"alpha={alpha!r} must be 0 (no annealing) or more; 0.2 is usual.")
     if not 0 < threshold < 1:
         raise ValueError(
             f"threshold={threshold!r} must be between 0 and 1, both excluded: it is the least top probability of an "
-            "exit. SpecBound uses 0.55."
+            "exit. 0.55 is usual."
         )

@@ -1,8 +1,9 @@
 """TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
 
 Knows how host models want their masks (one tensor, or one per layer type) and how to read hidden states from chosen
-layers; running a few layers only is the business of `slices.py`. It changes nothing in the model: taps are forward hooks that live as long as one
-`generate` call. The tree's meaning is in `tree.py`, the stored keys and values in `cache.py`.
+layers; running a few layers only is the business of `slices.py`. It changes nothing in the model: taps are forward
+hooks that live as long as one `generate` call. The tree's meaning is in `tree.py`, the stored keys and values in
+`cache.py`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class TargetModel:
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
         self.cache: TreeCache
+        self.prompt_mask: Tensor | None
+        self.prompt_starts: Tensor | None
         self.num_layers_run = 0
         self._template: DraftTree | None = None
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
@@ -221,7 +224,7 @@ class TargetModel:
         if attention_mask is not None and not bool(attention_mask[:, :length].all()):
             self.prompt_mask = attention_mask[:, :length].to(device=device, dtype=torch.bool)
         # Where each row's prompt begins; None where its entries are no interval, as with gaps in the mask.
-        self.prompt_starts: Tensor | None = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.prompt_starts = torch.zeros(batch, dtype=torch.int64, device=device)
         if self.prompt_mask is not None:
             self.prompt_starts = length - self.prompt_mask.sum(1)
             if not bool(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
     """Raises ValueError, naming the list and the rule, unless exit layers ascend and lie within the target."""
     if not layers or not all(isinstance(layer, int) for layer in layers):
         raise ValueError(f"exit layers {layers!r} must be a list of at least one integer.")
-    if any(earlier >= later for earlier, later in zip(layers, layers[1:], strict=False)):
+    if any(earlier >= later for earlier, later in itertools.pairwise(layers)):
         raise ValueError(f"exit layers {list(layers)} must ascend, each named once: {sorted(set(layers))}.")
     if layers[0] < 1 or layers[-1] >= num_target_layers:
         raise ValueError(

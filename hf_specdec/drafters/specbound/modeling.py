@@ -63,7 +63,7 @@ class SpecBoundDrafter(PretrainedDrafter):
     Drafting options:
         threshold: tau, the least annealed top probability to exit with; between 0 and 1.
         alpha: strength of the annealing (Eq. 1); 0 for none.
-        w_max: positions that a round runs through shallow layers, root included; a round commits at most as many tokens.
+        w_max: positions that a round runs, root included; it commits at most as many tokens.
         d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft.
         use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
 
@@ -134,10 +134,11 @@ class SpecBoundDrafter(PretrainedDrafter):
             ValueError: another number of ids, not ascending, or outside the target's vocabulary.
         """
         size = self.config.draft_vocab_size
-        if target_ids.shape != (size,) or not bool((target_ids.diff() > 0).all()):
+        ascending = bool((target_ids.diff() > 0).all())
+        if target_ids.shape != (size,) or not ascending:
             raise ValueError(
-                f"A draft vocabulary for draft_vocab_size={size} is {size} ascending ids, but got {list(target_ids.shape)}"
-                f" of them, ascending: {bool((target_ids.diff() > 0).all())}."
+                f"A draft vocabulary for draft_vocab_size={size} is {size} ascending ids, but got "
+                f"{list(target_ids.shape)} of them, {'' if ascending else 'not '}ascending."
             )
         self.d2t.copy_(target_ids - torch.arange(size))
         check_draft_to_target(self.d2t, self.config.vocab_size, self.name_or_path or type(self).__name__)
