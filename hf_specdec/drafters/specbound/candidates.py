@@ -6,6 +6,7 @@ that finds no exit up to d_max, or when w_max positions are taken; the last of t
 about to decode it. Then all positions go through their remaining layers together: that is the verification, which
 `TargetModel.verify` runs, and it decodes the last position as well. A round of w positions so runs at most
 (w - 1) d_max + L = w d_max + (L - d_max) layers (Eq. 3), and keeps one hidden state per position.
+With d_max = L, the ablation of Figure 4, a difficult position is decoded alone and the draft goes on behind it.
 Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; which states are kept and brought up is in
 `decoding/pending.py`. In the paper rows stand alone; here the rows of a batch pass layers together, each leaves at its
 own exit, and the draft goes on while some row has found one.
@@ -54,6 +55,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         self.drafter, self.target = drafter, target
         self.width = drafter.w_max
         self.rules = drafter.exit_rules()
+        self.is_unbounded = drafter.d_max == drafter.config.num_target_layers
         self.draft_ids = drafter.draft_ids
         self.vocab_size = drafter.config.vocab_size
 
@@ -108,30 +110,52 @@ class EarlyExitGenerator(TreeCandidateGenerator):
                 leaving.append(waiting and value >= rule.threshold)
                 if waiting:
                     finite[row] = leaving[row] or (finite[row] and value == value)
-            if not any(leaving):
-                continue
-            if logits is None or token_ids is None:
-                logits, token_ids = here, likeliest
-            else:
-                mask = torch.tensor(leaving, device=here.device)
-                logits, token_ids = here.where(mask.unsqueeze(1), logits), likeliest.where(mask, token_ids)
-            found = [before or now for before, now in zip(found, leaving, strict=True)]
-            if found == going:
-                break
-        if logits is None or token_ids is None:
+            if any(leaving):
+                if self.draft_ids is not None:
+                    likeliest, here = self.draft_ids[likeliest], self.everywhere(here) if choice.do_sample else here
+                found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, likeliest)
+                if found == going:
+                    break
+        if self.is_unbounded and found != going:
+            here = self.target.slices.logits(chain.advance(self.target.slices.num_layers)).float()
+            leaving = [row and not left for row, left in zip(going, found, strict=True)]
+            if not choice.do_sample:  # else the logits of exits may be of a reduced vocabulary
+                logits = None
+            found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, here.argmax(-1))
+        if token_ids is None or logits is None:
             return NextTokens(found, torch.zeros(len(going), dtype=torch.int64), None, finite)
         if choice.do_sample:
             return NextTokens(found, *self.draw(logits, found, choice), finite)
-        return NextTokens(found, token_ids if self.draft_ids is None else self.draft_ids[token_ids], None, finite)
+        return NextTokens(found, token_ids, None, finite)
+
+    def everywhere(self, logits: Tensor) -> Tensor:
+        """[batch, draft_vocab] -> [batch, vocab], with no chance for what the heads cannot say."""
+        assert self.draft_ids is not None
+        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
 
     def draw(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
         """Tokens [batch] drawn as the call draws its own, and their law [batch, vocab]; not annealed."""
-        if self.draft_ids is not None:
-            everywhere = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-            logits = everywhere.index_copy_(1, self.draft_ids, logits)
         if not all(found):  # rows without an exit are not drafted for, but drawn in the same call
             logits = logits.where(torch.tensor(found, device=logits.device).unsqueeze(1), 0.0)
         scores = choice.warpers(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits)
         # A warper may forbid all that a reduced vocabulary can say; anything may then be drafted.
         law = torch.softmax(scores.where((scores > -torch.inf).any(1, keepdim=True), 0.0), dim=-1)
         return torch.multinomial(law, num_samples=1).squeeze(1), law
+
+
+def _joined(
+    found: list[bool],
+    leaving: list[bool],
+    logits: Tensor | None,
+    new_logits: Tensor,
+    token_ids: Tensor | None,
+    new_token_ids: Tensor,
+) -> tuple[list[bool], Tensor, Tensor]:
+    """Rows that have left, with their logits and tokens, after those `leaving` now."""
+    left = [before or now for before, now in zip(found, leaving, strict=True)]
+    if token_ids is None or (len(found) == 1 and leaving[0]):
+        return left, new_logits, new_token_ids
+    mask = torch.tensor(leaving, device=new_token_ids.device)
+    if logits is not None:
+        new_logits = new_logits.where(mask.unsqueeze(1), logits)
+    return left, new_logits, new_token_ids.where(mask, token_ids)

@@ -109,10 +109,10 @@ class SpecBoundConfig(PreTrainedConfig):
         """Raises ValueError, naming the option and its range, if these heads cannot draft with such options."""
         if not isinstance(w_max, int) or not 1 <= w_max <= MAX_WIDTH:
             raise ValueError(f"w_max={w_max!r} must be an integer from 1 to {MAX_WIDTH}: positions per round.")
-        if not isinstance(d_max, int) or not 1 <= d_max < self.num_target_layers:
+        if not isinstance(d_max, int) or not 1 <= d_max <= self.num_target_layers:
             raise ValueError(
-                f"d_max={d_max!r} must be an integer from 1 to {self.num_target_layers - 1}: the target has "
-                f"{self.num_target_layers} layers, and a token that passes all of them is decoded, not drafted."
+                f"d_max={d_max!r} must be an integer from 1 to {self.num_target_layers}, the layers of the target; "
+                "that many are no bound."
             )
         check_annealing(alpha, threshold)
         if use_exit_layers is not None:

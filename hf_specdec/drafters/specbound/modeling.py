@@ -64,7 +64,8 @@ class SpecBoundDrafter(PretrainedDrafter):
         threshold: tau, the least annealed top probability to exit with; between 0 and 1.
         alpha: strength of the annealing (Eq. 1); 0 for none.
         w_max: positions that a round runs, root included; it commits at most as many tokens.
-        d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft.
+        d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft. L is no bound:
+            such a token is then decoded alone and the draft goes on.
         use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
 
     Relation to its siblings: the only one that needs no network, no cache and no forward of its own, and whose work is
