@@ -197,7 +197,7 @@ def _prompts(arguments: argparse.Namespace, target: str, bundled: bool) -> tuple
                 f"{', '.join(sorted(NAMED_SETS))}."
             )
         source = os.path.relpath(BUNDLED / "prompts.jsonl")
-    limit = arguments.num_prompts or (10 if arguments.quick else 32)
+    limit = arguments.num_prompts or (8 if arguments.quick else 32)
     return load_prompts(source, limit), source
 
 

@@ -7,6 +7,7 @@ the median over repeats, a method's the median over prompts.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,7 @@ class Figures:
         peak_bytes: most of any call.
         num_identical: calls that wrote what plain decoding writes, of `num_compared`.
         num_compared: greedy calls.
+        rank: by tokens/s, the quickest first; ways whose spreads over repeats overlap share one. 0 before it is known.
         largest_gap: between the target's two best logits at any first difference; None without one.
     """
 
@@ -98,6 +100,7 @@ class Figures:
     num_identical: int
     num_compared: int
     largest_gap: float | None
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,26 @@ def _cell(temperature: float, batch_size: int, calls: list[Call], environment: E
     return Cell(
         temperature,
         batch_size,
-        figures,
+        ranked(figures),
         {name: sorted(points, key=lambda point: point[0]) for name, points in sweeps.items()},
         {figures.way: speed_by_context(by_way[figures.way], width) for figures in figures},
     )
+
+
+def ranked(figures: list[Figures]) -> list[Figures]:
+    """The same with their ranks, in the same order.
+
+    A way shares the rank of the next quicker one where the two cannot be told apart: the quickest repeat of the one is
+    no slower than the slowest repeat of the other.
+    """
+    ranks: dict[str, int] = {}
+    above: Figures | None = None
+    order = sorted(figures, key=lambda own: own.tokens_per_s.median, reverse=True)
+    for place, own in enumerate(order, start=1):
+        tied = above is not None and own.tokens_per_s.high >= above.tokens_per_s.low
+        ranks[own.way] = ranks[above.way] if tied and above is not None else place
+        above = own
+    return [dataclasses.replace(own, rank=ranks[own.way]) for own in figures]
 
 
 def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], environment: Environment) -> Figures:

@@ -126,9 +126,10 @@ def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> Node
     """The same for drafters that score whole paths.
 
     Args:
-        tree: of `nodes` nodes.
+        tree: whose nodes are the first of those that follow: it may have been cut since it was drafted.
         path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
         forwards: [batch, nodes] int64, see `NodeNotes`.
     """
+    path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
     above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
     return NodeNotes((path_logprobs - above).exp(), forwards)

@@ -53,6 +53,7 @@ svg.tree .small { font-size: 10px; fill: var(--ink); }
 svg.tree .more { font-size: 10px; fill: var(--muted); font-style: italic; }
 .shaded { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; white-space: pre-wrap;
   overflow-wrap: anywhere; border: 1px solid var(--grid); padding: 10px; line-height: 1.7; }
+.shaded span { border-right: 1px solid var(--paper); }
 .shaded .prompt { color: var(--muted); }
 .shaded .accepted { background: var(--accepted); }
 .shaded .bonus { background: var(--bonus); text-decoration: underline; }

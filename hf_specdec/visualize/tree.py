@@ -102,17 +102,17 @@ def tree_svg(
         starts[depth] = x
         x += widths[depth] + _GAP
     top = 26
-    edges, nodes = [], []
+    edges: list[str] = []
+    nodes: list[str] = []
     for shown in drawn:
         left, y = starts[shown.depth], top + _ROW * shown.row
         width = widths[shown.depth]
         for child in shown.children:
             own, to = starts[child.depth], top + _ROW * child.row + _NODE / 2
             bend = own - _GAP / 2
-            style = "edge taken" if child.node in taken else "edge"
-            edges.append(
-                f'<path class="{style}" d="M{left + width:.1f},{y + _NODE / 2:.1f} H{bend:.1f} V{to:.1f} H{own:.1f}"/>'
-            )
+            style, place = ("edge taken", len(edges)) if child.node in taken else ("edge", 0)
+            line = f"M{left + width:.1f},{y + _NODE / 2:.1f} H{bend:.1f} V{to:.1f} H{own:.1f}"
+            edges.insert(place, f'<path class="{style}" d="{line}"/>')  # the accepted path lies on top
         nodes.append(
             _draw(traced, shown.node, names[shown.node], left, y, width, shown.node in taken or shown.node == 0)
         )

@@ -5,10 +5,12 @@ import statistics
 import pytest
 
 from hf_specdec.benchmark.figures import (
+    Figures,
     Spread,
     cells,
     context_width,
     figures_of,
+    ranked,
     rates_by_repeat,
     speed_by_context,
     speedups_by_prompt,
@@ -59,6 +61,16 @@ def test_figures_of_known_rounds() -> None:
     assert sum(figures.call_s.values()) == pytest.approx(0.5), "nothing of a call is left out"
     assert figures.call_s["rest"] == pytest.approx(0.01)
     assert figures.tpot_s == Spread.of([0.4 / 9])
+
+
+def test_ways_that_their_repeats_cannot_tell_apart_share_a_rank() -> None:
+    def of(way: str, *rates: float) -> Figures:
+        calls = [call(way, repeat=repeat, seconds=10 / rate) for repeat, rate in enumerate(rates)]
+        return figures_of(calls, [], [], environment())
+
+    figures = ranked([of("slow", 90, 100), of("quick", 200, 210), of("near", 195, 201), of("mean", 150, 160)])
+    assert {own.way: own.rank for own in figures} == {"quick": 1, "near": 1, "mean": 3, "slow": 4}
+    assert [own.way for own in figures] == ["slow", "quick", "near", "mean"]
 
 
 def test_the_baseline_has_no_speedup_and_no_rounds() -> None:

@@ -37,6 +37,7 @@ def milliseconds(seconds: float) -> str:
 # Heading to what stands below it.
 COLUMNS: dict[str, Callable[[Figures], str]] = {
     "method": lambda own: own.way,
+    "rank": lambda own: str(own.rank),
     "tokens/s": lambda own: _of(own.tokens_per_s, lambda value: f"{value:.0f}"),
     "speedup over eager": lambda own: _of(own.speedup, lambda value: f"{value:.2f}x"),
     "over compiled": lambda own: "-" if own.speedup_compiled is None else f"{own.speedup_compiled.median:.2f}x",
@@ -56,12 +57,12 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 }
 
 LEGEND = (
-    "tokens/s: all new tokens over the time of whole calls, prefill included; median over repeats. Speedup: by prompt, "
-    "in the same repeat; median over prompts (quartiles). Mean acceptance length: tokens per round, bonus token "
-    "included, prefill excluded, pooled over rounds. Draft acceptance rate: accepted over drafted tokens; on trees "
-    "most nodes are alternatives, so compare it at equal budgets only. Drafting: share of the whole time. Round / "
-    "floor: time of a round over the time to read the target's weights once at the bandwidth of a copy. TTFT: time to "
-    "first token; TPOT: time per further token. Peak MB: memory above what was held before a call, on the longest "
-    "prompts. Identical: greedy output equal to plain eager decoding's, token for token; gap: between the target's two "
-    "best logits at the first difference."
+    "Rank: by tokens/s; ways whose repeats overlap share one. Tokens/s: all new tokens over the time of whole calls, "
+    "prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts (quartiles). "
+    "Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over rounds. Draft "
+    "acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it at equal "
+    "budgets only. Drafting: share of the whole time. Round / floor: time of a round over the time to read the "
+    "target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. Peak "
+    "MB: memory above what was held before a call, on the longest prompts. Identical: greedy output equal to plain "
+    "eager decoding's, token for token; gap: between the target's two best logits at the first difference."
 )

@@ -29,7 +29,7 @@ svg.chart {{ max-width: 100%; height: auto; display: block; font-family: system-
 svg.chart text {{ fill: var(--ink); }}
 svg.chart .tick {{ fill: var(--muted); font-size: 11px; }}
 svg.chart .axis-title, svg.chart .heading {{ font-weight: 600; }}
-svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }}
+svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 6px; }}
 .grid {{ stroke: var(--grid); }} .axis {{ stroke: var(--ink); }}
 .reference {{ stroke: var(--ink); stroke-dasharray: 5 4; }}
 .bar {{ fill: var(--fill); }}
@@ -44,11 +44,12 @@ svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); 
 {"".join(f".series{index} {{ stroke: var(--series{index}); fill: var(--series{index}); }} " for index in range(8))}
 polyline.curve {{ fill: none; }}
 {PICTURES}
+@page {{ size: landscape; margin: 12mm; }}
 @media print {{
   main {{ max-width: none; padding: 0; }}
   figure, tr {{ break-inside: avoid; }}
   h2, h3, figcaption {{ break-after: avoid; }}
-  .wide table {{ font-size: 8px; }} .wide th, .wide td {{ padding: 2px 3px; }}
+  .wide table {{ font-size: 10px; }} .wide th, .wide td {{ padding: 2px 4px; }}
   .wide, .alternative {{ overflow: visible; }}
   details::details-content {{ content-visibility: visible; block-size: auto; }}
 }}
