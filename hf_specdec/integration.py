@@ -153,6 +153,7 @@ def _decode(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
+    drafter.check_pairing(model, input_ids)
     drafter.stats = SpeculationStats(method=drafter.method)
     return speculative_decoding(
         TargetModel(model, drafter.feature_layers(model)),

@@ -50,6 +50,14 @@ class Drafter(ABC):
     def check_options(self) -> None:
         """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
 
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
+
+        Args:
+            model: the target.
+            input_ids: [batch, seq] int64, the prompts of a first call; None before there are any.
+        """
+
     @abstractmethod
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         """Makes the state of one `generate` call on `target`."""

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_JSON_BYTES = 2**26  # an index of a million tensors
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,21 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: it is not there; lists what is.
-        ValueError: it is no JSON object.
+        ValueError: it is no JSON object, or of a size that none has.
     """
     if not file.is_file():
         present = ", ".join(_present(file.parent)) or "none that a drafter consists of"
         raise FileNotFoundError(
             f"{name!r} has no {file.name}, so it is not a drafter checkpoint. Files there: {present}."
         )
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{file.name} of {name!r} has {size} bytes, more than the {MAX_JSON_BYTES} that are read. The checkpoint "
+            "is damaged or hostile: nothing was loaded."
+        )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
         raise ValueError(f"{file.name} of {name!r} is not valid JSON ({error}); copy or download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} of {name!r} holds a {type(content).__name__}, but must hold a JSON object.")

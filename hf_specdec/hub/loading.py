@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
-from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, Family
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
@@ -125,9 +125,11 @@ def load_drafter(
         dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored),
     )
     drafter.name_or_path = drafter.config.name_or_path = name
-    drafter.training_record = read_record(folder, TRAINING_FILE)
+    drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**drafting_options)
+    if target is not None:
+        drafter.check_pairing(target)
     return drafter.to(_device_for(target) if device is None else device)
 
 
@@ -156,9 +158,13 @@ def _load_host_model(
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
-    folder = source.locate(["model*.safetensors", INDEX_FILE, "generation_config.json"], revision=folder.name)
+    wanted = ["model*.safetensors", INDEX_FILE, "generation_config.json", TRAINING_FILE, MEASUREMENTS_FILE]
+    folder = source.locate(wanted, revision=folder.name)
     read_headers(weight_files(folder, source.name), source.name)
     drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target))
+    if isinstance(drafter, PublishedDrafter):
+        drafter.training_record = read_record(folder, TRAINING_FILE)
+        drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**options)
     return drafter
 
@@ -168,6 +174,8 @@ def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTr
     drafter = FAMILIES[format.family].drafter
     with _naming_config(format, name):
         config = drafter.config_class.from_dict(fields)
+        if format.shapes is not None:
+            format.shapes(fields)  # refuses sizes that make no sense before anything is built from them
         with torch.device("meta"):
             blueprint = drafter(config)
     blueprint.name_or_path = name
@@ -179,7 +187,7 @@ def _check(blueprint: PretrainedDrafter, options: dict[str, Any], target: PreTra
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
-        _check_tokenizer(blueprint, target)
+        check_tokenizer(blueprint.name_or_path, blueprint.config, target)
 
 
 @contextmanager
@@ -200,35 +208,6 @@ def _naming_config(format: Format, name: str) -> Iterator[None]:
         raise ValueError(
             f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {kind}{str(error).strip()}"
         ) from error
-
-
-def _check_tokenizer(drafter: PretrainedDrafter, target: PreTrainedModel) -> None:
-    """Raises ValueError if the target's tokenizer is at hand and not the one recorded at training."""
-    recorded = drafter.config.target_tokenizer_sha256
-    if recorded is None or not target.name_or_path:
-        return
-    try:
-        if not _has_vocabulary(target.name_or_path):
-            return
-        tokenizer = AutoTokenizer.from_pretrained(target.name_or_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        return  # one that needs more than is installed or allowed: nothing to compare with
-    found = tokenizer_fingerprint(tokenizer)
-    if found != recorded:
-        raise ValueError(
-            f"Drafter {drafter.name_or_path!r} was trained with the tokenizer of "
-            f"{drafter.config.target_name_or_path or 'its target'!r} (vocabulary sha256 {recorded[:12]}...), but "
-            f"target {target.name_or_path!r} has another one (sha256 {found[:12]}..., {len(tokenizer)} tokens): the "
-            "same ids are other tokens. Use the target it was trained for, or a drafter trained for this target."
-        )
-
-
-def _has_vocabulary(name: str) -> bool:
-    """Whether a tokenizer's vocabulary is here; without one AutoTokenizer makes up an empty tokenizer."""
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if Path(name).is_dir():
-        return any((Path(name) / file).is_file() for file in files)
-    return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
 
 
 def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -26,8 +26,9 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.specblock import SpecBlockDrafter
 from hf_specdec.hub.recognition import recognise
-from tests.methods import make_dflash, make_eagle3, make_medusa
+from tests.methods import make_dflash, make_eagle3, make_medusa, make_specblock
 from tests.targets import make_target, one_prompt
 
 Fields = dict[str, Any]
@@ -244,6 +245,31 @@ def as_deepspec_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, T
     return config | fields, dict(drafter.state_dict())
 
 
+def as_zlab(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config, "head_dim") | {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "num_target_layers": LAYERS,
+        "tie_word_embeddings": True,
+        "rope_theta": drafter.config.rope_parameters["rope_theta"],
+        "dflash_config": {"mask_token_id": drafter.config.mask_token_id},
+    }
+    config["dflash_config"] |= fields.pop("dflash_config", {})
+    return config | fields, dict(drafter.state_dict())
+
+
+def as_specblock(drafter: SpecBlockDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config) | {
+        "architectures": ["LlamaForCausalLMSpecBlockShift"],
+        "model_type": "llama",
+        "diffspec_draft_token_num": drafter.config.block_size,
+        "rank_classes": drafter.config.rank_classes,
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+    }
+    return config | fields, dict(drafter.state_dict())
+
+
 def absolute_ids(drafter: Any) -> None:
     drafter.d2t -= torch.arange(drafter.d2t.numel())
 
@@ -286,12 +312,57 @@ FORGE = {"format": "EAGLE-3 (SpecForge)", "make": make_eagle3, "write": as_specf
 SPEC = {"format": "EAGLE-3 (speculators)", "make": make_eagle3, "write": as_speculators_eagle3}
 DEEP = {"format": "EAGLE-3 (DeepSpec)", "make": make_eagle3, "write": as_deepspec_eagle3}
 SPEC_DFLASH = {"format": "DFlash (speculators)", "make": make_dflash, "write": as_speculators_dflash}
+ZLAB = {"format": "dflash", "make": make_dflash, "write": as_zlab}
+BLOCKS = {"format": "specblock", "make": make_specblock, "write": as_specblock}
 DEEP_DFLASH = {"format": "DFlash (DeepSpec)", "make": make_dflash, "write": as_deepspec_dflash}
 OWN = {"own_embeddings": True, "own_head": True}
 
 # Of 8 layers, hs[2], hs[4] and hs[5] are what layers 1, 3 and 4 give.
 DEFAULT_TAPS = {"target_layer_ids": [1, 3, 4]}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 CASES = {
+    # A2: outputs of layers, by a formula where no list is given. A3: the root's slot is unused. A6: block size and
+    # rotary base at the top or nested, causality in three spellings, sliding layers causal where nothing is said.
+    "z-lab, layers by formula, block size at the top": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}} | rope(300.0),
+        written={"block_size": 5},
+        misread=[other_slots, other_taps(-1), rope(1e4)],
+    ),
+    "z-lab, a list of layers, block size nested": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [2, 3, 6]}},
+        written={"dflash_config": {"target_layer_ids": [2, 3, 6], "block_size": 5}},
+        misread=[other_taps(-1), other_taps(1)],
+    ),
+    "z-lab, sliding layers are causal": Case(
+        **ZLAB,
+        ours=SLIDING | {"dflash_config": {"target_layer_ids": [1, 5]}},
+        written=SLIDING | {"block_size": 5},
+        misread=[{"is_causal": False}, {"sliding_window": 64}],
+    ),
+    "z-lab, sliding layers said not to be causal": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written=SLIDING | {"block_size": 5, "dflash_config": {"causal": False}},
+        misread=[{"is_causal": True}],
+    ),
+    "z-lab, full layers said to be causal": Case(
+        **ZLAB,
+        ours={"is_causal": True, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "is_causal": True},
+        misread=[{"is_causal": None}],
+    ),
+    "z-lab, use_swa": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "dflash_config": {"use_swa": True, "swa_window_size": 4}},
+        misread=[{"is_causal": True}, {"sliding_window": 64}],
+    ),
+    # A2: a fixed rule, in hidden-state indices. A4: offsets.
+    "specblock, default taps, offsets": Case(
+        **BLOCKS, ours=DEFAULT_TAPS, misread=[{"target_layer_ids": [2, 4, 5]}, absolute_ids, rope(1e6)]
+    ),
     # A2: a fixed rule, in hidden-state indices. A4: offsets. A6: no rotary base means 10000.
     "safeailab, default taps, offsets, no rotary base": Case(
         **SAFE,
@@ -460,7 +531,7 @@ def build(case: Case, target: PreTrainedModel) -> Any:
             parameter.data *= 4
     if isinstance(drafter, Eagle3Drafter):
         drafter.set_options(**TREE)
-    elif drafter.config.maps_vocabulary:
+    elif isinstance(drafter, DFlashDrafter) and drafter.config.maps_vocabulary:
         drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
     return drafter
 

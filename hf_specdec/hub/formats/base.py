@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec.hub.files import StoredTensor
@@ -48,6 +48,7 @@ class Format:
         check: looks at the loaded tensors, those left out included; raises ValueError or warns.
         shapes: every tensor that a drafter of these fields (ours) has, as the network in `drafters/` makes it; for
             `inspect_drafter`, which has no network at hand. None for plain language models.
+        training: what is known of how all drafters of this layout were trained, as in a training record.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Format:
     pickles: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None
     shapes: Callable[[Config], Shapes] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 def as_it_is(fields: Config, stored: Headers | None) -> Reading:

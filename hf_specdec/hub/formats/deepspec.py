@@ -56,5 +56,7 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours, stored)
 
 
-DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash, shapes=dflash_shapes)
-DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3, shapes=eagle3_shapes)
+# What DeepSpec's README says of all of them.
+_TRAINING = {"chat_template": True, "thinking": False}
+DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash, shapes=dflash_shapes, training=_TRAINING)
+DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3, shapes=eagle3_shapes, training=_TRAINING)

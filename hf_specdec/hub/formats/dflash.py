@@ -54,7 +54,7 @@ def dflash_shapes(fields: Config) -> Shapes:
     shape = with_defaults(fields, "qwen3")
     block = fields.get("dflash_config") or {}
     hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
-    draft_vocab = block.get("draft_vocab_size", vocab)
+    draft_vocab = int(block.get("draft_vocab_size", vocab))
     taps = len(block.get("target_layer_ids") or range(layers))
     found: Shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in (f"layers.{index}" for index in range(layers)):
@@ -75,9 +75,12 @@ def _check(fields: Config) -> None:
     block = fields.get("dflash_config") or {}
     for key, value in {
         "block_size": block.get("block_size", fields.get("block_size")),
-        "mask_token_id": block.get("mask_token_id"),
+        "dflash_config.mask_token_id": block.get("mask_token_id"),
     }.items():
         if type(value) is not int:
             raise ValueError(f"{key} is {value!r}; it must be an integer.")
     if not block.get("target_layer_ids") and fields.get("num_target_layers") is None:
-        raise ValueError("it has neither target_layer_ids nor num_target_layers: the layers it reads are unknown.")
+        raise ValueError(
+            "It has neither dflash_config.target_layer_ids nor num_target_layers, so the target layers it reads are "
+            "unknown; add one of them to its config.json."
+        )
