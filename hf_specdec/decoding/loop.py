@@ -180,6 +180,7 @@ class _Decoding:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
         self.root_positions = self.target.root_positions()
+        layers_run = self.target.num_layers_run
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,
@@ -201,6 +202,7 @@ class _Decoding:
         )
         self.lap("verify")
         self.stats.num_target_forwards += 1
+        self.stats.num_layers_run += self.target.num_layers_run - layers_run
         roots = self.root_ids
         acceptance = self.judge(tree, output)
         self.lap("accept")
