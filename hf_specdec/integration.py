@@ -163,4 +163,5 @@ def _decode(
         stats=drafter.stats,
         streamer=streamer,
         trace=drafter.trace,
+        budget=drafter.auto_budget(model, len(input_ids)),
     )

@@ -8,9 +8,10 @@ reports the prefill, whose committed tokens are the prompt's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -51,6 +52,8 @@ class DraftContext:
         lengths: tokens in each row of `sequences`, root included.
         active: per row, whether its tokens still matter; rows that have finished are drafted for but not read.
         choice: how the call chooses tokens, the same in every round.
+        node_limit: no more nodes than these of the tree will be verified, so that drafting more is of no use; None
+            where all will be. Smaller trees save time, but none has to be.
         lap: `lap("draft")` after the drafter's last forward and `lap("tree")` after building the tree let the
             statistics tell the two apart; without, all of `draft()` counts as drafting. Costs no sync.
     """
@@ -61,12 +64,16 @@ class DraftContext:
     lengths: list[int]
     active: list[bool]
     choice: ChoiceRule = GREEDY
+    node_limit: int | None = None
     lap: Callable[[str], None] = _untimed
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
     """What a round, or the prefill, committed to the target's cache: for a round the root and the accepted nodes.
+
+    Rounds that drafted nothing are reported together with the drafted one before them: `num_committed` then counts
+    their tokens too, `num_from_tree` does not.
 
     Attributes:
         token_ids: [batch, steps] int64. Zeros where a prompt came as embeddings.
@@ -78,7 +85,7 @@ class RoundOutcome:
         num_accepted: drafted tokens kept per row; zeros for the prefill.
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
-        path: [batch, steps] int64, the node of each token in `tree`; None for the prefill.
+        path: [batch, steps] int64, the node of each token in `tree`, for as many as came from it; None for the prefill.
     """
 
     token_ids: Tensor
@@ -90,6 +97,46 @@ class RoundOutcome:
     target_logits: Tensor
     tree: DraftTree | None = None
     path: Tensor | None = None
+
+    @property
+    def num_from_tree(self) -> list[int]:
+        """Committed entries per row that are nodes of `tree`, root included; the others came from later rounds."""
+        return [min(all_, kept + 1) for all_, kept in zip(self.num_committed, self.num_accepted, strict=True)]
+
+    def followed_by(self, later: Sequence[RoundOutcome]) -> RoundOutcome:
+        """This outcome and those of rounds after it that drafted nothing, as one."""
+        if not later:
+            return self
+        parts = [self, *later]
+        token_ids = torch.cat([part.token_ids for part in parts], 1)
+        position_ids = torch.cat([part.position_ids for part in parts], 1)
+        features = None
+        if self.features is not None:
+            features = torch.cat([part.features for part in parts if part.features is not None], 1)
+        counts = [sum(numbers) for numbers in zip(*(part.num_committed for part in parts), strict=True)]
+        valid = None
+        if min(counts) < token_ids.shape[1]:
+            there = [
+                torch.ones_like(part.token_ids, dtype=torch.bool) if part.valid is None else part.valid
+                for part in parts
+            ]
+            # What a row waited out lies in the middle of it now: bring what it has to the front, in order.
+            order = (~torch.cat(there, 1)).to(torch.int8).argsort(dim=1, stable=True)[:, : max(counts)]
+            token_ids, position_ids = token_ids.gather(1, order), position_ids.gather(1, order)
+            if features is not None:
+                index = order.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+                features = features.gather(1, index)
+            if min(counts) < max(counts):
+                steps = torch.arange(max(counts), device=order.device)
+                valid = steps < torch.tensor(counts, device=order.device).unsqueeze(1)
+        return replace(
+            self,
+            token_ids=token_ids,
+            features=features,
+            position_ids=position_ids,
+            valid=valid,
+            num_committed=counts,
+        )
 
 
 class TreeCandidateGenerator(ABC):

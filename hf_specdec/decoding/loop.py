@@ -19,6 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget
+from hf_specdec.decoding.budget import AutoBudget
 from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
@@ -51,6 +52,7 @@ def speculative_decoding(
     stats: SpeculationStats,
     streamer: BaseStreamer | None = None,
     trace: Trace | None = None,
+    budget: AutoBudget | None = None,
 ) -> SpeculativeOutput | Tensor:
     """Generates what the target alone would generate, several tokens per target forward.
 
@@ -65,13 +67,14 @@ def speculative_decoding(
         stats: filled while the call runs.
         streamer: receives tokens in order, as soon as no later round can change them.
         trace: records the rounds, where wanted.
+        budget: chooses how much of each tree is verified; all of it where None.
 
     Returns:
         [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
     """
     return _Decoding(
         target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
-        streamer, trace,
+        streamer, trace, budget,
     ).run()  # fmt: skip
 
 
@@ -90,6 +93,7 @@ class _Decoding:
         stats: SpeculationStats,
         streamer: BaseStreamer | None,
         trace: Trace | None,
+        budget: AutoBudget | None,
     ) -> None:
         batch = len(input_ids)
         stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
@@ -105,6 +109,8 @@ class _Decoding:
         self.model_kwargs = model_kwargs
         self.stats = stats
         self.trace = trace
+        self.budget = budget
+        self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -179,19 +185,9 @@ class _Decoding:
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
+        began = time.perf_counter()
         self.root_positions = self.target.root_positions()
-        context = DraftContext(
-            root_ids=self.root_ids,
-            root_positions=self.root_positions,
-            sequences=self.sequences.ids,
-            lengths=self.sequences.lengths,
-            active=active,
-            choice=self.choice,
-            lap=self.lap,
-        )
-        tree = generator.draft(context)
-        self.lap("draft")
-        tree = tree.within_vocabulary(self.vocab_size)
+        tree = self.draft(generator, active)
         self.lap("tree")
         output = self.target.verify(
             tree,
@@ -208,9 +204,38 @@ class _Decoding:
             self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
         self.count(acceptance, active)
         if self.trace is not None:
-            self.trace.add(tree, acceptance, active, self.sequences.lengths, generator.describe(tree))
-        generator.observe(self.commit(acceptance, active, tree, output))
+            notes = generator.describe(tree) if tree.num_nodes > 1 else None
+            self.trace.add(tree, acceptance, active, self.sequences.lengths, notes)
+        self.outcomes.append(self.commit(acceptance, active, tree, output))
         self.lap("commit")
+        if self.budget is not None:
+            seconds = time.perf_counter() - began
+            self.budget.note(tree, acceptance.path, acceptance.num_accepted, active, seconds)
+        if self.budget is None or self.budget.drafting:
+            generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
+            self.outcomes = []
+
+    def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
+        """The tree of this round, or a root alone where drafting does not pay."""
+        if self.budget is not None and not self.budget.drafting:
+            self.stats.num_undrafted_steps += sum(active)
+            return DraftTree.root_only(self.root_ids)
+        context = DraftContext(
+            root_ids=self.root_ids,
+            root_positions=self.root_positions,
+            sequences=self.sequences.ids,
+            lengths=self.sequences.lengths,
+            active=active,
+            choice=self.choice,
+            node_limit=None if self.budget is None else self.budget.node_limit,
+            lap=self.lap,
+        )
+        tree = generator.draft(context)
+        self.lap("draft")
+        if self.budget is not None:
+            self.stats.num_probe_steps += sum(active) if self.budget.probing else 0
+            tree = self.budget.cut(tree, active)
+        return tree.within_vocabulary(self.vocab_size)
 
     def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""

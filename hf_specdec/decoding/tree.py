@@ -34,6 +34,10 @@ class DraftTree:
         draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the law that the token of node i + 1 was
             drawn from, at random; the acceptance rule takes it at its word. None for tokens chosen in any other way.
             Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens, never on its own.
+        path_logprobs: how likely the drafter holds the path to each node, nats, or None where it does not say. Nodes
+            then come in this order, likeliest first; 0 at the root, -inf at padding. [batch][nodes] lists where the
+            tree was built in host memory (rows may be shorter than the tree), else [batch, nodes] floating. Drawn
+            chains (`draft_probs`) must not have it: to cut them by what was drawn would change the law of the rest.
     """
 
     token_ids: Tensor
@@ -45,6 +49,7 @@ class DraftTree:
     finite: Tensor | None = None
     children: list[dict[tuple[int, int], int]] | None = None
     draft_probs: Tensor | None = None
+    path_logprobs: list[list[float]] | Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -60,6 +65,7 @@ class DraftTree:
         *,
         valid: Tensor | None = None,
         finite: Tensor | None = None,
+        path_logprobs: Tensor | None = None,
     ) -> DraftTree:
         """Completes a tree given by its tokens and parents.
 
@@ -70,6 +76,7 @@ class DraftTree:
             valid: [batch, nodes] bool, True where omitted. A node below an invalid one becomes invalid too, and so
                 does a node with an earlier sibling of the same token: the target's choice must name one child.
             finite: see `DraftTree.finite`.
+            path_logprobs: see `DraftTree.path_logprobs`.
 
         Example:
             >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
@@ -82,7 +89,8 @@ class DraftTree:
             usable &= valid
         # A node is usable when no ancestor (itself included) is unusable.
         usable = (usable.unsqueeze(1) | ~mask).all(-1)
-        return cls(token_ids, parents, mask.sum(-1) - 1, mask, usable, max_depth, finite)
+        depths = mask.sum(-1) - 1
+        return cls(token_ids, parents, depths, mask, usable, max_depth, finite, path_logprobs=path_logprobs)
 
     @classmethod
     def from_lists(
@@ -91,6 +99,7 @@ class DraftTree:
         parents: Sequence[Sequence[int]],
         *,
         finite: Tensor | None = None,
+        path_logprobs: list[list[float]] | None = None,
         device: torch.device | str | None = None,
     ) -> DraftTree:
         """A tree that was built in host memory.
@@ -100,6 +109,7 @@ class DraftTree:
             parents: per row the index of each node's parent, -1 at the root. No two children of a node carry the same
                 token.
             finite: see `DraftTree.finite`.
+            path_logprobs: see `DraftTree.path_logprobs`.
             device: of the tree's tensors.
 
         Example:
@@ -134,6 +144,7 @@ class DraftTree:
             max(map(max, depths)),
             finite,
             children,
+            path_logprobs=path_logprobs,
         )
 
     @classmethod
@@ -160,7 +171,38 @@ class DraftTree:
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:
         """No draft at all: `root_ids` [batch] int64. The round is then one plain decoding step."""
-        return cls.chain(root_ids.unsqueeze(1))
+        return replace(cls.chain(root_ids.unsqueeze(1)), children=[{} for _ in range(len(root_ids))])
+
+    def first_nodes(self, count: int) -> DraftTree:
+        """The root and the first `count` drafted nodes, which are a tree too, since parents come first.
+
+        Example:
+            >>> tree = DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 2]])
+            >>> tree.first_nodes(2).token_ids
+            tensor([[7, 1, 2]])
+        """
+        nodes = 1 + count
+        if nodes >= self.num_nodes:
+            return self
+        logprobs, children = self.path_logprobs, self.children
+        if isinstance(logprobs, Tensor):
+            logprobs = logprobs[:, :nodes]
+        elif logprobs is not None:
+            logprobs = [row[:nodes] for row in logprobs]
+        if children is not None:
+            children = [{edge: node for edge, node in known.items() if node < nodes} for known in children]
+        return replace(
+            self,
+            token_ids=self.token_ids[:, :nodes],
+            parents=self.parents[:, :nodes],
+            depths=self.depths[:, :nodes],
+            ancestor_mask=self.ancestor_mask[:, :nodes, :nodes],
+            valid=self.valid[:, :nodes],
+            max_depth=min(self.max_depth, count),
+            children=children,
+            draft_probs=None if self.draft_probs is None else self.draft_probs[:, :count],
+            path_logprobs=logprobs,
+        )
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
@@ -33,6 +35,7 @@ class Drafter(ABC):
     option_names: ClassVar[tuple[str, ...]] = ("method",)
 
     method: str
+    tree_budget: Any
     stats: SpeculationStats | None = None
     trace: Trace | None = None
 
@@ -55,6 +58,29 @@ class Drafter(ABC):
         """
         return ()
 
+    @property
+    def node_limit(self) -> int:
+        """Most nodes of a tree: `tree_budget` itself, or what "auto" may choose from."""
+        budget: int | Literal["auto"] = self.tree_budget  # of those that draft trees
+        return MOST_NODES if budget == "auto" else budget
+
+    def check_tree_budget(self, most: int) -> None:
+        """Raises ValueError unless `tree_budget` is "auto" or an integer from 1 to `most`."""
+        budget: int | Literal["auto"] = self.tree_budget
+        if budget != "auto" and (not isinstance(budget, int) or not 1 <= budget <= most):
+            raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {most}, or 'auto'.")
+
+    def auto_budget(self, model: PreTrainedModel, batch: int) -> AutoBudget | None:
+        """Chooses how much of each tree is verified in one call; None unless `tree_budget` is "auto".
+
+        What calls learn about times and probabilities is kept for later ones with this target and this many rows.
+        """
+        if "tree_budget" not in self.option_names or self.tree_budget != "auto":
+            return None
+        by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
+        knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())
+        return AutoBudget(knowledge)
+
     def set_options(self, **options: Any) -> None:
         """Sets drafting options by name, then checks them together.
 
@@ -67,6 +93,12 @@ class Drafter(ABC):
         for name, value in options.items():
             setattr(self, name, value)
         self.check_options()
+
+
+# Beside the drafters, not in them: it is nothing to be saved or copied.
+_KNOWLEDGE: weakref.WeakKeyDictionary[
+    Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], BudgetKnowledge]]
+] = weakref.WeakKeyDictionary()
 
 
 class BlockMarginals(ABC):
@@ -102,8 +134,9 @@ def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> Node
 
     Args:
         tree: of `nodes` nodes.
-        path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
+        path_logprobs: [batch, nodes or more] floating, nats, of the path to each node; 0 at the root.
         forwards: [batch, nodes] int64, see `NodeNotes`.
     """
+    path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
     above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
     return NodeNotes((path_logprobs - above).exp(), forwards)

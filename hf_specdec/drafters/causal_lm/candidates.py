@@ -132,7 +132,7 @@ class ChainGenerator(DraftModelGenerator):
         self.longest_chain: DraftTree | None = None
 
     def keep_accepted(self, outcome: RoundOutcome) -> None:
-        self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_committed])
+        self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_from_tree])
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.run_root(context)
@@ -234,7 +234,7 @@ class TreeGenerator(DraftModelGenerator):
         cache = self.drafter.cache
         paths = []
         for row, path in enumerate(outcome.path.tolist()):
-            places = [self.places[row][node] for node in path[: outcome.num_committed[row]]]
+            places = [self.places[row][node] for node in path[: outcome.num_from_tree[row]]]
             paths.append([place for place in places if place >= 0])  # leaves only are missing
         steps = max(map(len, paths))
         if steps:
@@ -281,21 +281,22 @@ class TreeGenerator(DraftModelGenerator):
         context.lap("draft")
         kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
         self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
+        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
         home = context.root_ids.device
         tree = DraftTree.from_lists(
             [[row.token_ids[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)],
             [row.parents_among(nodes) for row, nodes in zip(rows, kept, strict=True)],
             finite=torch.tensor([row.finite for row in rows], device=home),
+            path_logprobs=self.drafted,
             device=home,
         )
         context.lap("tree")
-        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
         return tree
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         if tree.num_nodes == 1:  # nothing was drafted
             return None
-        scores = torch.tensor([row + [0.0] * (tree.num_nodes - len(row)) for row in self.drafted])
+        scores = torch.tensor([(row + [0.0] * tree.num_nodes)[: tree.num_nodes] for row in self.drafted])
         return path_notes(tree, scores.to(tree.token_ids.device), tree.depths)  # a forward per level
 
 
@@ -338,10 +339,10 @@ class Expansion:
                 self.expandable.append(certain is None or certain[index])
 
     def likeliest(self, budget: int) -> list[int]:
-        """The root and the `budget` likeliest other nodes, parents first: a tree, as no node beats its parent."""
+        """The root and the `budget` likeliest other nodes in order: a tree, as no node beats its parent."""
         # The sort is stable, so a parent wins a tie with its child.
         nodes = sorted(range(1, len(self.scores)), key=self.scores.__getitem__, reverse=True)
-        return [0, *sorted(nodes[:budget])]
+        return [0, *nodes[:budget]]
 
     def frontier(self, width: int, budget: int, least_log_path: float) -> list[int]:
         """The likeliest `width` nodes of the newest level that may have descendants in a tree of `budget` nodes."""

@@ -41,7 +41,8 @@ class DDTreeGenerator(TreeCandidateGenerator):
         logits = self.logits = self.source.marginals(context)
         context.lap("draft")
         build = heap_tree if logits.device.type == "cpu" else level_tree
-        tree = build(context.root_ids, logits, self.tree_budget)
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        tree = build(context.root_ids, logits, budget)
         context.lap("tree")
         return tree
 
@@ -85,13 +86,15 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     parents = [[-1] + [0] * (nodes - 1) for _ in roots]
     depths = [[0] + [1] * (nodes - 1) for _ in roots]
     children: list[dict[tuple[int, int], int]] = [{} for _ in roots]
+    path_logprobs = [[0.0] for _ in roots]
     mask = _roots_and_selves(batch, nodes).copy()
     finite = [all(math.isfinite(level[0]) for level in row) for row in logprobs]
     for row in range(batch):
         if finite[row]:
             _best_first(
-                logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row]
-            )
+                logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row],
+                path_logprobs[row],
+            )  # fmt: skip
     columns = torch.from_numpy(np.array([token_ids, parents, depths]))
     sizes = [1 + len(known) for known in children]
     return DraftTree(
@@ -103,6 +106,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         max_depth=depth,
         finite=None if all(finite) else torch.tensor(finite),
         children=children,
+        path_logprobs=path_logprobs,
     )
 
 
@@ -130,6 +134,7 @@ def _best_first(
     depths: list[int],
     mask: np.ndarray,
     children: dict[tuple[int, int], int],
+    path_logprobs: list[float],
 ) -> None:
     """Fills one row of a tree, node by node in order of probability."""
     levels, ranks = len(logprobs), len(logprobs[0])
@@ -149,6 +154,7 @@ def _best_first(
         if parent:
             mask[node, :node] = mask[parent, :node]
         children[parent, token] = node
+        path_logprobs.append(-negative)
         if rank + 1 < ranks:
             push(heap, (-(above + scores[rank + 1]), (*ranked[:-1], rank + 1), parent, above))
         if depth < levels:
@@ -199,14 +205,16 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     scores[:, 0] = torch.inf  # the root comes first
     chosen = _best(scores, places, nodes)
+    path_logprobs = scores.gather(1, chosen)
     new_index = torch.zeros_like(places).scatter_(1, chosen, torch.arange(nodes, device=device).expand(batch, nodes))
     kept_parents = parents.gather(1, chosen)
     return DraftTree.from_parents(
         token_ids.gather(1, chosen),
         new_index.gather(1, kept_parents.clamp(min=0)).where(kept_parents >= 0, -1),
         max_depth=depth,
-        valid=scores.gather(1, chosen) > -torch.inf,
+        valid=path_logprobs > -torch.inf,
         finite=finite,
+        path_logprobs=path_logprobs.clamp(max=0),
     )
 
 

@@ -31,7 +31,7 @@ class Eagle3Generator(TreeCandidateGenerator):
 
     def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
         self.drafter = drafter
-        self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.tree_budget
+        self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.node_limit
         own = drafter.config.own_embeddings
         self.embeddings: nn.Module = drafter.embed_tokens if own else target.model.get_input_embeddings()
         self.cache: TreeCache | None = None
@@ -196,18 +196,20 @@ def _best_tree(
     batch, candidates = scores.shape
     kept = min(budget, candidates)
     # Among equal scores the first wins: no candidate is kept without its parent.
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :kept].sort(1).values
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :kept]
     nodes = torch.arange(1, kept + 1, device=scores.device).expand(batch, kept)
     node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
     above = parents.gather(1, best)
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
     valid = finite.unsqueeze(1).expand(-1, kept + 1).clone()
     valid[:, 0] = True
+    path_logprobs = nn.functional.pad(scores.gather(1, best), (1, 0))
     tree = DraftTree.from_parents(
         torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
         nn.functional.pad(node_parents, (1, 0), value=-1),
         max_depth=depth,
         valid=valid,
         finite=finite,
+        path_logprobs=path_logprobs,
     )
-    return tree, nn.functional.pad(scores.gather(1, best), (1, 0))
+    return tree, path_logprobs

@@ -65,7 +65,7 @@ class MedusaDrafter(PretrainedDrafter):
         super().__init__(config)
         self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
         self.method = "ddtree"
-        self.tree_budget = 63
+        self.tree_budget: Any = 63
         self.post_init()
 
     def forward(self, states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
@@ -114,8 +114,7 @@ class MedusaDrafter(PretrainedDrafter):
     def check_options(self) -> None:
         if self.method not in MARGINAL_METHODS:
             raise unknown_name("method", self.method, MARGINAL_METHODS)
-        if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
-            raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
+        self.check_tree_budget(MAX_TREE_BUDGET)
 
     def check_target(self, model: PreTrainedModel) -> None:
         target = model.config.get_text_config(decoder=True)

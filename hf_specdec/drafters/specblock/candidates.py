@@ -52,7 +52,7 @@ class Shape:
             min(width, drafter.config.draft_vocab_size),
             drafter.beam_width,
             drafter.max_starts,
-            drafter.tree_budget,
+            drafter.node_limit,
         )
 
 
@@ -277,7 +277,11 @@ def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: 
         kept = kept.gather(1, order)
     parents = parents.clone()
     parents[:, 0] = -1
-    return DraftTree.from_parents(token_ids, parents, max_depth, valid=valid, finite=finite), kept
+    path_logprobs = nodes.scores.gather(1, kept).where(valid, -torch.inf)
+    tree = DraftTree.from_parents(
+        token_ids, parents, max_depth, valid=valid, finite=finite, path_logprobs=path_logprobs
+    )
+    return tree, kept
 
 
 def _first_of_path(token_ids: Tensor, parents: Tensor, max_depth: int) -> Tensor:
@@ -539,5 +543,5 @@ def _on(tree: DraftTree, device: torch.device) -> DraftTree:
     """The tree on the target's device."""
     if tree.token_ids.device == device:
         return tree
-    names = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite")
+    names = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
     return replace(tree, **{name: getattr(tree, name).to(device) for name in names})
