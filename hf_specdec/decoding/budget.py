@@ -225,7 +225,7 @@ class AutoBudget:
             self._since_plain = 0
             self._rest -= 1
             if self._rest <= 0:
-                self._resume()
+                self.resume()
 
     def _learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
         """Calibrates; what lies in device memory is fetched without waiting, and read a round later."""
@@ -278,7 +278,8 @@ class AutoBudget:
     def _pause_for(self, rounds: int) -> None:
         self.drafting, self._rest = False, rounds
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Drafts in the next round."""
         self.drafting = True
         if self.probing:
             self._tokens = self._seconds = self._credit = 0.0  # this one round is judged by itself

@@ -8,7 +8,7 @@ and rollback is forgetting the rest. The same cache serves targets and drafters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -243,6 +243,54 @@ class TreeCache(Cache):
         else:
             self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)
         self._extent.longest, self._extent.held = longest, 0
+
+    def entries_of(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of a row's committed keys and values, [kv_heads, entries, head_dim] per layer that has any."""
+        length = self.row_lengths[row]
+        return [
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            for layer in self.layers
+            if layer.is_initialized
+        ]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order; between rounds."""
+        self._replace_rows(
+            [self.row_lengths[row] for row in rows],
+            lambda held, length, _: held[torch.tensor(rows, device=held.device), :, :length],
+        )
+
+    def insert_rows(self, aside: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
+        """Brings rows back that `entries_of` gave; each takes the place of its key among all rows.
+
+        Args:
+            aside: index in the whole batch -> entries per layer.
+        """
+        batch = self.batch + len(aside)
+        own = [row for row in range(batch) if row not in aside]
+        lengths = dict(zip(own, self.row_lengths, strict=True))
+        lengths |= {row: entries[0][0].shape[1] for row, entries in aside.items()}
+
+        def joined(held: Tensor, length: int, place: tuple[int, int]) -> Tensor:
+            layer, part = place
+            everything = held.new_zeros(batch, held.shape[1], length, held.shape[3])
+            everything[own, :, : min(length, held.shape[2])] = held[:, :, :length]
+            for row, entries in aside.items():
+                kept = entries[layer][part]
+                everything[row, :, : kept.shape[1]] = kept
+            return everything
+
+        self._replace_rows([lengths[row] for row in range(batch)], joined)
+
+    def _replace_rows(self, row_lengths: list[int], change: Callable[[Tensor, int, tuple[int, int]], Tensor]) -> None:
+        """`change(held, longest, (layer, 0 for keys or 1 for values))` gives a layer's new [batch, ...] entries."""
+        longest, capacity = max(row_lengths), self.capacity
+        started = [layer for layer in self.layers if layer.is_initialized]
+        for index, layer in enumerate(started):
+            layer.keys = change(layer.keys, longest, (index, 0))
+            layer.values = change(layer.values, longest, (index, 1))
+        self._allocate(started, longest, max(capacity, longest))
+        self._set_lengths(row_lengths)
 
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.

@@ -103,6 +103,29 @@ class RoundOutcome:
         """Committed entries per row that are nodes of `tree`, root included; the others came from later rounds."""
         return [min(all_, kept + 1) for all_, kept in zip(self.num_committed, self.num_accepted, strict=True)]
 
+    def of_rows(self, rows: Sequence[int]) -> RoundOutcome:
+        """The same for some of the rows."""
+        index = torch.tensor(rows, device=self.token_ids.device)
+
+        def pick(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[index.to(part.device)]
+
+        counts = [self.num_committed[row] for row in rows]
+        steps = slice(0, max(counts))
+        features, valid, path = pick(self.features), pick(self.valid), pick(self.path)
+        return replace(
+            self,
+            token_ids=self.token_ids[index][:, steps],
+            features=None if features is None else features[:, steps],
+            position_ids=self.position_ids[index][:, steps],
+            valid=None if valid is None or min(counts) == max(counts) else valid[:, steps],
+            num_committed=counts,
+            num_accepted=[self.num_accepted[row] for row in rows],
+            target_logits=self.target_logits[index.to(self.target_logits.device)],
+            tree=None if self.tree is None else self.tree.of_rows(rows),
+            path=path,
+        )
+
     def followed_by(self, later: Sequence[RoundOutcome]) -> RoundOutcome:
         """This outcome and those of rounds after it that drafted nothing, as one."""
         if not later:
@@ -144,7 +167,12 @@ class TreeCandidateGenerator(ABC):
 
     Not a `transformers.generation.CandidateGenerator`: that interface hands out flat candidates of one row and reads
     hidden states from the host's outputs, so a subclass could not draft in the host's loop anyway.
+
+    Attributes:
+        drops_rows: whether `keep_rows` is implemented.
     """
+
+    drops_rows: bool = False
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
@@ -156,6 +184,12 @@ class TreeCandidateGenerator(ABC):
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         """What the drafter knows of the nodes of `tree`, the one it drafted last; asked only where a trace is kept."""
         return None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order: the others have finished. Called between rounds.
+
+        Only generators with `drops_rows` are asked; for the others finished rows stay in the batch, and cost.
+        """
 
     def close(self) -> None:
         """Releases what outlives a round (threads, streams, hooks); called once, also after an error."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree, count_up
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -110,6 +111,7 @@ class _Decoding:
         self.stats = stats
         self.trace = trace
         self.budget = budget
+        self.rows: list[int] | None = None  # those that rounds are made for, once some have been dropped
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
@@ -184,7 +186,7 @@ class _Decoding:
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
-        active = self.sequences.active
+        active = self.live(self.sequences.active)
         began = time.perf_counter()
         self.root_positions = self.target.root_positions()
         tree = self.draft(generator, active)
@@ -214,6 +216,7 @@ class _Decoding:
         if self.budget is None or self.budget.drafting:
             generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
             self.outcomes = []
+        self.drop_finished_rows(generator)
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
         """The tree of this round, or a root alone where drafting does not pay."""
@@ -223,8 +226,8 @@ class _Decoding:
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,
-            sequences=self.sequences.ids,
-            lengths=self.sequences.lengths,
+            sequences=self.sequences.ids if self.rows is None else self.sequences.ids[self.rows],
+            lengths=self.live(self.sequences.lengths),
             active=active,
             choice=self.choice,
             node_limit=None if self.budget is None else self.budget.node_limit,
@@ -237,11 +240,43 @@ class _Decoding:
             tree = self.budget.cut(tree, active)
         return tree.within_vocabulary(self.vocab_size)
 
+    def live(self, values: Sequence[T]) -> list[T]:
+        """Of one value per row of the batch those of rows that rounds are still made for."""
+        return list(values) if self.rows is None else [values[row] for row in self.rows]
+
+    def drop_finished_rows(self, generator: TreeCandidateGenerator) -> None:
+        """Takes rows that have finished out of the batch, so that rounds no longer cost anything for them.
+
+        Not where somebody looks at the batch as a whole: processors with a prefix, criteria of the caller's, records.
+        """
+        going = self.live(self.sequences.active)
+        # Each time all caches are copied once, which a round or two of a smaller batch make up for.
+        if sum(going) > 0.75 * len(going) or not any(going) or self.sequences.done:
+            return
+        if not (generator.drops_rows and self.accept.prefix_free and self.trace is None) or self.records.keeps_any:
+            return
+        if self.outcomes and self.budget is not None:
+            # A smaller batch is another matter: see whether drafting pays there.
+            self.budget.resume()
+            generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
+            self.outcomes = []
+        kept = [place for place, on in enumerate(going) if on]
+        self.rows = [self.live(range(self.sequences.batch))[place] for place in kept]
+        self.target.keep_rows(kept)
+        generator.keep_rows(kept)
+        self.root_ids = self.root_ids[torch.tensor(kept, device=self.root_ids.device)]
+
     def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
         acceptance = self.accept(tree, output.logits, self.sequences)
         self.root_ids = acceptance.bonus_ids
+        if self.rows is not None:
+            tokens: list[list[int]] = [[] for _ in range(self.sequences.batch)]
+            for row, new in zip(self.rows, acceptance.tokens, strict=True):
+                tokens[row] = new
+            self.sequences.append(tokens, self.records.scores_including(None))
+            return acceptance
         kept = self.sequences.append(acceptance.tokens, self.records.scores_including(acceptance.scores))
         self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
         return acceptance
@@ -279,8 +314,9 @@ class _Decoding:
 
     def count(self, acceptance: Acceptance, active: list[bool]) -> None:
         """Adds a round to the statistics."""
+        everyone = range(self.sequences.batch)
         for row in (row for row, going in enumerate(active) if going):
-            self.stats.per_step_accepted[row].append(len(acceptance.tokens[row]) - 1)
+            self.stats.per_step_accepted[self.live(everyone)[row]].append(len(acceptance.tokens[row]) - 1)
             self.stats.num_draft_tokens += acceptance.num_drafted[row]
             if not acceptance.finite[row]:
                 if not self.stats.num_plain_steps:
@@ -293,6 +329,7 @@ class _Decoding:
 
     def hand_back_cache(self, output_ids: Tensor) -> None:
         """Leaves `past_key_values` as plain decoding would: all output tokens of every row but the last."""
+        self.target.restore_rows()
         cache = self.target.cache
         entries = output_ids.shape[1] - 1 + self.entry_offset
         known = [min(length - 1 + self.entry_offset, entries) for length in self.sequences.lengths]

@@ -50,6 +50,11 @@ class TokenRecords:
         self._prefill_hidden_states: tuple[Tensor, ...] | None = None
         self._prefilled = False
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether anything is asked for."""
+        return self.keeps_scores or self.keeps_logits or self.keeps_attentions or self.keeps_hidden_states
+
     def scores_including(self, new: Tensor | None) -> ScoresSoFar:
         """Scores up to some of the new tokens; `new` is [batch, steps, vocab], at the nodes of the accepted path."""
 

@@ -85,6 +85,10 @@ class TargetModel:
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
         self.cache: TreeCache
+        # What `keep_rows` has put away: per row of the whole batch its entries, and what is known of all prompts.
+        self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._rows: list[int] = []
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
 
     @staticmethod
@@ -213,6 +217,31 @@ class TargetModel:
         device = self.cache.lengths.device
         self._visible = torch.zeros((), dtype=self.dtype, device=device)
         self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+
+    def keep_rows(self, rows: Sequence[int], *, for_good: bool = False) -> None:
+        """Goes on with these rows, counted among those that are left.
+
+        The others wait for `restore_rows`, or are forgotten if this is `for_good`.
+        """
+        if not for_good:
+            if not self._whole_batch:
+                self._whole_batch = (self.position_offset, self.prompt_mask, self.prompt_starts)
+                self._rows = list(range(self.cache.batch))
+            for place in sorted(set(range(self.cache.batch)) - set(rows)):
+                self._aside[self._rows[place]] = self.cache.entries_of(place)
+            self._rows = [self._rows[place] for place in rows]
+        self.cache.keep_rows(rows)
+        index = torch.tensor(rows, device=self.position_offset.device)
+        self.position_offset = self.position_offset[index]
+        self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[index]
+        self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[index]
+
+    def restore_rows(self) -> None:
+        """Brings back the rows that `keep_rows` has set aside."""
+        if self._whole_batch:
+            self.position_offset, self.prompt_mask, self.prompt_starts = self._whole_batch
+            self.cache.insert_rows(self._aside)
+            self._whole_batch, self._aside = None, {}
 
     def prompt_positions(self) -> tuple[Tensor, Tensor | None]:
         """Position ids [batch, entries] of the entries that the prefill added, and which are no padding (None: all)."""

@@ -204,6 +204,23 @@ class DraftTree:
             path_logprobs=logprobs,
         )
 
+    def of_rows(self, rows: Sequence[int]) -> DraftTree:
+        """The same trees for some of the rows."""
+        index = torch.tensor(rows, device=self.token_ids.device)
+        logprobs = self.path_logprobs
+        return replace(
+            self,
+            token_ids=self.token_ids[index],
+            parents=self.parents[index],
+            depths=self.depths[index],
+            ancestor_mask=self.ancestor_mask[index],
+            valid=self.valid[index],
+            finite=None if self.finite is None else self.finite[index],
+            children=None if self.children is None else [self.children[row] for row in rows],
+            draft_probs=None if self.draft_probs is None else self.draft_probs[index],
+            path_logprobs=logprobs[index] if isinstance(logprobs, Tensor) else logprobs and [logprobs[i] for i in rows],
+        )
+
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
         if self.children is not None and all(0 <= token < vocab_size for known in self.children for _, token in known):

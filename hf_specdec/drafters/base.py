@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -114,6 +115,10 @@ class BlockMarginals(ABC):
     @abstractmethod
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed."""
+
+    @abstractmethod
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order."""
 
 
 def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:

@@ -39,6 +39,8 @@ class DraftModelGenerator(TreeCandidateGenerator):
         stopping: when a path is not worth another forward.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: TargetModel, target: TargetModel, max_depth: int, stopping: StoppingRule) -> None:
         self.drafter = drafter
         self.target = target
@@ -53,6 +55,13 @@ class DraftModelGenerator(TreeCandidateGenerator):
     def observe(self, outcome: RoundOutcome) -> None:
         if outcome.tree is not None:
             self.pending = outcome
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.prefilled:
+            if self.pending is not None:  # the nodes of the round in flight would be lost
+                self.keep_accepted(self.pending)
+            self.drafter.keep_rows(rows, for_good=True)
+        self.pending = None
 
     @abstractmethod
     def keep_accepted(self, outcome: RoundOutcome) -> None:
@@ -130,6 +139,10 @@ class ChainGenerator(DraftModelGenerator):
         self.sample_drafts = sample_drafts
         self.num_run = 0  # nodes of the chain, root included, that the draft model has run
         self.longest_chain: DraftTree | None = None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        self.longest_chain = None
 
     def keep_accepted(self, outcome: RoundOutcome) -> None:
         self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_from_tree])
@@ -228,6 +241,10 @@ class TreeGenerator(DraftModelGenerator):
         # Per row and node of the tree handed out, where the draft model's cache holds it; -1 for what it has not run.
         self.places: list[list[int]] = []
         self.drafted: list[list[float]] = []  # log-probability of the path to each node of the latest tree
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        self.places = [self.places[row] for row in rows] if self.places else []
 
     def keep_accepted(self, outcome: RoundOutcome) -> None:
         assert outcome.path is not None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ class DDTreeGenerator(TreeCandidateGenerator):
         tree_budget: most drafted nodes, root not counted.
     """
 
+    drops_rows = True
+
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         self.source = source
         self.tree_budget = tree_budget
@@ -48,6 +51,9 @@ class DDTreeGenerator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.source.keep_rows(rows)
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)

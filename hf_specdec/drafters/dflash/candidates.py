@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,11 @@ class DFlashMarginals(BlockMarginals):
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
         self.pending = outcome
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
     @torch.inference_mode()  # cheaper than no_grad, and nothing made here outlives the round but our own cache
     def marginals(self, context: DraftContext) -> Tensor:
@@ -111,6 +118,8 @@ class DFlashMarginals(BlockMarginals):
 class ChainGenerator(TreeCandidateGenerator):
     """The drafter's likeliest token at every position, as one chain: vanilla DFlash."""
 
+    drops_rows = True
+
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
         self.logits: Tensor  # of the latest round
@@ -130,6 +139,9 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.source.keep_rows(rows)
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)

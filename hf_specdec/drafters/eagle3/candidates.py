@@ -7,6 +7,7 @@ arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in E
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Eagle3Generator(TreeCandidateGenerator):
     level, and forgotten when the tree is made.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.node_limit
@@ -43,6 +46,12 @@ class Eagle3Generator(TreeCandidateGenerator):
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
         self.pending = outcome
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        self.pending = None if self.pending is None else self.pending.of_rows(rows)
+        self.last_outputs = None if self.last_outputs is None else self.last_outputs[list(rows)]
 
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:

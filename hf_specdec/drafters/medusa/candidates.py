@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,9 @@ class MedusaMarginals(BlockMarginals):
             moved = torch.tensor(outcome.num_committed, device=features.device) > 0
             states = states.where(moved.unsqueeze(1), self.last_states)
         self.last_states = states
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.last_states = None if self.last_states is None else self.last_states[list(rows)]
 
     @torch.inference_mode()
     def marginals(self, context: DraftContext) -> Tensor:

@@ -327,6 +327,8 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         target: of the call.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: SpecBlockDrafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.embed_tokens = target.model.get_input_embeddings()
@@ -376,6 +378,23 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         counts = [max(1, count) for count in counts]
         order = torch.arange(steps, device=features.device)
         return counts, features, position_ids, order < torch.tensor(counts, device=features.device).unsqueeze(1)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        index = list(rows)
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        if self.entered is not None:
+            self.entered = self.entered[0][index], self.entered[1][index]
+        pending = self.pending
+        if pending is not None:
+            self.pending = Pending(
+                pending.token_ids[index],
+                pending.features[index],
+                pending.position_ids[index],
+                None if pending.valid is None else pending.valid[index],
+                [pending.counts[row] for row in index],
+                pending.last[index],
+            )
 
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
