@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -72,9 +72,8 @@ def usable(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Forwards of `model` use this attention while the context is open; only for models that are `usable`."""
-    config = model.config.get_text_config(decoder=True)
+def tree_attention(config: PreTrainedConfig) -> Iterator[None]:
+    """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`."""
     before = config._attn_implementation
     # The setter would walk over the parts of a composite config each time; the lookup reads this field.
     config._attn_implementation_internal = TREE_ATTENTION

@@ -292,7 +292,7 @@ class TargetModel:
             extra["output_hidden_states"] = True
         # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
         on_cpu = position_ids.device.type == "cpu"
-        own_attention = tree_attention(self.model) if self.uses_tree_attention else nullcontext()
+        own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
         with torch.inference_mode() if on_cpu else nullcontext(), own_attention:
             outputs = self.model(
                 input_ids=token_ids,
@@ -310,40 +310,40 @@ class TargetModel:
             outputs.get("hidden_states"),
         )
 
-    def _visible_entries(self, tree: DraftTree) -> Tensor:
-        """[batch, nodes or 1, entries] bool: the entries that belong to each node's own past, windows left aside."""
-        lengths, longest = self.cache.lengths, self.cache.longest
-        batch, nodes = tree.token_ids.shape
-        if batch == 1 and self.prompt_mask is None:
-            prefix = tree.valid.new_ones((1, 1, 1)).expand(1, nodes, longest)
-        else:
-            entries = torch.arange(longest, device=lengths.device)
-            prefix = entries < lengths.unsqueeze(1)
-            if self.prompt_mask is not None:
-                prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
-            prefix = prefix.unsqueeze(1).expand(batch, nodes, longest)
-        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
-
     def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
-        visible = self._visible_entries(tree)
         masks = {}
         for kind, window in self.windows.items():
-            mask = self._additive(visible, tree, window)[:, :, first:]
+            mask = self._additive(tree, window).unsqueeze(1)[:, :, first:]
             spans = self._spans(tree, window, first)
             masks[kind] = mask if spans is None else attach(mask, spans)
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
-    def _additive(self, visible: Tensor, tree: DraftTree, window: int | None) -> Tensor:
+    def _additive(self, tree: DraftTree, window: int | None) -> Tensor:
+        """[batch, nodes, entries]: 0 where a node may look, the lowest number elsewhere."""
         # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
+        longest = self.cache.longest
+        if window is None and self.prompt_mask is None and min(self.cache.row_lengths) == longest:
+            own = torch.where(tree.ancestor_mask.to(self._visible.device), self._visible, self._hidden)
+            return torch.nn.functional.pad(own, (longest, 0))  # all of the prefix is seen
+        visible = self._visible_entries(tree)
         if window is not None:
             depths = tree.depths
             own_entry = self.cache.lengths.unsqueeze(1) + depths
-            entries = torch.arange(self.cache.longest, device=depths.device)
+            entries = torch.arange(longest, device=depths.device)
             distance = torch.cat(
                 [own_entry.unsqueeze(-1) - entries, depths.unsqueeze(-1) - depths.unsqueeze(1)], dim=-1
             )
             visible = visible & (distance < window)
-        return torch.where(visible, self._visible, self._hidden).unsqueeze(1)
+        return torch.where(visible, self._visible, self._hidden)
+
+    def _visible_entries(self, tree: DraftTree) -> Tensor:
+        """[batch, nodes, entries] bool: the entries that belong to each node's own past, windows left aside."""
+        lengths, longest = self.cache.lengths, self.cache.longest
+        prefix = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+        if self.prompt_mask is not None:
+            prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
+        prefix = prefix.unsqueeze(1).expand(-1, tree.num_nodes, -1)
+        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
 
     def _spans(self, tree: DraftTree, window: int | None, first: int) -> Spans | None:
         """The prefix columns of a mask as intervals, where our attention asks for them and they are intervals."""

@@ -123,7 +123,7 @@ def test_implementation_is_put_back_after_an_error() -> None:
     target = fresh_target("llama", "sdpa")
 
     def fails() -> None:
-        with tree_attention(target):
+        with tree_attention(target.config.get_text_config(decoder=True)):
             assert target.config._attn_implementation == attention.TREE_ATTENTION
             raise RuntimeError("stop here")
 
