@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
@@ -21,7 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from hf_specdec.decoding.tree import count_up
+from hf_specdec.decoding.tree import count_up, from_host
 
 GROWTH = 256  # entries added at a time when a row outgrows its capacity
 
@@ -241,7 +240,7 @@ class TreeCache(Cache):
         if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
             self.lengths = count_up(longest + 1, self.lengths.device)[longest:].expand(len(row_lengths))
         else:
-            self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)
+            self.lengths = from_host(row_lengths, self.lengths.device)
         self._extent.longest, self._extent.held = longest, 0
 
     def entries_of(self, row: int) -> list[tuple[Tensor, Tensor]]:
@@ -257,7 +256,7 @@ class TreeCache(Cache):
         """Goes on with these rows only, in this order; between rounds."""
         self._replace_rows(
             [self.row_lengths[row] for row in rows],
-            lambda held, length, _: held[torch.tensor(rows, device=held.device), :, :length],
+            lambda held, length, _: held[from_host(rows, held.device), :, :length],
         )
 
     def insert_rows(self, aside: dict[int, list[tuple[Tensor, Tensor]]]) -> None:

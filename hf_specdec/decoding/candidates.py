@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RoundOutcome:
 
     def of_rows(self, rows: Sequence[int]) -> RoundOutcome:
         """The same for some of the rows."""
-        index = torch.tensor(rows, device=self.token_ids.device)
+        index = from_host(rows, self.token_ids.device)
 
         def pick(part: Tensor | None) -> Tensor | None:
             return None if part is None else part[index.to(part.device)]
@@ -151,7 +151,7 @@ class RoundOutcome:
                 features = features.gather(1, index)
             if min(counts) < max(counts):
                 steps = torch.arange(max(counts), device=order.device)
-                valid = steps < torch.tensor(counts, device=order.device).unsqueeze(1)
+                valid = steps < from_host(counts, order.device).unsqueeze(1)
         return replace(
             self,
             token_ids=token_ids,

@@ -27,7 +27,7 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.decoding.tree import DraftTree, count_up
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -203,7 +203,7 @@ class _Decoding:
         acceptance = self.judge(tree, output)
         self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
-            self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
+            self.root_ids = self.root_ids.where(from_host(active, roots.device), roots)
         self.count(acceptance, active)
         if self.trace is not None:
             notes = generator.describe(tree) if tree.num_nodes > 1 else None
@@ -264,7 +264,7 @@ class _Decoding:
         self.rows = [self.live(range(self.sequences.batch))[place] for place in kept]
         self.target.keep_rows(kept)
         generator.keep_rows(kept)
-        self.root_ids = self.root_ids[torch.tensor(kept, device=self.root_ids.device)]
+        self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
 
     def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
@@ -290,7 +290,7 @@ class _Decoding:
         order = count_up(steps, path.device)
         valid = None
         if min(counts) < steps:
-            valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
+            valid = order < from_host(counts, path.device).unsqueeze(1)
         features = output.features
         if acceptance.leading:
             features = None if features is None else features[:, :steps]

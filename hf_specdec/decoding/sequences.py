@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.decoding.tree import from_host
 
 # (rows to stand in the batch, how many of their new tokens count) -> one [batch, vocab] tensor per token, or None.
 ScoresSoFar: TypeAlias = Callable[[list[int], int], tuple[Tensor, ...] | None]
@@ -161,7 +162,7 @@ class Sequences:
         if self._ids_on_host is not None:
             self._ids_on_host[row, columns] = tokens
         else:
-            self.ids[row, columns] = torch.from_numpy(np.array(tokens)).to(self.ids.device)
+            self.ids[row, columns] = from_host(tokens, self.ids.device)
 
     def _check_stops(
         self,

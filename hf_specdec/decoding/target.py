@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -231,7 +231,7 @@ class TargetModel:
                 self._aside[self._rows[place]] = self.cache.entries_of(place)
             self._rows = [self._rows[place] for place in rows]
         self.cache.keep_rows(rows)
-        index = torch.tensor(rows, device=self.position_offset.device)
+        index = from_host(rows, self.position_offset.device)
         self.position_offset = self.position_offset[index]
         self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[index]
         self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[index]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ class DraftTree:
         sizes = [len(tokens) for tokens in token_ids]
 
         def host(values: Sequence[Sequence[int]] | np.ndarray) -> Tensor:
-            return torch.from_numpy(np.asarray(values)).to(device)
+            return from_host(values, device)
 
         return cls(
             host([[*tokens, *[tokens[0]] * (nodes - len(tokens))] for tokens in token_ids]),
@@ -206,7 +207,7 @@ class DraftTree:
 
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """The same trees for some of the rows."""
-        index = torch.tensor(rows, device=self.token_ids.device)
+        index = from_host(rows, self.token_ids.device)
         logprobs = self.path_logprobs
         return replace(
             self,
@@ -239,6 +240,19 @@ def count_up(count: int, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
             numbers = _NUMBERS[device] = torch.arange(max(count, 1024), device=device)
     return numbers[:count]
+
+
+def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | None) -> Tensor:
+    """A small tensor of numbers that the host knows, on a device, without waiting for the device.
+
+    `torch.tensor(values, device=...)` would wait until the copy has been made.
+
+    Example:
+        >>> from_host([3, 1], "cpu")
+        tensor([3, 1])
+    """
+    # By way of NumPy, which is quicker than torch from a list.
+    return torch.from_numpy(np.asarray(values)).to(device, non_blocking=True)
 
 
 _NUMBERS: dict[torch.device, Tensor] = {}

@@ -197,12 +197,11 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     places = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     start, width = 0, 1
     for level in range(depth):
-        pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]
-        above, rank = torch.tensor(pairs, device=device).T
+        above, rank = _pairs(width, ranks, budget, device)
         candidates = scores[:, start + above] + logprobs[:, level, rank]
         # Ranks count from 1 here: rank 0 in this digit is the prefix itself.
         order = places[:, start + above] * (ranks + 1) + rank + 1
-        chosen = _best(candidates, order, min(budget, len(pairs)))
+        chosen = _best(candidates, order, min(budget, len(above)))
         scores = torch.cat([scores, candidates.gather(1, chosen)], dim=1)
         parents = torch.cat([parents, start + above[chosen]], dim=1)
         token_ids = torch.cat([token_ids, ranked_ids[:, level].gather(1, rank[chosen])], dim=1)
@@ -223,6 +222,15 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         finite=finite,
         path_logprobs=path_logprobs.clamp(max=0),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(width: int, ranks: int, budget: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of `width` prefixes and which rank of the next token make a candidate; on the device, once."""
+    pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]
+    with torch.inference_mode(False):  # they outlive the call
+        above, rank = torch.tensor(pairs, device=device).T
+    return above, rank
 
 
 def _best(scores: Tensor, order: Tensor, count: int) -> Tensor:

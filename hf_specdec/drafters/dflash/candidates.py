@@ -11,7 +11,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 
@@ -100,7 +100,7 @@ class DFlashMarginals(BlockMarginals):
         # Where each entry stands in its row's text; padding stands anywhere, it is not visible.
         new_places = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
         places = torch.cat([cached.expand(batch, -1), new_places], dim=1)
-        root = cache.lengths + torch.tensor(pending.num_committed, device=device)
+        root = cache.lengths + from_host(pending.num_committed, device)
         masks = {}
         for window, causal in set(self.layer_kinds):
             context = visible.unsqueeze(1).expand(-1, self.block_size, -1)

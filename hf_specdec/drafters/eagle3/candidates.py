@@ -17,7 +17,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 
@@ -101,7 +101,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         outputs = outputs.gather(1, last.to(device).unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
         if self.last_outputs is not None and 0 in pending.num_committed:
             # A row that waited has no new pair; it drafts from where it was.
-            moved = torch.tensor(pending.num_committed, device=device) > 0
+            moved = from_host(pending.num_committed, device) > 0
             outputs = outputs.where(moved.unsqueeze(1), self.last_outputs)
         if pending.tree is None and pending.valid is not None:
             # A left-padded prompt has its padding in front: keep the other pairs, in order.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import from_host
 from hf_specdec.drafters.base import BlockMarginals
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 
@@ -30,7 +31,7 @@ class MedusaMarginals(BlockMarginals):
             last = (outcome.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
         states = features[torch.arange(batch, device=features.device), last]
         if self.last_states is not None and 0 in outcome.num_committed:
-            moved = torch.tensor(outcome.num_committed, device=features.device) > 0
+            moved = from_host(outcome.num_committed, features.device) > 0
             states = states.where(moved.unsqueeze(1), self.last_states)
         self.last_states = states
 

@@ -18,7 +18,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
@@ -356,7 +356,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 counts, features, position_ids, valid = self._repeat_waiting(counts, features, position_ids)
                 if token_ids.shape[1] == 0:
                     token_ids = position_ids
-            last = torch.tensor(counts, device=device) - 1
+            last = from_host(counts, device) - 1
         self.pending = Pending(token_ids, features, position_ids, valid, counts, last)
 
     def _repeat_waiting(
@@ -368,7 +368,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         lengths = zip(self.cache.row_lengths, counts, strict=True)
         self.cache.rollback([length if count else length - self.slots for length, count in lengths])
         steps = max(1, *counts)
-        waiting = torch.tensor([count == 0 for count in counts], device=features.device)
+        waiting = from_host([count == 0 for count in counts], features.device)
         kept_features, kept_positions = self.entered
         # With all rows waiting the outcome has no column at all.
         features = features.clone() if features.shape[1] else kept_features.clone()
@@ -377,7 +377,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         position_ids[:, :1] = kept_positions.where(waiting[:, None], position_ids[:, :1])
         counts = [max(1, count) for count in counts]
         order = torch.arange(steps, device=features.device)
-        return counts, features, position_ids, order < torch.tensor(counts, device=features.device).unsqueeze(1)
+        return counts, features, position_ids, order < from_host(counts, features.device).unsqueeze(1)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         index = list(rows)
