@@ -153,7 +153,7 @@ def _decode(
 ) -> Any:
     drafter.stats = SpeculationStats(method=drafter.method)
     return speculative_decoding(
-        TargetModel(model, drafter.feature_layers(model)),
+        TargetModel(model, drafter.feature_layers(model), compile_mode=drafter.compile_mode),
         drafter.candidate_generator,
         input_ids,
         logits_processor=logits_processor,

@@ -20,6 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
+from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
 from hf_specdec.decoding.tree import DraftTree, from_host
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
@@ -68,12 +70,16 @@ class TargetModel:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
         feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
             what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and on a CPU compiles it with
+            `torch.compile`; both take their time once per model.
 
     Raises:
         ValueError: the target cannot verify trees; the message says why and what to do.
     """
 
-    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), *, compile_mode: CompileMode = "none"
+    ) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.feature_layers = tuple(feature_layers)
@@ -84,6 +90,9 @@ class TargetModel:
         self.uses_tree_attention = usable(model)
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
+        self.compiles = compile_mode == "reduce-overhead"
+        self.static: StaticVerify | None = None
+        self.forward = compiled_forward() if self.compiles and model.device.type == "cpu" else run
         self.cache: TreeCache
         # What `keep_rows` has put away: per row of the whole batch its entries, and what is known of all prompts.
         self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -144,7 +153,8 @@ class TargetModel:
         tapped = layers[index] if index < len(layers) else self.model.get_decoder()
         return tapped.register_forward_hook(keep_output)
 
-    def _read_taps(self) -> Tensor | None:
+    def read_taps(self) -> Tensor | None:
+        """What the taps have seen since the last reading, joined; None without taps."""
         if not self.feature_layers:
             return None
         chunks = {
@@ -200,7 +210,7 @@ class TargetModel:
             last = torch.full((batch,), length - 1, device=device)
         # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
         self.position_offset = last + 1 - length
-        features = self._read_taps()
+        features = self.read_taps()
         self.prefilled = slice(already, length)
         # No output token is placed beyond this entry, drafted nodes may be.
         self.last_entry = length + generation_config.max_length - input_ids.shape[1] - 1
@@ -213,10 +223,16 @@ class TargetModel:
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
+        if self.compiles and self.prompt_starts is not None:
+            workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
+            if workspace is not None and workspace.claim(self):
+                self.static = StaticVerify(workspace)
+                self.cache.workspace = workspace
+                capacity = capacity_for(capacity)
         self.cache.begin_rounds(capacity)
         device = self.cache.lengths.device
-        self._visible = torch.zeros((), dtype=self.dtype, device=device)
-        self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+        self.visible = torch.zeros((), dtype=self.dtype, device=device)
+        self.hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
 
     def keep_rows(self, rows: Sequence[int], *, for_good: bool = False) -> None:
         """Goes on with these rows, counted among those that are left.
@@ -282,6 +298,10 @@ class TargetModel:
             # Such nodes are never kept, but learned positions may have no embedding for them.
             last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
             position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        if self.static is not None:
+            if not (first or output_attentions or output_hidden_states):
+                return TargetOutput(*self.static(self, tree, position_ids), None, None)
+            self.cache.place_nodes(None)
         token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
@@ -294,7 +314,8 @@ class TargetModel:
         on_cpu = position_ids.device.type == "cpu"
         own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
         with torch.inference_mode() if on_cpu else nullcontext(), own_attention:
-            outputs = self.model(
+            outputs = self.forward(
+                self.model,
                 input_ids=token_ids,
                 attention_mask=mask,
                 position_ids=position_ids,
@@ -305,7 +326,7 @@ class TargetModel:
             )
         return TargetOutput(
             outputs.logits.to(torch.float32),
-            self._read_taps(),
+            self.read_taps(),
             outputs.get("attentions"),
             outputs.get("hidden_states"),
         )
@@ -316,6 +337,10 @@ class TargetModel:
             mask = self._additive(tree, window).unsqueeze(1)[:, :, first:]
             spans = self._spans(tree, window, first)
             masks[kind] = mask if spans is None else attach(mask, spans)
+        return self.masks_as_wanted(masks)
+
+    def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks by the keys of `windows` in the form that the host takes."""
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
     def _additive(self, tree: DraftTree, window: int | None) -> Tensor:
@@ -323,7 +348,7 @@ class TargetModel:
         # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
         longest = self.cache.longest
         if window is None and self.prompt_mask is None and min(self.cache.row_lengths) == longest:
-            own = torch.where(tree.ancestor_mask.to(self._visible.device), self._visible, self._hidden)
+            own = torch.where(tree.ancestor_mask.to(self.visible.device), self.visible, self.hidden)
             return torch.nn.functional.pad(own, (longest, 0))  # all of the prefix is seen
         visible = self._visible_entries(tree)
         if window is not None:
@@ -334,7 +359,7 @@ class TargetModel:
                 [own_entry.unsqueeze(-1) - entries, depths.unsqueeze(-1) - depths.unsqueeze(1)], dim=-1
             )
             visible = visible & (distance < window)
-        return torch.where(visible, self._visible, self._hidden)
+        return torch.where(visible, self.visible, self.hidden)
 
     def _visible_entries(self, tree: DraftTree) -> Tensor:
         """[batch, nodes, entries] bool: the entries that belong to each node's own past, windows left aside."""

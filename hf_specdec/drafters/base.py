@@ -30,15 +30,20 @@ class Drafter(ABC):
         method: name of the way it drafts.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
+        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, or on a CPU compiled by
+            `torch.compile`; "none", the default, runs them as they are.
         option_names: drafting options that `load_drafter` accepts, all of them attributes.
+        common_options: those that all drafters have.
     """
 
     option_names: ClassVar[tuple[str, ...]] = ("method",)
+    common_options: ClassVar[tuple[str, ...]] = ("compile_mode",)
 
     method: str
     tree_budget: Any
     stats: SpeculationStats | None = None
     trace: Trace | None = None
+    compile_mode: Any = "none"  # `compile` is a method of every torch module
 
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
@@ -88,14 +93,18 @@ class Drafter(ABC):
         Raises:
             ValueError: an option is unknown (the nearest name is suggested) or out of range.
         """
+        known = (*self.option_names, *self.common_options)
         for name in options:
-            if name not in self.option_names:
-                raise unknown_name("drafting option", name, self.option_names)
+            if name not in known:
+                raise unknown_name("drafting option", name, known)
         for name, value in options.items():
             setattr(self, name, value)
+        if self.compile_mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
         self.check_options()
 
 
+COMPILE_MODES = ("none", "reduce-overhead")
 # Beside the drafters, not in them: it is nothing to be saved or copied.
 _KNOWLEDGE: weakref.WeakKeyDictionary[
     Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], BudgetKnowledge]]
