@@ -42,21 +42,6 @@ def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.
     parts = ["rounds", "batch", "length"]
     small = ["--contexts", "32", "64", "--nodes", "8", "--batches", "1", "2", "--new-tokens", "12", "--repeats", "1"]
     small += ["--length", "90"]
-        "--contexts",
-        "32",
-        "64",
-        "--nodes",
-        "8",
-        "--batches",
-        "1",
-        "2",
-        "--new-tokens",
-        "12",
-        "--length",
-        "24",
-        "--repeats",
-        "1",
-    ]
     assert speed.main(["--part", *parts, "--device", "cpu", *small, "--output", str(out)]) == 0
     report = json.loads(out.read_text())
     assert {row["part"] for row in report["rows"]} == set(parts)

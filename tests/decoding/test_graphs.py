@@ -214,3 +214,14 @@ def test_gaps_in_the_mask_keep_a_call_from_being_captured() -> None:
 def test_other_modes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"compile_mode='fast' must be one of \['none', 'reduce-overhead'\]"):
         METHODS["ddtree"](make_target("llama")).set_options(compile_mode="fast")
+
+
+def test_compiled_forward_gives_the_targets_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(graphs.run, dynamic=True, backend="eager")  # traced as for kernels, without making any
+    monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: compiled)
+    monkeypatch.setattr(graphs, "can_capture", lambda device: False)
+    target, prompts = fresh_target("llama", "sdpa", num_hidden_layers=2), PROMPTS["batch of one"]()
+    settings = {**GREEDY, "max_new_tokens": 5}
+    alone = target.generate(**prompts, **settings)
+    assisted = target.generate(**prompts, **settings, assistant_model=compiling(right_for([1, 0], alone.sequences)))
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
