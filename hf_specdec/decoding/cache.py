@@ -179,9 +179,11 @@ class TreeCache(Cache):
             # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
             shape = (len(members), batch, capacity, kv_heads, head_dim)
             slab = self._new_slab(shape, dtype, device)  # type: ignore[arg-type]
-            for buffer, (layer, name) in zip(slab, members, strict=True):
-                view = buffer.transpose(1, 2)
-                view[:, :, :length] = getattr(layer, name)[:, :, :length]
+            torch.stack(
+                [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
+                out=slab[:, :, :length],
+            )
+            for view, (layer, name) in zip(slab.transpose(2, 3), members, strict=True):
                 setattr(layer, name, view)
             self._slabs.append(slab)
         if self.workspace is not None:
@@ -253,8 +255,13 @@ class TreeCache(Cache):
             counts: how many entries of `path` each row keeps.
         """
         batch, steps = path.shape
-        source = (path + (self._row_starts + self.node_start)).flatten()
-        target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
+        first, longest = self.node_start, self.longest
+        if batch == 1:
+            source = path[0] + first
+            target = count_up(longest + steps, path.device, start=longest)
+        else:
+            source = (path + (self._row_starts + first)).flatten()
+            target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             kept = flat.index_select(1, source.to(slab.device))
@@ -282,7 +289,8 @@ class TreeCache(Cache):
         self.row_lengths = row_lengths
         longest = max(row_lengths)
         if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
-            self.lengths = count_up(longest + 1, self.lengths.device)[longest:].expand(len(row_lengths))
+            length = count_up(longest + 1, self.lengths.device, start=longest)
+            self.lengths = length if len(row_lengths) == 1 else length.expand(len(row_lengths))
         else:
             self.lengths = from_host(row_lengths, self.lengths.device)
         self._extent.longest, self._extent.held = longest, 0

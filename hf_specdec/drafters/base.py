@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,6 +45,11 @@ class Drafter(ABC):
     trace: Trace | None = None
     compile_mode: Any = "none"  # `compile` is a method of every torch module
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
+        return (self.method,)
+
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError, naming both values and the way out, if this drafter cannot draft for `model`."""
@@ -52,6 +57,14 @@ class Drafter(ABC):
     @abstractmethod
     def check_options(self) -> None:
         """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
+
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
+
+        Args:
+            model: the target.
+            input_ids: [batch, seq] int64, the prompts of a first call; None before there are any.
+        """
 
     @abstractmethod
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
@@ -86,6 +99,17 @@ class Drafter(ABC):
         by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
         knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())
         return AutoBudget(knowledge)
+
+    def report_tables(
+        self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        """Tables of its own that a benchmark's report shows: title, column headings, rows. None by default.
+
+        Args:
+            model: the target.
+            prompts: of the benchmark, tokenised: `input_ids` and `attention_mask`, [batch, seq] each.
+        """
+        return ()
 
     def set_options(self, **options: Any) -> None:
         """Sets drafting options by name, then checks them together.
@@ -147,8 +171,8 @@ def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> Node
     """The same for drafters that score whole paths.
 
     Args:
-        tree: of `nodes` nodes.
-        path_logprobs: [batch, nodes or more] floating, nats, of the path to each node; 0 at the root.
+        tree: whose nodes are the first of those that follow: it may have been cut since it was drafted.
+        path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
         forwards: [batch, nodes] int64, see `NodeNotes`.
     """
     path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
