@@ -16,6 +16,7 @@ mask on its way loses them, and is then answered from the mask alone.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,6 +126,7 @@ def tree_attention_forward(
     return attended.transpose(1, 2).contiguous(), None
 
 
+@functools.cache
 def has_triton() -> bool:
     """Whether the kernel can be compiled here; torch's builds for GPUs bring Triton along."""
     return importlib.util.find_spec("triton") is not None
