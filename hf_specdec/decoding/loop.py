@@ -249,7 +249,7 @@ class _Decoding:
 
         Not where somebody looks at the batch as a whole: processors with a prefix, criteria of the caller's, records.
         """
-        going = self.live(self.sequences.active)
+        going = [not finished for finished in self.live(self.sequences.finished)]
         # Each time all caches are copied once, which a round or two of a smaller batch make up for.
         if sum(going) > 0.75 * len(going) or not any(going) or self.sequences.done:
             return

@@ -87,6 +87,14 @@ class Sequences:
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
         ]
 
+    @property
+    def finished(self) -> list[bool]:
+        """Per row, whether nothing can be added to it any more; other rows that are not active only wait."""
+        return [
+            stop is not None and (self.pads_finished or (self._max_length is not None and length >= self._max_length))
+            for stop, length in zip(self.finished_at, self.lengths, strict=True)
+        ]
+
     def reserve(self, columns: int) -> None:
         """Makes room for `columns` tokens behind the longest row."""
         missing = max(self.lengths) + columns - self.ids.shape[1]

@@ -115,3 +115,28 @@ def test_cache_gives_up_rows_and_takes_them_back() -> None:
         for row, expected in enumerate(rows):
             assert torch.equal(layer.keys[row, :, : lengths[row]], expected)
         assert torch.equal(layer.keys[0, :, 2:7], torch.ones(2, 5, 3).double())
+
+
+def test_rows_that_only_wait_stay(batches: list[int]) -> None:
+    # Without an end-of-text token, a row that another criterion has stopped goes on when others get longer.
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class FirstRowStopsEarly(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            length = input_ids.shape[1]
+            return torch.tensor([length >= (12 if row == 0 else 20) for row in range(len(input_ids))])
+
+    target = make_target("llama", "sdpa")
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    stops = StoppingCriteriaList([FirstRowStopsEarly()])
+    original = target.generation_config.eos_token_id
+    target.generation_config.eos_token_id = None
+    try:
+        alone = target.generate(**prompts(), **settings, stopping_criteria=stops)
+        assisted = target.generate(
+            **prompts(), **settings, stopping_criteria=stops, assistant_model=drafter_of("ddtree", target)
+        )
+    finally:
+        target.generation_config.eos_token_id = original
+    assert assisted.tolist() == alone.tolist()
+    assert set(batches) == {5}
