@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
-from hf_specdec.decoding.target import TargetModel, decoder_layers
+from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter

@@ -8,7 +8,8 @@ and rollback is forgetting the rest. The same cache serves targets and drafters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ class TreeCache(Cache):
         return self._extent.node_start
 
     def place_nodes(self, at: int | None) -> None:
-        """From the next round on, nodes are written from this entry on, which no row reaches; None: behind the longest.
+        """The next round's nodes are written from this entry on, which no row reaches; None: behind the longest.
 
         A fixed place makes shapes and addresses of a forward independent of how long the rows are.
         """
@@ -245,6 +246,15 @@ class TreeCache(Cache):
         For drafters whose rounds take several forwards. Commit and rollback end the round.
         """
         self._extent.held += nodes
+
+    @contextmanager
+    def behind(self, nodes: int) -> Iterator[None]:
+        """Lets forwards write behind the first `nodes` nodes of the round, and see them, while the context is open."""
+        before, self._extent.held = self._extent.held, nodes
+        try:
+            yield
+        finally:
+            self._extent.held = before
 
     def commit(self, path: Tensor, counts: Sequence[int]) -> None:
         """Keeps the first nodes of `path` at the end of each row and forgets all other nodes of the round.
@@ -293,7 +303,7 @@ class TreeCache(Cache):
             self.lengths = length if len(row_lengths) == 1 else length.expand(len(row_lengths))
         else:
             self.lengths = from_host(row_lengths, self.lengths.device)
-        self._extent.longest, self._extent.held = longest, 0
+        self._extent.longest, self._extent.held, self._extent.nodes_at = longest, 0, None
 
     def entries_of(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of a row's committed keys and values, [kv_heads, entries, head_dim] per layer that has any."""

@@ -189,6 +189,7 @@ class _Decoding:
         active = self.live(self.sequences.active)
         began = time.perf_counter()
         self.root_positions = self.target.root_positions()
+        layers_run = self.target.num_layers_run
         tree = self.draft(generator, active)
         self.lap("tree")
         output = self.target.verify(
@@ -199,6 +200,7 @@ class _Decoding:
         )
         self.lap("verify")
         self.stats.num_target_forwards += 1
+        self.stats.num_layers_run += self.target.num_layers_run - layers_run
         roots = self.root_ids
         acceptance = self.judge(tree, output)
         self.lap("accept")

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_specdec.decoding.pending import PendingChain
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class DraftTree:
             then come in this order, likeliest first; 0 at the root, -inf at padding. [batch][nodes] lists where the
             tree was built in host memory (rows may be shorter than the tree), else [batch, nodes] floating. Drawn
             chains (`draft_probs`) must not have it: to cut them by what was drawn would change the law of the rest.
+        pending: where the nodes stand that have passed some of the target's layers already, or None: then they have
+            passed none. Such a tree is a chain with the very nodes of `pending`.
     """
 
     token_ids: Tensor
@@ -51,6 +56,7 @@ class DraftTree:
     children: list[dict[tuple[int, int], int]] | None = None
     draft_probs: Tensor | None = None
     path_logprobs: list[list[float]] | Tensor | None = None
+    pending: PendingChain | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -155,11 +161,13 @@ class DraftTree:
         *,
         valid: Tensor | None = None,
         finite: Tensor | None = None,
+        children: list[dict[tuple[int, int], int]] | None = None,
         draft_probs: Tensor | None = None,
+        pending: PendingChain | None = None,
     ) -> DraftTree:
         """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix.
 
-        `draft_probs`, where the tokens were drawn at random: see `DraftTree.draft_probs`.
+        The other arguments are attributes of the tree.
         """
         batch, nodes = token_ids.shape
         steps = torch.arange(nodes, device=token_ids.device)
@@ -167,7 +175,9 @@ class DraftTree:
         if valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
-        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, draft_probs=draft_probs)
+        return cls(
+            token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, children, draft_probs, pending=pending
+        )
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:

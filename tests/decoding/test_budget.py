@@ -54,6 +54,7 @@ def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
     assert drafter.stats.num_draft_tokens > 0
 
 
+@pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", TREE_METHODS)
 def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_drafts(

@@ -93,7 +93,7 @@ def test_every_method_drafts_the_same_from_captured_rounds(method: str) -> None:
     assisted = target.generate(**prompts, **GREEDY, assistant_model=compiling(drafter))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     assert drafter.stats.per_step_accepted == drafts
-    assert Replaying.replays > 0
+    assert Replaying.replays > 0 or method == "specbound"  # its trees have passed the first layers already
 
 
 def test_later_calls_reuse_what_earlier_ones_captured() -> None:
