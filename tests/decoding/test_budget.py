@@ -81,9 +81,9 @@ def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_dra
             generator.draft = noting
             return generator
 
-        monkeypatch.setattr(type(drafter), "candidate_generator", lambda self, of: watched(of))
-        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
-        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(drafter), "candidate_generator", lambda self, of: watched(of))
+            assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
         return seen
 
     drafter = METHODS[method](target)
