@@ -115,6 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     console = Console()
+    console.width = max(console.width, 120)  # the table stays legible in logs
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -132,7 +133,7 @@ def main() -> None:
         }
         for temperature in (0.3, 1.0):
             sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.9, "top_k": 0}
-            variants[f"specbound, temperature {temperature}, top-p 0.9"] = ({}, sampling)
+            variants[f"specbound at temperature {temperature}"] = ({}, sampling)
 
     prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
     prompts = prompts[: arguments.num_prompts or None]
@@ -168,15 +169,15 @@ def main() -> None:
     for heading in ("variant", "speedup", "slowest", "fastest", "mean acceptance length", "layers per token", "same"):
         table.add_column(heading, justify="left" if heading == "variant" else "right")
     for name, row in figures.items():
-        sampled = variants[name][1]["do_sample"]
-        if sampled:
+        drawn = variants[name][1]["do_sample"]
+        if drawn:
             del row["identical"]  # other draws, the same law
         table.add_row(
             name,
             *(f"{row[key]:.2f}x" for key in ("speedup", "slowest_prompt", "fastest_prompt")),
             f"{row['mean_acceptance_length']:.2f}",
             f"{row['layers_per_token']:.1f}",
-            "" if sampled else "yes" if row["identical"] else "NO",
+            "" if drawn else "yes" if row["identical"] else "NO",
         )
     console.print(table)
     own, base = runs["specbound"], plain[json.dumps(greedy)]
@@ -187,9 +188,11 @@ def main() -> None:
     console.print(f"speedup by prompts: {spread}\ntime to first token: {first_token}")
     if not arguments.record:
         return
+    sampled = {name: row for name, row in figures.items() if variants[name][1]["do_sample"]}
     drafter.measurements = {
         "target": arguments.model,
-        "methods": figures,
+        "methods": {name: row for name, row in figures.items() if name not in sampled},
+        **({"sampled": {"temperature": "as named, top-p 0.9", "methods": sampled}} if sampled else {}),
         "prompts": f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens",
         "slowest_prompt": f"{figures['specbound']['slowest_prompt']:.2f}x",
         "speedup_by_prompts": spread,
