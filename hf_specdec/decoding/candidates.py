@@ -1,18 +1,20 @@
 """What the loop and a drafter say to each other: the interface that every method implements.
 
 A drafter makes one `TreeCandidateGenerator` per `generate` call; all state of the call lives in it. Each round the loop
-asks `draft(context)` for a tree and then reports with `observe(outcome)` what was committed. The same outcome object
-reports the prefill, whose committed tokens are the prompt's.
+asks `draft(context)` for a tree, may let it draft on while the target verifies (`draft_ahead`), and then reports with
+`observe(outcome)` what was committed. The same outcome object reports the prefill, whose committed tokens are the prompt's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 
 
@@ -70,6 +72,8 @@ class RoundOutcome:
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
         path: [batch, steps] int64, the node of each token in `tree`; None for the prefill.
+        tokens: the same for the host: per row the accepted tokens, root excluded, then the bonus token; empty for the
+            prefill. The bonus token is the next root of rows that go on.
     """
 
     token_ids: Tensor
@@ -81,6 +85,37 @@ class RoundOutcome:
     target_logits: Tensor
     tree: DraftTree | None = None
     path: Tensor | None = None
+    tokens: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DraftsAhead:
+    """What was drafted while the target verified a tree.
+
+    What the drafter will make of it is its own business; the rule of acceptance needs to know of tokens that were drawn
+    at random for what may follow the tree, since the bonus token can then be coupled with them.
+
+    Attributes:
+        busy_s: seconds that drafting took of its own time, waiting left aside.
+        nodes: [batch] int64, the leaf of the verified tree that the tokens would follow.
+        token_ids: [batch, siblings] int64, candidates for the token after that leaf, in the order they were drawn.
+        draft_probs: [batch, siblings, vocab] float32, the law each was drawn from, given its elder siblings; None where
+            they were not drawn, and the other tensors are then None too.
+        drafted: [batch, siblings] bool, False where a row has fewer candidates.
+    """
+
+    busy_s: float
+    nodes: Tensor | None = None
+    token_ids: Tensor | None = None
+    draft_probs: Tensor | None = None
+    drafted: Tensor | None = None
+
+
+class PendingDrafts(Protocol):
+    """Drafting that goes on beside the target; a `concurrent.futures.Future` will do."""
+
+    def result(self) -> DraftsAhead:
+        """Waits for the end; raises what drafting raised."""
 
 
 class TreeCandidateGenerator(ABC):
@@ -94,8 +129,19 @@ class TreeCandidateGenerator(ABC):
     def draft(self, context: DraftContext) -> DraftTree:
         """Proposes continuations of every row's root. Must not wait for the device more than its method needs."""
 
+    def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:
+        """Starts to draft what may follow `tree`, beside the target that verifies it, and returns at once.
+
+        The loop asks for the result when the target is done; no other method is called in between but, where the
+        target fails, `close`. The default does nothing beside the target.
+        """
+        return None
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed. The default needs no such knowledge."""
 
+    def count(self, stats: SpeculationStats) -> None:
+        """Adds what only the drafter knows to the statistics; called once, before `close`."""
+
     def close(self) -> None:
-        """Releases what outlives a round (threads, streams, hooks); called once, also after an error."""
+        """Releases what outlives a round (threads, processes, streams, hooks); called once, also after an error."""

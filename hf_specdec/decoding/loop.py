@@ -19,7 +19,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget
-from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.candidates import (
+    ChoiceRule,
+    DraftContext,
+    DraftsAhead,
+    RoundOutcome,
+    TreeCandidateGenerator,
+)
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
@@ -123,6 +129,7 @@ class _Decoding:
                     self.round(generator)
                 output_ids = self.sequences.finish()
                 self.hand_back_cache(output_ids)
+                generator.count(self.stats)
         finally:
             generator.close()
             self.stats.total_time_s = time.perf_counter() - started
@@ -165,7 +172,7 @@ class _Decoding:
         self.judge(DraftTree.root_only(token_ids[:, -1]), output)
 
     def round(self, generator: TreeCandidateGenerator) -> None:
-        """Draft, verify, accept, commit."""
+        """Draft, verify while the drafter may go on, accept, commit."""
         active = self.sequences.active
         self.root_positions = self.target.root_positions()
         began = time.perf_counter()
@@ -179,6 +186,9 @@ class _Decoding:
         )
         tree = generator.draft(context).within_vocabulary(self.vocab_size)
         drafted = time.perf_counter()
+        clock = time.thread_time if tree.token_ids.device.type == "cpu" else time.perf_counter
+        pending = generator.draft_ahead(tree)
+        busy_from = clock()
         output = self.target.verify(
             tree,
             self.root_positions,
@@ -187,18 +197,25 @@ class _Decoding:
         )
         self.stats.draft_time_s += drafted - began
         self.stats.verify_time_s += time.perf_counter() - drafted
+        ahead = None
+        if pending is not None:
+            if tree.token_ids.is_cuda:
+                torch.cuda.current_stream(tree.token_ids.device).synchronize()  # else the wall time would be the launch
+            busy_s = clock() - busy_from
+            ahead = pending.result()
+            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - drafted)
         self.stats.num_target_forwards += 1
         roots = self.root_ids
-        acceptance = self.judge(tree, output)
+        acceptance = self.judge(tree, output, ahead)
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
         self.count(acceptance, active)
         generator.observe(self.commit(acceptance, active, tree, output))
 
-    def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
+    def judge(self, tree: DraftTree, output: TargetOutput, ahead: DraftsAhead | None = None) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
-        acceptance = self.accept(tree, output.logits, self.sequences)
+        acceptance = self.accept(tree, output.logits, self.sequences, ahead)
         self.root_ids = acceptance.bonus_ids
         kept = self.sequences.append(acceptance.tokens, self.records.scores_including(acceptance.scores))
         self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
@@ -233,6 +250,7 @@ class _Decoding:
             target_logits=output.logits,
             tree=tree,
             path=path,
+            tokens=acceptance.tokens,
         )
 
     def count(self, acceptance: Acceptance, active: list[bool]) -> None:

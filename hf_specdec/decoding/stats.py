@@ -22,6 +22,15 @@ class SpeculationStats:
         draft_time_s: seconds from asking for a tree to having it, drafter forward included.
         verify_time_s: seconds in the target's forward over trees, its masks included.
         total_time_s: seconds of the whole call, prefill included.
+        ahead_time_s: seconds that drafting beside the target took of its own time; see `overlap_efficiency`.
+        ahead_verify_s: seconds that the target took of its own time in those rounds.
+        ahead_wall_s: seconds from starting both to having both, summed over those rounds.
+        ahead_shorter_s: the smaller of the first two of each round, summed.
+        num_path_drafts: tokens drafted in sequence, one per forward of a draft model and row, whatever the number of
+            branches it was run for; 0 for drafters that do not draft in sequence.
+        num_path_kept: those of them that became part of the text.
+        speed_ratio: T_p / T_q, a verification by the target over a forward of the draft model; 0 where not measured.
+        peak_draft_entries: most cache entries a row that the draft model held at once, text and all branches.
     """
 
     method: str = ""
@@ -32,6 +41,43 @@ class SpeculationStats:
     draft_time_s: float = 0.0
     verify_time_s: float = 0.0
     total_time_s: float = 0.0
+    ahead_time_s: float = 0.0
+    ahead_verify_s: float = 0.0
+    ahead_wall_s: float = 0.0
+    ahead_shorter_s: float = 0.0
+    num_path_drafts: int = 0
+    num_path_kept: int = 0
+    speed_ratio: float = 0.0
+    peak_draft_entries: int = 0
+
+    def count_ahead(self, draft_s: float, verify_s: float, wall_s: float) -> None:
+        """Adds a round in which drafter and target ran at the same time: own time of each, and time of both."""
+        self.ahead_time_s += draft_s
+        self.ahead_verify_s += verify_s
+        self.ahead_wall_s += wall_s
+        self.ahead_shorter_s += min(draft_s, verify_s)
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """How much of what could be saved by running drafter and target at once was saved; 0 where nothing ran so.
+
+        (sum - wall) / (sum - maximum) of a round's two parts: 1 where the wall time is that of the longer part, 0 where
+        it is that of both in turn, negative where running at once cost time. On a CPU the parts are the processor time
+        of their threads, so that waiting for each other is not taken for work.
+        """
+        saved = self.ahead_time_s + self.ahead_verify_s - self.ahead_wall_s
+        return saved / self.ahead_shorter_s if self.ahead_shorter_s else 0.0
+
+    @property
+    def rollback_rate(self) -> float:
+        """Drafted in sequence and thrown away, over all drafted in sequence: RB of SpecBranch, Appendix E.3.
+
+        Alternatives on other branches of a tree are not counted. Drafters that do not count their sequence are taken to
+        have drafted what was verified.
+        """
+        if self.num_path_drafts:
+            return 1 - self.num_path_kept / self.num_path_drafts
+        return 1 - self.draft_acceptance_rate if self.num_draft_tokens else 0.0
 
     @property
     def num_spec_steps(self) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,6 +69,17 @@ class PretrainedDrafter(PreTrainedModel, Drafter):
             ValueError: a file is damaged or holds something else.
         """
         return {}
+
+    def load_beside(self, folder: Path, locate: Callable[[list[str]], Path]) -> None:
+        """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
+
+        Args:
+            folder: where the checkpoint is.
+            locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
+
+        Raises:
+            OSError, ValueError: it is not there, or does not fit.
+        """
 
     def card_summary(self) -> str:
         """One or two sentences on the method, for the model card."""
