@@ -162,4 +162,5 @@ def _decode(
         model_kwargs=model_kwargs,
         stats=drafter.stats,
         streamer=streamer,
+        trace=drafter.trace,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,9 +35,11 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from hf_specdec.decoding.candidates import DraftsAhead
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree, count_up
+
+if TYPE_CHECKING:
+    from hf_specdec.decoding.candidates import DraftsAhead
 
 # Processors that look at the logits alone, one row at a time: all nodes of a tree can go through them in one call.
 PREFIX_FREE = frozenset(

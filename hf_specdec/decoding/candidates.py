@@ -8,6 +8,7 @@ asks `draft(context)` for a tree, may let it draft on while the target verifies 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 
 
@@ -35,6 +37,10 @@ class ChoiceRule:
 GREEDY = ChoiceRule(do_sample=False, warpers=LogitsProcessorList())
 
 
+def _untimed(stage: str) -> None:
+    """A lap that nobody takes."""
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """Where a round starts.
@@ -47,6 +53,8 @@ class DraftContext:
         lengths: tokens in each row of `sequences`, root included.
         active: per row, whether its tokens still matter; rows that have finished are drafted for but not read.
         choice: how the call chooses tokens, the same in every round.
+        lap: `lap("draft")` after the drafter's last forward and `lap("tree")` after building the tree let the
+            statistics tell the two apart; without, all of `draft()` counts as drafting. Costs no sync.
     """
 
     root_ids: Tensor
@@ -55,6 +63,7 @@ class DraftContext:
     lengths: list[int]
     active: list[bool]
     choice: ChoiceRule = GREEDY
+    lap: Callable[[str], None] = _untimed
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,10 @@ class TreeCandidateGenerator(ABC):
 
     def count(self, stats: SpeculationStats) -> None:
         """Adds what only the drafter knows to the statistics; called once, before `close`."""
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        """What the drafter knows of the nodes of `tree`, the one it drafted last; asked only where a trace is kept."""
+        return None
 
     def close(self) -> None:
         """Releases what outlives a round (threads, processes, streams, hooks); called once, also after an error."""

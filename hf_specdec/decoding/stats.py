@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_specdec.decoding.stopwatch import Stopwatch
+
+# The parts of a call, in order; what happens after the last round is in none of them.
+STAGES = ("prefill", "draft", "tree", "verify", "accept", "commit")
+
 
 @dataclass
 class SpeculationStats:
@@ -19,8 +24,6 @@ class SpeculationStats:
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: rounds that verified nothing because the drafter's output was NaN or infinite.
         num_target_forwards: forwards of the target after the prefill; rows of a batch share them.
-        draft_time_s: seconds from asking for a tree to having it, drafter forward included.
-        verify_time_s: seconds in the target's forward over trees, its masks included.
         total_time_s: seconds of the whole call, prefill included.
         ahead_time_s: seconds that drafting beside the target took of its own time; see `overlap_efficiency`.
         ahead_verify_s: seconds that the target took of its own time in those rounds.
@@ -31,6 +34,7 @@ class SpeculationStats:
         num_path_kept: those of them that became part of the text.
         speed_ratio: T_p / T_q, a verification by the target over a forward of the draft model; 0 where not measured.
         peak_draft_entries: most cache entries a row that the draft model held at once, text and all branches.
+        stopwatch: times the stages of the call.
     """
 
     method: str = ""
@@ -38,8 +42,6 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
     num_target_forwards: int = 0
-    draft_time_s: float = 0.0
-    verify_time_s: float = 0.0
     total_time_s: float = 0.0
     ahead_time_s: float = 0.0
     ahead_verify_s: float = 0.0
@@ -78,6 +80,33 @@ class SpeculationStats:
         if self.num_path_drafts:
             return 1 - self.num_path_kept / self.num_path_drafts
         return 1 - self.draft_acceptance_rate if self.num_draft_tokens else 0.0
+
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch("cpu")
+
+    @property
+    def stage_time_s(self) -> dict[str, float]:
+        """Seconds by stage; with what follows the last round they add up to `total_time_s`.
+
+        prefill: the prompt's forward and the first token; draft: the drafter's forwards (and its tree, for methods that
+        build it on the way); tree: building the tree; verify: the target's forward over it, masks and waiting for drafts made
+        meanwhile included; accept: the
+        target's choices, stopping criteria and streaming; commit: the caches, and telling the drafter what was kept.
+        On CUDA the times are the device's, and asking waits for it.
+        """
+        seconds = self.stopwatch.seconds
+        return {stage: seconds.get(stage, 0.0) for stage in STAGES}
+
+    @property
+    def draft_time_s(self) -> float:
+        """Seconds from asking for a tree to having it, drafter forward included."""
+        stages = self.stage_time_s
+        return stages["draft"] + stages["tree"]
+
+    @property
+    def verify_time_s(self) -> float:
+        """Seconds in the target's forward over trees, its masks included."""
+        return self.stage_time_s["verify"]
 
     @property
     def num_spec_steps(self) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes, Trace
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.registry import unknown_name
 
 
@@ -23,6 +26,7 @@ class Drafter(ABC):
     Attributes:
         method: name of the way it drafts.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
+        trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
         option_names: drafting options that `load_drafter` accepts, all of them attributes.
     """
 
@@ -30,6 +34,7 @@ class Drafter(ABC):
 
     method: str
     stats: SpeculationStats | None = None
+    trace: Trace | None = None
 
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
@@ -77,3 +82,28 @@ class BlockMarginals(ABC):
     @abstractmethod
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed."""
+
+
+def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:
+    """What per-position marginals say of the nodes of a tree that was built from them, all in one forward.
+
+    Args:
+        tree: no deeper than there are positions.
+        logits: [batch, depth, vocab] float32; entry d-1 is for nodes of depth d.
+    """
+    places = tree.depths.to(logits.device).sub(1).clamp(min=0)
+    token_ids = tree.token_ids.to(logits.device).clamp(0, logits.shape[-1] - 1)
+    rows = torch.arange(len(places), device=logits.device).unsqueeze(1)
+    return NodeNotes(logits.softmax(-1)[rows, places, token_ids], tree.depths.clamp(max=1))
+
+
+def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> NodeNotes:
+    """The same for drafters that score whole paths.
+
+    Args:
+        tree: of `nodes` nodes.
+        path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
+        forwards: [batch, nodes] int64, see `NodeNotes`.
+    """
+    above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
+    return NodeNotes((path_logprobs - above).exp(), forwards)

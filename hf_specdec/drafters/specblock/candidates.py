@@ -17,7 +17,9 @@ from torch import Tensor
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
 # Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
@@ -330,6 +332,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.shape = Shape.of(drafter)
         self.cache: TreeCache | None = None
         self.pending: Pending | None = None
+        self.drafted: tuple[Nodes, Tensor]  # all nodes of the latest round, and which of them are in the tree
         self.entered: tuple[Tensor, Tensor] | None = None  # feature and position that each row was last drafted from
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -373,8 +376,16 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
         nodes, finite = self.grow(context)
-        tree, _ = cut(nodes, self.shape.tree_budget, self.num_blocks * self.slots, merge=self.merge, finite=finite)
-        return _on(tree, context.root_ids.device)
+        context.lap("draft")
+        tree, kept = cut(nodes, self.shape.tree_budget, self.num_blocks * self.slots, merge=self.merge, finite=finite)
+        tree = _on(tree, context.root_ids.device)
+        context.lap("tree")
+        self.drafted = nodes, kept
+        return tree
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        nodes, kept = self.drafted
+        return path_notes(tree, nodes.scores.gather(1, kept), nodes.blocks[kept] + 1)
 
     def grow(self, context: DraftContext) -> tuple[Nodes, Tensor]:
         """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""

@@ -1,0 +1,1 @@
+"""Measuring: what a round costs and what it could cost at least."""
