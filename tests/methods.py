@@ -16,6 +16,7 @@ from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
 
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
@@ -136,6 +137,16 @@ def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     return drafter
 
 
+def make_specbranch(
+    target: PreTrainedModel, *, noise: float = 0.05, seed: int = 0, h_rad: bool = True, **options: Any
+) -> SpecBranchDrafter:
+    """The same draft model beside the target, with a random H-RAD; its forks would cost the shared tests a minute."""
+    model = make_causal_lm(target, noise=noise, seed=seed).model
+    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "worker": "thread"}
+    torch.manual_seed(seed)
+    return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
+
+
 METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
@@ -145,4 +156,5 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "eagle3": make_eagle3,
     "medusa": make_medusa,
     "specblock": make_specblock,
+    "specbranch": make_specbranch,
 }

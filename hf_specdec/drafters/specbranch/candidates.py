@@ -88,18 +88,10 @@ class SpecBranchGenerator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         if self.predict is not None and outcome.features is not None:
-            self.features = self._last_features(outcome)
+            self.features = last_features(outcome)
         if outcome.tree is not None:
             rows = zip(outcome.tokens, outcome.num_committed, strict=True)
             self.emitted = [tokens if count else [] for tokens, count in rows]
-
-    def _last_features(self, outcome: RoundOutcome) -> Tensor:
-        assert outcome.features is not None
-        features, counts = outcome.features, outcome.num_committed
-        if outcome.tree is None or min(counts) == max(counts):  # prompts are padded on the left
-            return features[:, -1] if outcome.tree is None else features[:, counts[0] - 1]
-        last = torch.tensor([max(0, count - 1) for count in counts], device=features.device)
-        return features[torch.arange(len(counts), device=features.device), last]
 
     def draft(self, context: DraftContext) -> DraftTree:
         if self.worker is None:
@@ -178,7 +170,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def count(self, stats: SpeculationStats) -> None:
         if self.worker is None:
             return
-        counters: Counters = self.worker.call("read_counters")
+        counters: Counters = self.worker.call("final_counters", self.emitted)
         stats.num_path_drafts += counters.path_drafts
         stats.num_path_kept += counters.path_kept
         stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
@@ -232,3 +224,15 @@ class _Ahead:
             draft_probs=laws,
             drafted=torch.tensor([[place < count for place in range(most)] for count in counts], device=device),
         )
+
+
+def last_features(outcome: RoundOutcome) -> Tensor:
+    """[batch, taps * hidden]: the target's features at the last token that a round, or the prefill, committed."""
+    assert outcome.features is not None
+    features, counts = outcome.features, outcome.num_committed
+    if outcome.tree is None:  # prompts are padded on the left
+        return features[:, -1]
+    if min(counts) == max(counts):
+        return features[:, counts[0] - 1]
+    last = torch.tensor([max(0, count - 1) for count in counts], device=features.device)
+    return features[torch.arange(len(counts), device=features.device), last]

@@ -12,7 +12,6 @@ is the next round's chain; the entries of all others are forgotten in the same s
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -172,6 +171,12 @@ class Row:
         self.nodes[node].next = self.add(law.chosen, node)
         return self.nodes[node].next
 
+    def hit(self, tokens: list[int]) -> int | None:
+        """The branch that the target chose, by the tokens that the round emitted; None where it chose none."""
+        if len(tokens) - 1 < len(self.chain):
+            return None
+        return next((node for node in self.branches if self.nodes[node].token == tokens[-1]), None)
+
     def clear(self) -> None:
         """Forgets the tree."""
         self.nodes, self.root, self.chain, self.branches = [], 0, [], []
@@ -241,8 +246,8 @@ class BranchDrafting:
         return sorted(seconds[1:])[repeats // 2]
 
     def bound_tokens(self, speed_ratio: float) -> None:
-        """Bounds draft lengths by c = T_p / T_q, rounded up: drafting then takes no longer than verification."""
-        self.plan = replace(self.plan, most_tokens=max(1, min(self.plan.most_tokens, math.ceil(speed_ratio))))
+        """Bounds draft lengths by c = T_p / T_q, rounded down: drafting then takes no longer than verification."""
+        self.plan = replace(self.plan, most_tokens=max(1, min(self.plan.most_tokens, int(speed_ratio))))
 
     @torch.no_grad()
     def draft(self, emitted: Sequence[list[int]], active: Sequence[bool], signals: Sequence[Signals]) -> Chains:
@@ -295,8 +300,11 @@ class BranchDrafting:
         candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
         return Branches(clock() - began, candidates, _padded(laws) if any(laws) else None)
 
-    def read_counters(self) -> Counters:
-        """What drafting has come to so far."""
+    def final_counters(self, emitted: Sequence[list[int]]) -> Counters:
+        """What drafting came to; `emitted` is what the last round added, as for `draft`."""
+        for row, tokens in zip(self.rows, emitted, strict=True):
+            if row.nodes and tokens:
+                self.counters.path_kept += len(tokens) - 1 + (row.hit(tokens) is not None)
         return self.counters
 
     # What a round made of the tree.
@@ -310,13 +318,10 @@ class BranchDrafting:
             if not row.nodes or not tokens:
                 row.clear()
                 continue
-            *accepted, bonus = tokens
-            path = [*range(row.root + 1), *row.chain[: len(accepted)]]
+            path = [*range(row.root + 1), *row.chain[: len(tokens) - 1]]
             kept[index] = [row.nodes[node].place for node in path if row.nodes[node].place >= 0]
-            hit = None
-            if len(accepted) == len(row.chain):
-                hit = next((node for node in row.branches if row.nodes[node].token == bonus), None)
-            self.counters.path_kept += len(accepted) + (hit is not None)
+            hit = row.hit(tokens)
+            self.counters.path_kept += len(tokens) - 1 + (hit is not None)
             held[index] = self._keep_branch(row, hit if row.active else None, signals[index].kept_branch)
         self.drafter.cache.regroup(kept, held)
         self.num_places = max(map(len, held))

@@ -238,8 +238,7 @@ class SpecBranchDrafter(PretrainedDrafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         if self.lengths != "h_rad":
             return ()
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        return tuple(range(layers - self.config.num_feature_layers, layers))
+        return last_layers(model, self.config.num_feature_layers)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         from hf_specdec.drafters.specbranch.candidates import SpecBranchGenerator, SpeedRatio
@@ -265,7 +264,9 @@ class SpecBranchDrafter(PretrainedDrafter):
             make_drafting,
             place_worker,
             self._measured[1] if self.speed_ratio is None else SpeedRatio(self.speed_ratio),
-            predict=(lambda features, ids: self.predict(features, ids, embeddings)) if self.lengths == "h_rad" else None,
+            predict=(lambda features, ids: self.predict(features, ids, embeddings))
+            if self.lengths == "h_rad"
+            else None,
             lengths=self.lengths,
             posterior=self.selection == "posterior",
             num_threads=self.worker_threads,
@@ -346,3 +347,9 @@ class SpecBranchDrafter(PretrainedDrafter):
             refusal = process_refusal(self.draft_model.device)
             if refusal is not None:
                 raise ValueError(f"worker='process' cannot be used: {refusal}. Use worker='thread', or 'auto'.")
+
+
+def last_layers(model: PreTrainedModel, count: int) -> tuple[int, ...]:
+    """The 0-based indices of a model's last decoder layers."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return tuple(range(layers - count, layers))

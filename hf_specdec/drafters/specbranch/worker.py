@@ -102,7 +102,10 @@ class ProcessWorker(Worker):
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(drafting, theirs, self.connection, num_threads), name="hf_specdec-drafting", daemon=True
+            target=_serve,
+            args=(drafting, theirs, self.connection, num_threads),
+            name="hf_specdec-drafting",
+            daemon=True,
         )
         with warnings.catch_warnings():
             # Python 3.12 and newer warn that a lock of another thread may be held in the child. The child runs the draft
