@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def acceptance_for(accepted: float, length: int) -> float:
-    """The acceptance rate with which drafts of `length` tokens have `accepted` accepted ones on average, by bisection."""
+    """The acceptance rate at which drafts of `length` tokens have `accepted` ones on average, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,7 +1,8 @@
 """Train H-RAD, which tells SpecBranch how far to draft, for a target and a draft model; save a SpecBranch checkpoint.
 
-    python examples/train_hrad.py --target examples/tiny-code/target --draft-model examples/tiny-code/draft-lm \\
-        --refer-to ../draft-lm --output build/specbranch
+    python examples/train_hrad.py --target examples/tiny-code/target --draft-model examples/tiny-code/draft-lm
+
+(and `--refer-to ../draft-lm --output examples/tiny-code/specbranch` for the bundled checkpoint).
 
 For the bundled target its text is rebuilt by `train_tiny_code.py`; any other pair needs --text. See
 `hf_specdec/training/hrad.py`.

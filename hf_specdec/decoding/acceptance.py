@@ -230,9 +230,9 @@ def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, draf
     How siblings were drawn is told by their laws alone. Independent draws carry the same law each: Algorithm 2 of
     SpecBranch and SpecInfer (arXiv 2305.09781). Draws without replacement carry the law without the elder siblings,
     renormalised. Tokens picked without randomness, a top-k, would carry all of their law on themselves; the rule then
-    accepts x_i with rest_i[x_i] and so comes down to drawing from target_probs, which needs no rule. To hand such tokens
-    in with the law they were picked from is the mistake that a literal reading of Algorithm 2 makes: its output leans
-    towards them.
+    accepts x_i with rest_i[x_i] and so comes down to drawing from target_probs, which needs no rule. To hand such
+    tokens in with the law they were picked from is the mistake that a literal reading of Algorithm 2 makes: its output
+    leans towards them.
 
     Args:
         scores: [..., vocab] float32, processed logits of the target.

@@ -2,7 +2,8 @@
 
 A drafter makes one `TreeCandidateGenerator` per `generate` call; all state of the call lives in it. Each round the loop
 asks `draft(context)` for a tree, may let it draft on while the target verifies (`draft_ahead`), and then reports with
-`observe(outcome)` what was committed. The same outcome object reports the prefill, whose committed tokens are the prompt's.
+`observe(outcome)` what was committed. The same outcome object reports the prefill, whose committed tokens are the
+prompt's.
 """
 
 from __future__ import annotations

@@ -89,9 +89,8 @@ class SpeculationStats:
         """Seconds by stage; with what follows the last round they add up to `total_time_s`.
 
         prefill: the prompt's forward and the first token; draft: the drafter's forwards (and its tree, for methods that
-        build it on the way); tree: building the tree; verify: the target's forward over it, masks and waiting for drafts made
-        meanwhile included; accept: the
-        target's choices, stopping criteria and streaming; commit: the caches, and telling the drafter what was kept.
+        build it on the way); tree: building the tree; verify: the target's forward over it, masks included, and
+        waiting for what is drafted meanwhile; accept: the target's choices, stopping criteria and streaming; commit: the caches, and telling the drafter what was kept.
         On CUDA the times are the device's, and asking waits for it.
         """
         seconds = self.stopwatch.seconds

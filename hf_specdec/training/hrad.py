@@ -2,8 +2,8 @@
 
 `python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does all of it for any pair:
 
-1. The pair generates in turn, with drafts of a fixed length; every draft gives one example: the target's last K layers at
-   the last verified token and the embedding of the token after it, and whether none, some or all of the draft was kept.
+1. The pair generates in turn, with drafts of a fixed length; every draft gives one example: the target's last K layers
+   at the last verified token and the embedding of the token after it, and whether none, some or all of the draft was kept.
 2. Rare classes are filled up by SMOTE on standardised features.
 3. The network trains with the paper's settings until it stops getting better on prompts it has not seen.
 
@@ -17,14 +17,14 @@ import copy
 import platform
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tqdm.auto import tqdm
@@ -324,6 +324,7 @@ def main(
         "--draft-length", type=int, default=8, help="of the drafts that are judged; about the speed ratio"
     )
     parser.add_argument("--max-minutes", type=float, help="of running the pair")
+    parser.add_argument("--examples", type=Path, help="keep what running the pair gave here, or use what is there")
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
     parser.add_argument("--seed", type=int, default=0)
@@ -342,17 +343,18 @@ def main(
     documents = tokenizer(texts)["input_ids"]
     prompts = cut_prompts(documents, arguments.prompt_tokens, arguments.num_prompts, arguments.seed)
     split = max(1, len(prompts) // 8)
-    run: Callable[..., Examples] = lambda some, minutes: collect(  # noqa: E731 - the settings of both runs
-        target,
-        draft_model,
-        some,
-        draft_length=arguments.draft_length,
-        new_tokens=arguments.new_tokens,
-        max_minutes=minutes,
-    )
     minutes = arguments.max_minutes
-    held_out = run(prompts[:split], None if minutes is None else minutes / 8)
-    examples = run(prompts[split:], None if minutes is None else minutes * 7 / 8)
+    wanted = {"draft_length": arguments.draft_length, "new_tokens": arguments.new_tokens}
+    if arguments.examples is not None and arguments.examples.exists():
+        held_out, examples = _read_examples(arguments.examples)
+    else:
+        both = ((prompts[:split], 1 / 8), (prompts[split:], 7 / 8))
+        held_out, examples = (
+            collect(target, draft_model, some, max_minutes=None if minutes is None else minutes * share, **wanted)
+            for some, share in both
+        )
+        if arguments.examples is not None:
+            _write_examples(arguments.examples, held_out, examples)
     collected_s = time.monotonic() - started
 
     drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
@@ -390,6 +392,20 @@ def main(
     drafter.save_pretrained(arguments.output)
     if arguments.push_to_hub:
         drafter.push_to_hub(arguments.push_to_hub)
+
+
+def _write_examples(file: Path, held_out: Examples, examples: Examples) -> None:
+    parts = {"held_out": held_out, "train": examples}
+    tensors = {f"{name}.inputs": part.inputs for name, part in parts.items()}
+    save_file(tensors | {f"{name}.classes": part.classes for name, part in parts.items()}, file)
+
+
+def _read_examples(file: Path) -> tuple[Examples, Examples]:
+    tensors = load_file(file)
+    held_out, examples = (
+        Examples(tensors[f"{name}.inputs"], tensors[f"{name}.classes"]) for name in ("held_out", "train")
+    )
+    return held_out, examples
 
 
 def cut_prompts(documents: Sequence[Sequence[int]], prompt_tokens: int, most: int, seed: int) -> list[list[int]]:

@@ -155,7 +155,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
         if self.lengths == "confidence":
             return [Signals(CONFIDENCE, CONFIDENCE)] * batch
-        assert self.predict is not None and self.features is not None
+        assert self.predict is not None, "lengths asks for H-RAD"
+        assert self.features is not None, "the prefill has been observed"
         classes = self.predict(self.features, context.root_ids).tolist()
         if self.posterior:
             return [Signals(kept_branch=found, fresh=found) for found in classes]

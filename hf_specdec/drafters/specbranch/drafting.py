@@ -1,4 +1,4 @@
-"""The draft model's side of SpecBranch: its text, its cache and its branches, in lists that can cross to another thread.
+"""The draft model's side of SpecBranch: its text, its cache and its branches, in lists that can cross to a process.
 
 `BranchDrafting` runs beside the target, in a thread or a process of its own (`worker.py`); what it is told and what it
 answers is small: the tokens that a round emitted, and the chain to verify next. Source: SpecBranch, Section 5.2,
@@ -6,8 +6,8 @@ Algorithm 1 and Figures 8 and 9 of its appendix. The target's side is in `candid
 
 A round of one row, in the draft model's cache: behind the text lie the root, the chain that is being verified, whose
 last node is the leaf, and below the leaf the branches, k candidates for the branch point and what the draft model says
-after each. They are paths of one tree, so the prefix is stored once. When the target has chosen a candidate, that branch
-is the next round's chain; the entries of all others are forgotten in the same step that commits the accepted ones.
+after each. They are paths of one tree, so the prefix is stored once. When the target has chosen a candidate, that
+branch is the next round's chain; the entries of all others are forgotten in the same step that commits the accepted ones.
 """
 
 from __future__ import annotations
@@ -381,8 +381,8 @@ class BranchDrafting:
     def _is_confident(self, row: Row, node: int) -> bool:
         """Whether the token after a node is no branch point.
 
-        Decided by the law after the node and never by the token drawn from it: a decision that looked at the token would
-        make the drafts that are left follow another law than the one they carry.
+        Decided by the law after the node and never by the token drawn from it: a decision that looked at the token
+        would make the drafts that are left follow another law than the one they carry.
         """
         law = row.nodes[node].law
         return law is not None and law.confidence >= self.plan.min_confidence
@@ -513,7 +513,7 @@ class BranchDrafting:
 
 
 def num_branches(most_branches: int, confidence: float) -> int:
-    """k = max(1, floor(k_max (1 - q))): how many candidates a branch point gets. SpecBranch, Eq. 7.
+    """K = max(1, floor(k_max (1 - q))): how many candidates a branch point gets. SpecBranch, Eq. 7.
 
     Example:
         >>> [num_branches(6, confidence) for confidence in (0.99, 0.5, 0.1)]

@@ -1,7 +1,7 @@
 """What drafting beside the target can gain: the latency model of SpecBranch, Section 4.1 and Appendix B.
 
-Times are in the unit of `draft_s`, the time of one forward of the draft model (T_q, the paper's t); a verification takes
-`speed_ratio` (c) of them, a draft has `length` (gamma) tokens, and each is accepted with probability `acceptance`
+Times are in the unit of `draft_s`, the time of one forward of the draft model (T_q, the paper's t); a verification
+takes `speed_ratio` (c) of them, a draft has `length` (gamma) tokens, and each is accepted with probability `acceptance`
 (alpha), independently of the others. The model knows no branches and no H-RAD: it is what PEARL could reach.
 """
 
@@ -35,8 +35,8 @@ def serial_latency(acceptance: float, length: int, speed_ratio: float, draft_s: 
 def parallel_latency(acceptance: float, length: int, speed_ratio: float, draft_s: float = 1.0) -> float:
     """Time per token when they run at once and a rejection costs the drafts made meanwhile. SpecBranch, Theorem 1.
 
-    2 max(gamma t, c t) / ((1 + alpha^gamma) E[accepted]): two rounds, of which the second adds its tokens only where the
-    first was accepted whole. Bonus tokens are not counted, so for low acceptance the model asks more time than takes.
+    2 max(gamma t, c t) / ((1 + alpha^gamma) E[accepted]): two rounds, of which the second adds its tokens only where
+    the first was accepted whole. Bonus tokens are not counted, so for low acceptance the model asks more time than takes.
 
     Raises:
         ValueError: nothing is ever accepted, so no time is long enough.
@@ -49,8 +49,8 @@ def parallel_latency(acceptance: float, length: int, speed_ratio: float, draft_s
     """
     if not 0 < acceptance <= 1 or length < 1 or speed_ratio <= 0:
         raise ValueError(
-            f"acceptance={acceptance}, length={length}, speed_ratio={speed_ratio}: the model needs an acceptance above 0 "
-            "and at most 1, a length of at least 1 and a positive speed ratio."
+            f"acceptance={acceptance}, length={length}, speed_ratio={speed_ratio}: the model needs an acceptance above "
+            "0 and at most 1, a length of at least 1 and a positive speed ratio."
         )
     both = 2 * max(length, speed_ratio) * draft_s
     return both / ((1 + acceptance**length) * expected_accepted(acceptance, length))

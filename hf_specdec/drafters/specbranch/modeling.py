@@ -66,8 +66,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         parallel: whether the draft model runs beside the target. Without, the same code drafts in turn with it, as
             plain speculative sampling (SpS) does.
         k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
-        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where the
-            draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is `"h_rad"`
+        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
+            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is `"h_rad"`
             where the checkpoint has one.
         min_confidence: epsilon; where the likeliest token has less, the draft model is not sure.
         max_depth: most tokens of a draft; also bounded by the speed ratio.
@@ -166,8 +166,8 @@ class SpecBranchDrafter(PretrainedDrafter):
             if trained not in (None, found):
                 raise ValueError(
                     f"The H-RAD of {self.name_or_path or 'this drafter'!r} was trained with a draft model whose "
-                    f"{field.removeprefix('draft_')} is {trained}, but {draft_model.name_or_path!r} has {found}. It fits "
-                    f"only the pair it was trained for: use {self.config.draft_model!r}, or train one for this pair."
+                    f"{field.removeprefix('draft_')} is {trained}, but {draft_model.name_or_path!r} has {found}. It "
+                    f"fits only the pair it was trained for: use {self.config.draft_model!r}, or train one for this pair."
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
 

@@ -108,8 +108,8 @@ class ProcessWorker(Worker):
             daemon=True,
         )
         with warnings.catch_warnings():
-            # Python 3.12 and newer warn that a lock of another thread may be held in the child. The child runs the draft
-            # model and writes to a pipe; it starts no pool of the parent's (`_serve`), as PyTorch's data loaders do.
+            # Python 3.12 and newer warn that a lock of another thread may be held in the child. The child runs the
+            # draft model and writes to a pipe; it starts no pool of the parent's (`_serve`), like PyTorch's loaders.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             self.process.start()
         theirs.close()
@@ -123,7 +123,7 @@ class ProcessWorker(Worker):
         failed, answer = pickle.loads(self._guarded(self.connection.recv_bytes))
         if failed:
             error, there = answer
-            raise error from RemoteTraceback(there)
+            raise error from RemoteError(there)
         return answer
 
     def _guarded(self, talk: Callable[[], Any]) -> Any:
@@ -144,7 +144,7 @@ class ProcessWorker(Worker):
         self.process.close()
 
 
-class RemoteTraceback(Exception):
+class RemoteError(Exception):
     """The traceback of an error in the drafting process, as its cause."""
 
     def __init__(self, text: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.candidates import GREEDY
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.drafters.specbranch.drafting import (
@@ -19,7 +20,6 @@ from hf_specdec.drafters.specbranch.drafting import (
     Signals,
     num_branches,
 )
-from hf_specdec.decoding.candidates import GREEDY
 from tests.decoding.test_sampling import DEPTH, PROMPT, SAMPLING, count, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
