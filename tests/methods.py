@@ -142,7 +142,7 @@ def make_specbranch(
 ) -> SpecBranchDrafter:
     """The same draft model beside the target, with a random H-RAD; its forks would cost the shared tests a minute."""
     model = make_causal_lm(target, noise=noise, seed=seed).model
-    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "worker": "thread"}
+    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "min_certainty": 0.0, "worker": "thread"}
     torch.manual_seed(seed)
     return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
 

@@ -90,8 +90,8 @@ class SpeculationStats:
 
         prefill: the prompt's forward and the first token; draft: the drafter's forwards (and its tree, for methods that
         build it on the way); tree: building the tree; verify: the target's forward over it, masks included, and
-        waiting for what is drafted meanwhile; accept: the target's choices, stopping criteria and streaming; commit: the caches, and telling the drafter what was kept.
-        On CUDA the times are the device's, and asking waits for it.
+        waiting for what is drafted meanwhile; accept: the target's choices, stopping criteria and streaming; commit:
+        the caches, and telling the drafter what was kept. On CUDA the times are the device's, and asking waits for it.
         """
         seconds = self.stopwatch.seconds
         return {stage: seconds.get(stage, 0.0) for stage in STAGES}

@@ -3,7 +3,8 @@
 `python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does all of it for any pair:
 
 1. The pair generates in turn, with drafts of a fixed length; every draft gives one example: the target's last K layers
-   at the last verified token and the embedding of the token after it, and whether none, some or all of the draft was kept.
+   at the last verified token and the embedding of the token after it, and whether none, some or all of the draft was
+   kept.
 2. Rare classes are filled up by SMOTE on standardised features.
 3. The network trains with the paper's settings until it stops getting better on prompts it has not seen.
 

@@ -7,7 +7,8 @@ Algorithm 1 and Figures 8 and 9 of its appendix. The target's side is in `candid
 A round of one row, in the draft model's cache: behind the text lie the root, the chain that is being verified, whose
 last node is the leaf, and below the leaf the branches, k candidates for the branch point and what the draft model says
 after each. They are paths of one tree, so the prefix is stored once. When the target has chosen a candidate, that
-branch is the next round's chain; the entries of all others are forgotten in the same step that commits the accepted ones.
+branch is the next round's chain; the entries of all others are forgotten in the same step that commits the accepted
+ones.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def parallel_latency(acceptance: float, length: int, speed_ratio: float, draft_s
     """Time per token when they run at once and a rejection costs the drafts made meanwhile. SpecBranch, Theorem 1.
 
     2 max(gamma t, c t) / ((1 + alpha^gamma) E[accepted]): two rounds, of which the second adds its tokens only where
-    the first was accepted whole. Bonus tokens are not counted, so for low acceptance the model asks more time than takes.
+    the first was accepted whole. Bonus tokens are not counted, so for low acceptance the model asks more time than
+    takes.
 
     Raises:
         ValueError: nothing is ever accepted, so no time is long enough.

@@ -21,7 +21,7 @@ from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
-from hf_specdec.drafters.specbranch.drafting import BranchDrafting, DraftingPlan
+from hf_specdec.drafters.specbranch.drafting import CONFIDENCE, BranchDrafting, DraftingPlan
 from hf_specdec.drafters.specbranch.worker import WORKER_KINDS, Worker, WorkerKind, make_worker, process_refusal
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
@@ -67,9 +67,11 @@ class SpecBranchDrafter(PretrainedDrafter):
             plain speculative sampling (SpS) does.
         k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
         lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
-            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is `"h_rad"`
-            where the checkpoint has one.
+            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
+            `"h_rad"` where the checkpoint has one.
         min_confidence: epsilon; where the likeliest token has less, the draft model is not sure.
+        min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
+            least this; below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5 does.
         max_depth: most tokens of a draft; also bounded by the speed ratio.
         selection: `"posterior"`, H-RAD looks at a branch when the target has chosen it, or `"a_priori"`, while it is
             being drafted, at features of the round before (Appendix G.2).
@@ -93,6 +95,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         "k_max",
         "lengths",
         "min_confidence",
+        "min_certainty",
         "max_depth",
         "selection",
         "candidates",
@@ -109,6 +112,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.k_max = 6
         self.lengths: Literal["h_rad", "confidence", "fixed"] = "h_rad" if config.h_rad else "confidence"
         self.min_confidence = config.min_confidence
+        self.min_certainty = 0.6
         self.max_depth = 16
         self.selection: Literal["posterior", "a_priori"] = "posterior"
         self.candidates: Literal["top_k", "drawn"] = "top_k"
@@ -166,8 +170,8 @@ class SpecBranchDrafter(PretrainedDrafter):
             if trained not in (None, found):
                 raise ValueError(
                     f"The H-RAD of {self.name_or_path or 'this drafter'!r} was trained with a draft model whose "
-                    f"{field.removeprefix('draft_')} is {trained}, but {draft_model.name_or_path!r} has {found}. It "
-                    f"fits only the pair it was trained for: use {self.config.draft_model!r}, or train one for this pair."
+                    f"{field.removeprefix('draft_')} is {trained}, but {draft_model.name_or_path!r} has {found}. "
+                    f"It fits only the pair it was trained for: use {self.config.draft_model!r}, or train another."
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
 
@@ -233,7 +237,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         assert self.h_rad is not None
         device = self.h_rad.mean.device
         inputs = torch.cat([features.to(device), embeddings(token_ids).to(device)], dim=-1)
-        return self.h_rad(inputs).argmax(-1)
+        certainty, classes = self.h_rad(inputs).float().softmax(-1).max(-1)
+        return classes.where(certainty >= self.min_certainty, CONFIDENCE)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         if self.lengths != "h_rad":
@@ -303,8 +308,10 @@ class SpecBranchDrafter(PretrainedDrafter):
                 raise unknown_name(name, getattr(self, name), known)
         if not isinstance(self.parallel, bool):
             raise ValueError(f"parallel={self.parallel!r} must be True or False.")
-        if not isinstance(self.min_confidence, (int, float)) or not 0 <= self.min_confidence <= 1:
-            raise ValueError(f"min_confidence={self.min_confidence!r} must be from 0 to 1.")
+        for name in ("min_confidence", "min_certainty"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r} must be from 0 to 1.")
         if self.speed_ratio is not None and not (
             isinstance(self.speed_ratio, (int, float)) and 0 < self.speed_ratio < float("inf")
         ):

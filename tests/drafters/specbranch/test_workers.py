@@ -128,7 +128,7 @@ def test_an_interrupt_ends_promptly_and_leaves_nothing(worker: str, monkeypatch:
 
 def test_an_interrupted_thread_stops_at_its_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    drafter = make_specbranch(target, worker="thread", max_depth=256, speed_ratio=200.0, lengths="confidence")
+    drafter = make_specbranch(target, worker="thread", max_depth=256, speed_ratio=200.0, lengths="fixed")
     drafter.draft_model.config.max_position_embeddings = 2048  # type: ignore[union-attr]
     forwards: list[bool] = []
     run = BranchDrafting._run
