@@ -17,6 +17,7 @@ from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
@@ -101,7 +102,8 @@ def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
 
 def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> MedusaDrafter:
     """Random Medusa heads that fit `target`; `settings` as for `make_dflash`."""
-    options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    names = ("method", "tree_budget", "rank_accuracies")
+    options = {"tree_budget": 9} | {name: settings.pop(name) for name in names if name in settings}
     shape = {
         "vocab_size": target.get_input_embeddings().num_embeddings,
         "hidden_size": target.config.hidden_size,
@@ -111,6 +113,11 @@ def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> M
     drafter = MedusaDrafter(MedusaConfig(**shape | settings)).eval()
     drafter.set_options(**options)
     return drafter
+
+
+def make_medusa_static(target: PreTrainedModel, **settings: Any) -> MedusaDrafter:
+    """The same, drafting the tree of fixed shape."""
+    return make_medusa(target, **{"method": "static_tree", "tree_budget": 12, **settings})
 
 
 def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBlockDrafter:
@@ -147,6 +154,31 @@ def make_specbranch(
     return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
 
 
+def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBoundDrafter:
+    """Exit heads on `target` with random updates, low enough a threshold that they draft; `settings` as above."""
+    names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers")
+    options = {"threshold": 0.1} | {name: settings.pop(name) for name in names if name in settings}
+    depth, vocab = target.config.num_hidden_layers, target.get_input_embeddings().num_embeddings
+    shape = {
+        "num_target_layers": depth,
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": vocab,
+        "exit_layers": list(range(1, depth)),
+        "d_max": depth - 1,
+        "lora_rank": 3,
+        "w_max": 5,
+    }
+    torch.manual_seed(seed)
+    drafter = SpecBoundDrafter(SpecBoundConfig(**shape | settings)).eval().to(target.dtype)
+    for head in drafter.heads.values():
+        if drafter.config.head == "lora":
+            torch.nn.init.normal_(head.lora_B, std=0.05)
+        else:
+            head.weight.data.copy_(target.get_output_embeddings().weight[: drafter.config.draft_vocab_size])
+    drafter.set_options(**options)
+    return drafter
+
+
 METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
@@ -155,6 +187,10 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "causal_lm_tree": make_causal_lm,
     "eagle3": make_eagle3,
     "medusa": make_medusa,
+    "medusa_static": make_medusa_static,
     "specblock": make_specblock,
     "specbranch": make_specbranch,
+
+
+    "specbound": make_specbound,
 }

@@ -17,7 +17,7 @@ from tests.methods import METHODS
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = ("decoding", "drafters", "training", "hub", "benchmark", "integration")
+PARTS = ("decoding", "drafters", "training", "hub", "benchmark", "visualize", "integration")
 
 # What each part may import of the others; its own files always.
 MAY_IMPORT = {
@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "integration": {"decoding", "drafters"},
     "training": {"decoding", "drafters"},
     "hub": {"decoding", "drafters"},
-    "benchmark": {"decoding", "drafters", "hub", "integration"},
+    "visualize": {"decoding"},
+    "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }
 METHOD_FOLDERS = sorted(path.name for path in (PACKAGE / "drafters").iterdir() if (path / "__init__.py").exists())
 

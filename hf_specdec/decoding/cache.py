@@ -8,7 +8,8 @@ and rollback is forgetting the rest. The same cache serves targets and drafters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -170,9 +171,11 @@ class TreeCache(Cache):
             # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
             shape = (len(members), batch, capacity, kv_heads, head_dim)
             slab = torch.zeros(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
-            for buffer, (layer, name) in zip(slab, members, strict=True):
-                view = buffer.transpose(1, 2)
-                view[:, :, :length] = getattr(layer, name)[:, :, :length]
+            torch.stack(
+                [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
+                out=slab[:, :, :length],
+            )
+            for view, (layer, name) in zip(slab.transpose(2, 3), members, strict=True):
                 setattr(layer, name, view)
             self._slabs.append(slab)
         # Where each row begins once rows and entries are one axis.
@@ -201,6 +204,15 @@ class TreeCache(Cache):
         """
         self._extent.held += nodes
 
+    @contextmanager
+    def behind(self, nodes: int) -> Iterator[None]:
+        """Lets forwards write behind the first `nodes` nodes of the round, and see them, while the context is open."""
+        before, self._extent.held = self._extent.held, nodes
+        try:
+            yield
+        finally:
+            self._extent.held = before
+
     def commit(self, path: Tensor, counts: Sequence[int]) -> None:
         """Keeps the first nodes of `path` at the end of each row and forgets all other nodes of the round.
 
@@ -210,8 +222,13 @@ class TreeCache(Cache):
             counts: how many entries of `path` each row keeps.
         """
         batch, steps = path.shape
-        source = (path + (self._row_starts + self.longest)).flatten()
-        target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
+        longest = self.longest
+        if batch == 1:
+            source = path[0] + longest
+            target = count_up(longest + steps, path.device, start=longest)
+        else:
+            source = (path + (self._row_starts + longest)).flatten()
+            target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             kept = flat.index_select(1, source.to(slab.device))
@@ -267,7 +284,8 @@ class TreeCache(Cache):
         self.row_lengths = row_lengths
         longest = max(row_lengths)
         if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
-            self.lengths = count_up(longest + 1, self.lengths.device)[longest:].expand(len(row_lengths))
+            length = count_up(longest + 1, self.lengths.device, start=longest)
+            self.lengths = length if len(row_lengths) == 1 else length.expand(len(row_lengths))
         else:
             self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)
         self._extent.longest, self._extent.held = longest, 0

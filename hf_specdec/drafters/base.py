@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,11 @@ class Drafter(ABC):
     stats: SpeculationStats | None = None
     trace: Trace | None = None
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
+        return (self.method,)
+
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError, naming both values and the way out, if this drafter cannot draft for `model`."""
@@ -43,6 +49,14 @@ class Drafter(ABC):
     @abstractmethod
     def check_options(self) -> None:
         """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
+
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
+
+        Args:
+            model: the target.
+            input_ids: [batch, seq] int64, the prompts of a first call; None before there are any.
+        """
 
     @abstractmethod
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
@@ -52,6 +66,17 @@ class Drafter(ABC):
         """0-based decoder layers of the target `model` whose outputs the drafter reads; none by default.
 
         -1 is what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        """
+        return ()
+
+    def report_tables(
+        self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        """Tables of its own that a benchmark's report shows: title, column headings, rows. None by default.
+
+        Args:
+            model: the target.
+            prompts: of the benchmark, tokenised: `input_ids` and `attention_mask`, [batch, seq] each.
         """
         return ()
 
@@ -101,9 +126,10 @@ def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> Node
     """The same for drafters that score whole paths.
 
     Args:
-        tree: of `nodes` nodes.
+        tree: whose nodes are the first of those that follow: it may have been cut since it was drafted.
         path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
         forwards: [batch, nodes] int64, see `NodeNotes`.
     """
+    path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
     above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
     return NodeNotes((path_logprobs - above).exp(), forwards)

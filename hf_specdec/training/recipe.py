@@ -37,6 +37,8 @@ class Recipe:
             and its step.
         recorded: names of the options that the drafter's record keeps beside the shared ones.
         eval_batch_size: rows per evaluation batch; None takes the training batch size.
+        finish: from the trained drafter, the target and held-out rows, sets what is measured rather than trained; the
+            drafter is saved afterwards.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Recipe:
     ]
     recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
+    finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
 
 
 RECIPES: dict[str, Recipe] = {}

@@ -47,6 +47,10 @@ class TrainingStep(ABC):
             training: random choices are allowed; without it the result depends on the batch alone.
         """
 
+    def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
+        """What logs and evaluation report of many batches, whose `correct` and `labelled` were joined."""
+        return acceptance_metrics(correct, labelled)
+
 
 def acceptance_metrics(correct: Tensor, labelled: Tensor) -> dict[str, float]:
     """Per-position accuracy and the mean accepted length of the greedy chain.

@@ -295,7 +295,7 @@ class TreeGenerator(DraftModelGenerator):
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         if tree.num_nodes == 1:  # nothing was drafted
             return None
-        scores = torch.tensor([row + [0.0] * (tree.num_nodes - len(row)) for row in self.drafted])
+        scores = torch.tensor([(row + [0.0] * tree.num_nodes)[: tree.num_nodes] for row in self.drafted])
         return path_notes(tree, scores.to(tree.token_ids.device), tree.depths)  # a forward per level
 
 

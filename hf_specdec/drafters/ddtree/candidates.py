@@ -93,12 +93,12 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
             _best_first(
                 logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row]
             )
-    columns = torch.from_numpy(np.array([token_ids, parents, depths]))
+    columns = np.array([token_ids, parents, depths])
     sizes = [1 + len(known) for known in children]
     return DraftTree(
-        token_ids=columns[0],
-        parents=columns[1],
-        depths=columns[2],
+        token_ids=torch.from_numpy(columns[0]),
+        parents=torch.from_numpy(columns[1]),
+        depths=torch.from_numpy(columns[2]),
         ancestor_mask=torch.from_numpy(mask),
         valid=_first_nodes(tuple(sizes), nodes),
         max_depth=depth,

@@ -75,7 +75,7 @@ class DFlashMarginals(BlockMarginals):
             self.cache.commit_first(pending.num_committed)
         self.pending = None
         # The mask may be an id that the target can emit; a draft of it would be a guess about nothing.
-        logits[..., config.mask_token_id] = -torch.inf
+        logits.select(-1, config.mask_token_id).fill_(-torch.inf)
         return logits
 
     def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:

@@ -200,12 +200,9 @@ class SpecBranchDrafter(PretrainedDrafter):
         )
         self.attach(model)
 
-    def write_records(self, folder: Any, name: str | None = None, *, license: str | None = None) -> None:
-        """As `PretrainedDrafter.write_records`; a draft model that belongs to the checkpoint is saved with it."""
-        own = Path(folder) / OWN_DRAFT_MODEL
-        if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None and not own.exists():
-            self.draft_model.save_pretrained(own)
-        super().write_records(folder, name, license=license)
+    def write_side_files(self, folder: Path) -> None:
+        if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
+            self.draft_model.save_pretrained(folder / OWN_DRAFT_MODEL)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.draft_model is not None:
