@@ -16,8 +16,8 @@ from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
-from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
 
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
@@ -190,7 +190,5 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "medusa_static": make_medusa_static,
     "specblock": make_specblock,
     "specbranch": make_specbranch,
-
-
     "specbound": make_specbound,
 }

@@ -39,7 +39,7 @@ from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree, count_up
 
 if TYPE_CHECKING:
-    from hf_specdec.decoding.candidates import DraftsAhead
+    from hf_specdec.decoding.candidates import DraftsAhead, DrawnCandidates
 
 # Processors that look at the logits alone, one row at a time: all nodes of a tree can go through them in one call.
 PREFIX_FREE = frozenset(
@@ -118,10 +118,9 @@ class FollowTarget:
             sequences: the rows up to and including the root.
             ahead: what was drafted behind the tree meanwhile; its drawn tokens are coupled with the bonus token.
         """
-        if ahead is not None and (ahead.draft_probs is None or not self.do_sample):
-            ahead = None  # tokens that were not drawn have nothing to couple with
+        drawn = ahead.drawn if ahead is not None and self.do_sample else None
         if not self.prefix_free:
-            return self._walk_step_by_step(tree, logits, sequences, ahead)
+            return self._walk_step_by_step(tree, logits, sequences, drawn)
         if self.processors:
             vocab = logits.shape[-1]
             flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
@@ -135,10 +134,9 @@ class FollowTarget:
                 choices = coupled_choices(logits, *_drafts_below(tree))
             else:
                 choices = self._choose(logits)
-            if ahead is not None:
-                assert ahead.draft_probs is not None
-                leaf = (torch.arange(len(choices), device=choices.device), ahead.nodes)
-                choices[leaf] = coupled_choices(logits[leaf], ahead.token_ids, ahead.draft_probs, ahead.drafted)
+            if drawn is not None:
+                leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
+                choices[leaf] = coupled_choices(logits[leaf], drawn.token_ids, drawn.draft_probs, drawn.drafted)
             if tree.children is not None:
                 listed = choices.tolist()
                 acceptance = _walk(tree, lambda row, node: listed[row][node])
@@ -157,7 +155,7 @@ class FollowTarget:
         return torch.multinomial(probs.view(-1, probs.shape[-1]), num_samples=1).view(scores.shape[:-1])
 
     def _walk_step_by_step(
-        self, tree: DraftTree, logits: Tensor, sequences: Sequences, ahead: DraftsAhead | None
+        self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
     ) -> Acceptance:
         """The same rule for processors that read the prefix: one call per accepted token plus one, in plain order.
 
@@ -190,12 +188,11 @@ class FollowTarget:
             else:
                 here = (walking, node[walking])
                 chosen[walking] = coupled_choices(processed[walking], *(part[here] for part in drafts))
-            if ahead is not None:
-                assert ahead.draft_probs is not None
-                arrived = [row for row in walking if int(node[row]) == int(ahead.nodes[row])]
+            if drawn is not None:
+                arrived = [row for row in walking if int(node[row]) == int(drawn.nodes[row])]
                 if arrived:
-                    drawn_ahead = (ahead.token_ids, ahead.draft_probs, ahead.drafted)
-                    chosen[arrived] = coupled_choices(processed[arrived], *(part[arrived] for part in drawn_ahead))
+                    parts = (drawn.token_ids, drawn.draft_probs, drawn.drafted)
+                    chosen[arrived] = coupled_choices(processed[arrived], *(part[arrived] for part in parts))
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[walking, depth] = processed[walking]

@@ -99,26 +99,33 @@ class RoundOutcome:
 
 
 @dataclass(frozen=True)
-class DraftsAhead:
-    """What was drafted while the target verified a tree.
-
-    What the drafter will make of it is its own business; the rule of acceptance needs to know of tokens that were drawn
-    at random for what may follow the tree, since the bonus token can then be coupled with them.
+class DrawnCandidates:
+    """Tokens drawn at random for what may follow a verified tree; the bonus token can then be coupled with them.
 
     Attributes:
-        busy_s: seconds that drafting took of its own time, waiting left aside.
         nodes: [batch] int64, the leaf of the verified tree that the tokens would follow.
         token_ids: [batch, siblings] int64, candidates for the token after that leaf, in the order they were drawn.
-        draft_probs: [batch, siblings, vocab] float32, the law each was drawn from, given its elder siblings; None where
-            they were not drawn, and the other tensors are then None too.
+        draft_probs: [batch, siblings, vocab] float32, the law each was drawn from, given its elder siblings.
         drafted: [batch, siblings] bool, False where a row has fewer candidates.
     """
 
+    nodes: Tensor
+    token_ids: Tensor
+    draft_probs: Tensor
+    drafted: Tensor
+
+
+@dataclass(frozen=True)
+class DraftsAhead:
+    """What was drafted while the target verified a tree. What the drafter makes of it is its own business.
+
+    Attributes:
+        busy_s: seconds that drafting took of its own time, waiting left aside.
+        drawn: what the rule of acceptance needs to know of candidates that were drawn; None where none were.
+    """
+
     busy_s: float
-    nodes: Tensor | None = None
-    token_ids: Tensor | None = None
-    draft_probs: Tensor | None = None
-    drafted: Tensor | None = None
+    drawn: DrawnCandidates | None = None
 
 
 class PendingDrafts(Protocol):

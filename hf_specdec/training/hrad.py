@@ -412,7 +412,7 @@ def _read_examples(file: Path) -> tuple[Examples, Examples]:
 def cut_prompts(documents: Sequence[Sequence[int]], prompt_tokens: int, most: int, seed: int) -> list[list[int]]:
     """At most `most` prompts of `prompt_tokens` tokens, each cut from a document at a random place."""
     generator = torch.Generator().manual_seed(seed)
-    prompts = []
+    prompts: list[list[int]] = []
     for index in torch.randperm(len(documents), generator=generator).tolist():
         spare = len(documents[index]) - prompt_tokens
         if spare >= 0 and len(prompts) < most:

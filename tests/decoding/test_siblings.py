@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.acceptance import coupled_choices
-from hf_specdec.decoding.candidates import DraftContext, DraftsAhead, PendingDrafts, TreeCandidateGenerator
+from hf_specdec.decoding.candidates import (
+    DraftContext,
+    DraftsAhead,
+    DrawnCandidates,
+    PendingDrafts,
+    TreeCandidateGenerator,
+)
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
@@ -104,7 +110,8 @@ class _BranchingGenerator(TreeCandidateGenerator):
 
     def draft_ahead(self, tree: DraftTree) -> PendingDrafts:
         tokens, laws = self.drawing(self.table[tree.token_ids[:, 1]], 2)
-        drafts = DraftsAhead(0.0, torch.ones(len(tokens), dtype=torch.int64), tokens, laws, torch.ones_like(tokens) > 0)
+        leaves = torch.ones(len(tokens), dtype=torch.int64)
+        drafts = DraftsAhead(0.0, DrawnCandidates(leaves, tokens, laws, torch.ones_like(tokens) > 0))
         pending: Future[DraftsAhead] = Future()
         pending.set_result(drafts)
         return pending

@@ -20,6 +20,7 @@ from hf_specdec.decoding.candidates import (
     ChoiceRule,
     DraftContext,
     DraftsAhead,
+    DrawnCandidates,
     PendingDrafts,
     RoundOutcome,
     TreeCandidateGenerator,
@@ -218,13 +219,13 @@ class _Ahead:
         most = laws.shape[1]
         candidates = [tokens + [0] * (most - len(tokens)) for tokens in branches.candidates]
         device = laws.device
-        return DraftsAhead(
-            busy_s=branches.busy_s,
+        drawn = DrawnCandidates(
             nodes=torch.tensor([len(tokens) for tokens in self.chains.tokens], device=device),
             token_ids=torch.tensor(candidates, device=device),
             draft_probs=laws,
             drafted=torch.tensor([[place < count for place in range(most)] for count in counts], device=device),
         )
+        return DraftsAhead(branches.busy_s, drawn)
 
 
 def last_features(outcome: RoundOutcome) -> Tensor:

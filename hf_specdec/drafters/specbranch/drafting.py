@@ -343,10 +343,10 @@ class BranchDrafting:
             node.parent = index - 1
             node.place = index if index < len(places) else -1
             node.next = index + 1 if index + 1 < len(nodes) else -1
-        for node in range(1, min(len(nodes), self.plan.most_tokens + 1)):
-            if signal == ALL_REJECT or (signal == CONFIDENCE and not self._is_confident(row, node - 1)):
+        for place in range(1, min(len(nodes), self.plan.most_tokens + 1)):
+            if signal == ALL_REJECT or (signal == CONFIDENCE and not self._is_confident(row, place - 1)):
                 break
-            row.chain.append(node)
+            row.chain.append(place)
         return places
 
     # Drafting.

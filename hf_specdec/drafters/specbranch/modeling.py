@@ -138,7 +138,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         """
         target_config = target.config.get_text_config(decoder=True)
         config = SpecBranchConfig(
-            draft_model=draft_model.name_or_path or None,
+            draft_model=draft_model.name_or_path or OWN_DRAFT_MODEL,
             h_rad=h_rad,
             target_hidden_size=target_config.hidden_size,
             num_target_layers=target_config.num_hidden_layers,
