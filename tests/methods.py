@@ -17,6 +17,7 @@ from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
 
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
@@ -143,6 +144,16 @@ def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     return drafter
 
 
+def make_specbranch(
+    target: PreTrainedModel, *, noise: float = 0.05, seed: int = 0, h_rad: bool = True, **options: Any
+) -> SpecBranchDrafter:
+    """The same draft model beside the target, with a random H-RAD; its forks would cost the shared tests a minute."""
+    model = make_causal_lm(target, noise=noise, seed=seed).model
+    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "min_certainty": 0.0, "worker": "thread"}
+    torch.manual_seed(seed)
+    return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
+
+
 def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBoundDrafter:
     """Exit heads on `target` with random updates, low enough a threshold that they draft; `settings` as above."""
     names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers")
@@ -178,5 +189,6 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "medusa": make_medusa,
     "medusa_static": make_medusa_static,
     "specblock": make_specblock,
+    "specbranch": make_specbranch,
     "specbound": make_specbound,
 }

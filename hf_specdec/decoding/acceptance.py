@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from transformers.generation import (
 
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+
+if TYPE_CHECKING:
+    from hf_specdec.decoding.candidates import DraftsAhead, DrawnCandidates
 
 # Processors that look at the logits alone, one row at a time: all nodes of a tree can go through them in one call.
 PREFIX_FREE = frozenset(
@@ -102,16 +106,20 @@ class FollowTarget:
         self.keep_scores = keep_scores
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Sequences) -> Acceptance:
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sequences: Sequences, ahead: DraftsAhead | None = None
+    ) -> Acceptance:
         """Walks `tree` by the target's choices.
 
         Args:
             tree: the tree that was verified.
             logits: [batch, nodes, vocab] float32, the target's. May be written to.
             sequences: the rows up to and including the root.
+            ahead: what was drafted behind the tree meanwhile; its drawn tokens are coupled with the bonus token.
         """
+        drawn = ahead.drawn if ahead is not None and self.do_sample else None
         if not self.prefix_free:
-            return self._walk_step_by_step(tree, logits, sequences)
+            return self._walk_step_by_step(tree, logits, sequences, drawn)
         if self.processors:
             vocab = logits.shape[-1]
             flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
@@ -125,6 +133,9 @@ class FollowTarget:
                 choices = coupled_choices(logits, *_drafts_below(tree))
             else:
                 choices = self._choose(logits)
+            if drawn is not None:
+                leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
+                choices[leaf] = coupled_choices(logits[leaf], drawn.token_ids, drawn.draft_probs, drawn.drafted)
             if tree.children is not None:
                 listed = choices.tolist()
                 acceptance = _walk(tree, lambda row, node: listed[row][node])
@@ -142,7 +153,9 @@ class FollowTarget:
         probs = torch.softmax(scores, dim=-1)
         return torch.multinomial(probs.view(-1, probs.shape[-1]), num_samples=1).view(scores.shape[:-1])
 
-    def _walk_step_by_step(self, tree: DraftTree, logits: Tensor, sequences: Sequences) -> Acceptance:
+    def _walk_step_by_step(
+        self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
+    ) -> Acceptance:
         """The same rule for processors that read the prefix: one call per accepted token plus one, in plain order.
 
         In a batch of one, even a processor with a state of its own sees exactly the calls that plain decoding makes.
@@ -174,6 +187,11 @@ class FollowTarget:
             else:
                 here = (walking, node[walking])
                 chosen[walking] = coupled_choices(processed[walking], *(part[here] for part in drafts))
+            if drawn is not None:
+                arrived = [row for row in walking if int(node[row]) == int(drawn.nodes[row])]
+                if arrived:
+                    parts = (drawn.token_ids, drawn.draft_probs, drawn.drafted)
+                    chosen[arrived] = coupled_choices(processed[arrived], *(part[arrived] for part in parts))
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[walking, depth] = processed[walking]
@@ -193,40 +211,60 @@ class FollowTarget:
 
 
 def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, drafted: Tensor) -> Tensor:
-    """The target's choices where a token was drafted by a draw: the draft itself as often as the target's law allows.
+    """The target's choices where tokens were drafted by draws: a draft itself as often as the target's law allows.
 
-    A draft x is the choice with probability min(1, target_probs[x] / draft_probs[x]); otherwise the choice is drawn
-    from max(target_probs - draft_probs, 0), normalised, in which x has no share. Over the drafter's draws the choice
-    then follows target_probs exactly: the two ways together give a token min(target, draft) + max(target - draft, 0).
-    Leviathan et al., arXiv 2211.17192, Theorem 3.5. Where nothing was drafted the choice is drawn from target_probs.
+    Several drafts for one place, siblings, are asked in the order in which they were drawn, each with the law that it
+    was drawn from, given its elder siblings. Let rest_1 = target_probs. Sibling x_i, drawn from draft_i, is the choice
+    with probability min(1, rest_i[x_i] / draft_i[x_i]); otherwise the next one is asked with
+    rest_{i+1} = max(rest_i - draft_i, 0), normalised; what no sibling was chosen for is drawn from the last rest.
+
+    The choice follows target_probs exactly, by induction from the last sibling: over the draws of x_i a token is chosen
+    here with min(rest_i, draft_i), and the others share what is missing, max(rest_i - draft_i, 0), if what comes after
+    follows rest_{i+1} as the induction says; together that is rest_i, and rest_1 is the target's law. With one sibling
+    this is Theorem 3.5 of Leviathan et al., arXiv 2211.17192.
+
+    How siblings were drawn is told by their laws alone. Independent draws carry the same law each: Algorithm 2 of
+    SpecBranch and SpecInfer (arXiv 2305.09781). Draws without replacement carry the law without the elder siblings,
+    renormalised. Tokens picked without randomness, a top-k, would carry all of their law on themselves; the rule then
+    accepts x_i with rest_i[x_i] and so comes down to drawing from target_probs, which needs no rule. To hand such
+    tokens in with the law they were picked from is the mistake that a literal reading of Algorithm 2 makes: its output
+    leans towards them.
 
     Args:
         scores: [..., vocab] float32, processed logits of the target.
-        draft_ids: [...] int64, the token drafted there.
-        draft_probs: [..., vocab] float32, the law it was drawn from.
-        drafted: [...] bool, False where there is no draft; the other two then hold anything.
+        draft_ids: [..., siblings] int64, the tokens drafted there, in the order they were drawn.
+        draft_probs: [..., siblings, vocab] float32, the law each was drawn from, given its elder siblings.
+        drafted: [..., siblings] bool, False where there is no draft; the other two then hold anything.
 
     Returns:
-        [...] int64. Equal to `draft_ids` exactly where a draft is accepted.
+        [...] int64. Equal to one of `draft_ids` wherever one is accepted.
     """
-    target_probs = torch.softmax(scores, dim=-1)
-    index = draft_ids.unsqueeze(-1)
-    at_draft = torch.cat([target_probs.gather(-1, index), draft_probs.gather(-1, index)], dim=-1)
-    accepted = drafted & (torch.rand_like(at_draft[..., 0]) * at_draft[..., 1] < at_draft[..., 0])
-    rest = (target_probs - draft_probs).clamp_(min=0)
-    # Without a rest the two laws are equal up to rounding; a law with NaN has none either, and is not believed.
-    has_rest = drafted & (rest.sum(-1) > 0)
-    rest = rest.where(has_rest.unsqueeze(-1), target_probs)
-    drawn = torch.multinomial(rest.view(-1, rest.shape[-1]), num_samples=1).view(draft_ids.shape)
-    return draft_ids.where(accepted, drawn)
+    rest = torch.softmax(scores, dim=-1)
+    choices: Tensor | None = None
+    open_still = torch.ones_like(scores[..., 0], dtype=torch.bool)
+    for sibling in range(draft_ids.shape[-1]):
+        ids, law, there = draft_ids[..., sibling], draft_probs[..., sibling, :], drafted[..., sibling]
+        index = ids.unsqueeze(-1)
+        at_draft = torch.cat([rest.gather(-1, index), law.gather(-1, index)], dim=-1)
+        accepted = there & open_still & (torch.rand_like(at_draft[..., 0]) * at_draft[..., 1] < at_draft[..., 0])
+        choices = ids if choices is None else ids.where(accepted, choices)
+        open_still = open_still & ~accepted
+        missing = (rest - law).clamp_(min=0)
+        total = missing.sum(-1, keepdim=True)
+        # Without a rest the two laws are equal up to rounding; a law with NaN has none either, and is not believed.
+        has_rest = there.unsqueeze(-1) & (total > 0)
+        rest = (missing / total).where(has_rest, rest)
+    drawn = torch.multinomial(rest.view(-1, rest.shape[-1]), num_samples=1).view(open_still.shape)
+    return drawn if choices is None else drawn.where(open_still, choices)
 
 
 def _drafts_below(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
-    """Per node of a drawn chain what was drafted after it: token ids, laws, and whether anything was."""
+    """Per node of a drawn chain what was drafted after it, one sibling: token ids, laws, and whether anything was."""
     assert tree.draft_probs is not None
     token_ids, drafted = tree.token_ids.roll(-1, 1), tree.valid.roll(-1, 1)
     drafted[:, -1] = False  # nothing follows the last node
-    return token_ids, torch.nn.functional.pad(tree.draft_probs, (0, 0, 0, 1)), drafted
+    laws = torch.nn.functional.pad(tree.draft_probs, (0, 0, 0, 1))
+    return token_ids.unsqueeze(-1), laws.unsqueeze(-2), drafted.unsqueeze(-1)
 
 
 def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

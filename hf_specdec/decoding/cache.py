@@ -290,6 +290,34 @@ class TreeCache(Cache):
             steps = count_up(max(counts), self.lengths.device)
             self.commit(steps.expand(self.batch, -1), counts)
 
+    def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
+        """Ends the round, and begins the next one with some of its nodes.
+
+        Args:
+            kept: per row the nodes to commit, in order.
+            held: per row the nodes that become nodes 0, 1, ... of the next round, whose first forward then writes
+                behind those of the row that has most.
+        """
+        before, row_lengths = self.longest, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
+        longest, most = max(row_lengths), max(map(len, held))
+        if longest + most > self.capacity:
+            started = [layer for layer in self.layers if layer.is_initialized]
+            self._allocate(started, before + self._extent.held, longest + most + GROWTH)
+        source, target = [], []
+        for row, (keeps, holds) in enumerate(zip(kept, held, strict=True)):
+            start = row * self.capacity
+            for nodes, first in ((keeps, self.row_lengths[row]), (holds, longest)):
+                source += [start + before + node for node in nodes]
+                target += [start + first + place for place in range(len(nodes))]
+        if source != target:
+            places = from_host([source, target], self.lengths.device)
+            for slab in self._slabs:
+                flat = slab.view(slab.shape[0], self.batch * self.capacity, -1)
+                old, new = places.to(slab.device)
+                flat.index_copy_(1, new, flat.index_select(1, old))
+        self._set_lengths(row_lengths)
+        self._extent.held = most
+
     def rollback(self, row_lengths: Sequence[int]) -> None:
         """Forgets all entries of each row beyond `row_lengths`."""
         assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))

@@ -1,20 +1,23 @@
 """What the loop and a drafter say to each other: the interface that every method implements.
 
 A drafter makes one `TreeCandidateGenerator` per `generate` call; all state of the call lives in it. Each round the loop
-asks `draft(context)` for a tree and then reports with `observe(outcome)` what was committed. The same outcome object
-reports the prefill, whose committed tokens are the prompt's.
+asks `draft(context)` for a tree, may let it draft on while the target verifies (`draft_ahead`), and then reports with
+`observe(outcome)` what was committed. The same outcome object reports the prefill, whose committed tokens are the
+prompt's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 
@@ -86,6 +89,8 @@ class RoundOutcome:
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
         path: [batch, steps] int64, the node of each token in `tree`, for as many as came from it; None for the prefill.
+        tokens: the same for the host: per row the accepted tokens, root excluded, then the bonus token; empty for the
+            prefill. The bonus token is the next root of rows that go on.
     """
 
     token_ids: Tensor
@@ -97,6 +102,7 @@ class RoundOutcome:
     target_logits: Tensor
     tree: DraftTree | None = None
     path: Tensor | None = None
+    tokens: list[list[int]] = field(default_factory=list)
 
     @property
     def num_from_tree(self) -> list[int]:
@@ -124,6 +130,7 @@ class RoundOutcome:
             target_logits=self.target_logits[index.to(self.target_logits.device)],
             tree=None if self.tree is None else self.tree.of_rows(rows),
             path=path,
+            tokens=[self.tokens[row] for row in rows] if self.tokens else [],
         )
 
     def followed_by(self, later: Sequence[RoundOutcome]) -> RoundOutcome:
@@ -162,6 +169,43 @@ class RoundOutcome:
         )
 
 
+@dataclass(frozen=True)
+class DrawnCandidates:
+    """Tokens drawn at random for what may follow a verified tree; the bonus token can then be coupled with them.
+
+    Attributes:
+        nodes: [batch] int64, the leaf of the verified tree that the tokens would follow.
+        token_ids: [batch, siblings] int64, candidates for the token after that leaf, in the order they were drawn.
+        draft_probs: [batch, siblings, vocab] float32, the law each was drawn from, given its elder siblings.
+        drafted: [batch, siblings] bool, False where a row has fewer candidates.
+    """
+
+    nodes: Tensor
+    token_ids: Tensor
+    draft_probs: Tensor
+    drafted: Tensor
+
+
+@dataclass(frozen=True)
+class DraftsAhead:
+    """What was drafted while the target verified a tree. What the drafter makes of it is its own business.
+
+    Attributes:
+        busy_s: seconds that drafting took of its own time, waiting left aside.
+        drawn: what the rule of acceptance needs to know of candidates that were drawn; None where none were.
+    """
+
+    busy_s: float
+    drawn: DrawnCandidates | None = None
+
+
+class PendingDrafts(Protocol):
+    """Drafting that goes on beside the target; a `concurrent.futures.Future` will do."""
+
+    def result(self) -> DraftsAhead:
+        """Waits for the end; raises what drafting raised."""
+
+
 class TreeCandidateGenerator(ABC):
     """Drafts trees for one `generate` call.
 
@@ -178,8 +222,19 @@ class TreeCandidateGenerator(ABC):
     def draft(self, context: DraftContext) -> DraftTree:
         """Proposes continuations of every row's root. Must not wait for the device more than its method needs."""
 
+    def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:
+        """Starts to draft what may follow `tree`, beside the target that verifies it, and returns at once.
+
+        The loop asks for the result when the target is done; no other method is called in between but, where the
+        target fails, `close`. The default does nothing beside the target.
+        """
+        return None
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed. The default needs no such knowledge."""
+
+    def count(self, stats: SpeculationStats) -> None:
+        """Adds what only the drafter knows to the statistics; called once, before `close`."""
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         """What the drafter knows of the nodes of `tree`, the one it drafted last; asked only where a trace is kept."""
@@ -192,4 +247,4 @@ class TreeCandidateGenerator(ABC):
         """
 
     def close(self) -> None:
-        """Releases what outlives a round (threads, streams, hooks); called once, also after an error."""
+        """Releases what outlives a round (threads, processes, streams, hooks); called once, also after an error."""

@@ -20,7 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget
 from hf_specdec.decoding.budget import AutoBudget
-from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.candidates import (
+    ChoiceRule,
+    DraftContext,
+    DraftsAhead,
+    RoundOutcome,
+    TreeCandidateGenerator,
+)
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
@@ -140,6 +146,7 @@ class _Decoding:
                     self.round(generator)
                 output_ids = self.sequences.finish()
                 self.hand_back_cache(output_ids)
+                generator.count(self.stats)
         finally:
             generator.close()
             self.stats.total_time_s = time.perf_counter() - started
@@ -184,24 +191,36 @@ class _Decoding:
             self.trace.begin(prompt, acceptance)
 
     def round(self, generator: TreeCandidateGenerator) -> None:
-        """Draft, verify, accept, commit."""
+        """Draft, verify while the drafter may go on, accept, commit."""
         active = self.live(self.sequences.active)
         began = time.perf_counter()
         self.root_positions = self.target.root_positions()
         layers_run = self.target.num_layers_run
         tree = self.draft(generator, active)
         self.lap("tree")
+        verify_from = time.perf_counter()
+        clock = time.thread_time if tree.token_ids.device.type == "cpu" else time.perf_counter
+        drafts = self.budget is None or self.budget.drafting
+        pending = generator.draft_ahead(tree) if drafts else None
+        busy_from = clock()
         output = self.target.verify(
             tree,
             self.root_positions,
             output_attentions=self.records.keeps_attentions,
             output_hidden_states=self.records.keeps_hidden_states,
         )
+        ahead = None
+        if pending is not None:
+            if tree.token_ids.is_cuda:  # else the target's own time would be that of its launch
+                torch.cuda.current_stream(tree.token_ids.device).synchronize()
+            busy_s = clock() - busy_from
+            ahead = pending.result()
+            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - verify_from)
         self.lap("verify")
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers_run - layers_run
         roots = self.root_ids
-        acceptance = self.judge(tree, output)
+        acceptance = self.judge(tree, output, ahead)
         self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(from_host(active, roots.device), roots)
@@ -267,10 +286,10 @@ class _Decoding:
         generator.keep_rows(kept)
         self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
 
-    def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
+    def judge(self, tree: DraftTree, output: TargetOutput, ahead: DraftsAhead | None = None) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
-        acceptance = self.accept(tree, output.logits, self.sequences)
+        acceptance = self.accept(tree, output.logits, self.sequences, ahead)
         self.root_ids = acceptance.bonus_ids
         if self.rows is not None:
             tokens: list[list[int]] = [[] for _ in range(self.sequences.batch)]
@@ -311,6 +330,7 @@ class _Decoding:
             target_logits=output.logits,
             tree=tree,
             path=path,
+            tokens=acceptance.tokens,
         )
 
     def count(self, acceptance: Acceptance, active: list[bool]) -> None:

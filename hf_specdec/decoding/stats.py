@@ -29,6 +29,15 @@ class SpeculationStats:
         num_layers_run: forwards of single decoder layers of the target in rounds, over any number of rows and nodes;
             a drafter that runs some of them itself shares them with the verification.
         total_time_s: seconds of the whole call, prefill included.
+        ahead_time_s: seconds that drafting beside the target took of its own time; see `overlap_efficiency`.
+        ahead_verify_s: seconds that the target took of its own time in those rounds.
+        ahead_wall_s: seconds from starting both to having both, summed over those rounds.
+        ahead_shorter_s: the smaller of the first two of each round, summed.
+        num_path_drafts: tokens drafted in sequence, one per forward of a draft model and row, whatever the number of
+            branches it was run for; 0 for drafters that do not draft in sequence.
+        num_path_kept: those of them that became part of the text.
+        speed_ratio: T_p / T_q, a verification by the target over a forward of the draft model; 0 where not measured.
+        peak_draft_entries: most cache entries a row that the draft model held at once, text and all branches.
         stopwatch: times the stages of the call.
     """
 
@@ -41,6 +50,43 @@ class SpeculationStats:
     num_target_forwards: int = 0
     num_layers_run: int = 0
     total_time_s: float = 0.0
+    ahead_time_s: float = 0.0
+    ahead_verify_s: float = 0.0
+    ahead_wall_s: float = 0.0
+    ahead_shorter_s: float = 0.0
+    num_path_drafts: int = 0
+    num_path_kept: int = 0
+    speed_ratio: float = 0.0
+    peak_draft_entries: int = 0
+
+    def count_ahead(self, draft_s: float, verify_s: float, wall_s: float) -> None:
+        """Adds a round in which drafter and target ran at the same time: own time of each, and time of both."""
+        self.ahead_time_s += draft_s
+        self.ahead_verify_s += verify_s
+        self.ahead_wall_s += wall_s
+        self.ahead_shorter_s += min(draft_s, verify_s)
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """How much of what could be saved by running drafter and target at once was saved; 0 where nothing ran so.
+
+        (sum - wall) / (sum - maximum) of a round's two parts: 1 where the wall time is that of the longer part, 0 where
+        it is that of both in turn, negative where running at once cost time. On a CPU the parts are the processor time
+        of their threads, so that waiting for each other is not taken for work.
+        """
+        saved = self.ahead_time_s + self.ahead_verify_s - self.ahead_wall_s
+        return saved / self.ahead_shorter_s if self.ahead_shorter_s else 0.0
+
+    @property
+    def rollback_rate(self) -> float:
+        """Drafted in sequence and thrown away, over all drafted in sequence: RB of SpecBranch, Appendix E.3.
+
+        Alternatives on other branches of a tree are not counted. Drafters that do not count their sequence are taken to
+        have drafted what was verified.
+        """
+        if self.num_path_drafts:
+            return 1 - self.num_path_kept / self.num_path_drafts
+        return 1 - self.draft_acceptance_rate if self.num_draft_tokens else 0.0
 
     def __post_init__(self) -> None:
         self.stopwatch = Stopwatch("cpu")
@@ -50,9 +96,9 @@ class SpeculationStats:
         """Seconds by stage; with what follows the last round they add up to `total_time_s`.
 
         prefill: the prompt's forward and the first token; draft: the drafter's forwards (and its tree, for methods that
-        build it on the way); tree: building the tree; verify: the target's forward over it, masks included; accept: the
-        target's choices, stopping criteria and streaming; commit: the caches, and telling the drafter what was kept.
-        On CUDA the times are the device's, and asking waits for it.
+        build it on the way); tree: building the tree; verify: the target's forward over it, masks included, and
+        waiting for what is drafted meanwhile; accept: the target's choices, stopping criteria and streaming; commit:
+        the caches, and telling the drafter what was kept. On CUDA the times are the device's, and asking waits for it.
         """
         seconds = self.stopwatch.seconds
         return {stage: seconds.get(stage, 0.0) for stage in STAGES}

@@ -9,6 +9,7 @@ import hashlib
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             ValueError: a file is damaged or holds something else.
         """
         return {}
+
+    def load_beside(self, folder: Path, locate: Callable[[list[str]], Path]) -> None:
+        """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
+
+        Args:
+            folder: where the checkpoint is.
+            locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
+
+        Raises:
+            OSError, ValueError: it is not there, or does not fit.
+        """
 
     def write_side_files(self, folder: Path) -> None:
         """Writes `side_files` beside weights that were just saved; most formats have none."""

@@ -127,6 +127,7 @@ def load_drafter(
     drafter.name_or_path = drafter.config.name_or_path = name
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
+    drafter.load_beside(folder, lambda patterns: source.locate(patterns, revision=folder.name))
     drafter.set_options(**drafting_options)
     if target is not None:
         drafter.check_pairing(target)

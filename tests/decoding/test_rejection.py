@@ -46,9 +46,9 @@ def couple(target_probs: Tensor, draft_probs: Tensor, drafted: bool = True) -> t
     draft_ids = torch.multinomial(draft_probs.nan_to_num(0.25), DRAWS, replacement=True).view(shape)
     choices = coupled_choices(
         target_probs.log().expand(*shape, -1),
-        draft_ids,
-        draft_probs.expand(*shape, -1),
-        torch.full(shape, drafted),
+        draft_ids.unsqueeze(-1),
+        draft_probs.expand(*shape, 1, -1),
+        torch.full((*shape, 1), drafted),
     )
     return draft_ids, choices
 

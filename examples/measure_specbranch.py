@@ -1,0 +1,215 @@
+"""Measure SpecBranch on two cores: speed against the same pair in turn, overlap, rollback rate, branches, memory.
+
+    taskset -c 0,1 python examples/measure_specbranch.py --record
+
+One thread per side. The same prompts go through every way of drafting in turn, so that a busy machine slows all of them
+alike; speedups are taken prompt by prompt and reported as medians. `--record` writes the figures beside the weights and
+into the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec import load_drafter
+from hf_specdec.drafters.specbranch import parallel_latency, serial_latency
+
+BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
+SERIAL = "in turn (SpS)"
+WAYS: dict[str, dict[str, Any]] = {
+    SERIAL: {"parallel": False, "lengths": "fixed"},
+    "in turn, H-RAD": {"parallel": False},
+    "PEARL": {"lengths": "fixed", "k_max": 1},
+    "no H-RAD": {"lengths": "confidence"},
+    "SpecBranch k_max=1": {"k_max": 1},
+    "SpecBranch k_max=2": {"k_max": 2},
+    "SpecBranch k_max=4": {"k_max": 4},
+    "SpecBranch k_max=6": {},
+    "SpecBranch a priori": {"selection": "a_priori"},
+    "SpecBranch in a thread": {"worker": "thread"},
+}
+
+
+class Tally:
+    """What one way of decoding did over all prompts."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.stats: list[Any] = []
+
+    def total(self, name: str) -> float:
+        return sum(getattr(stats, name) for stats in self.stats)
+
+
+def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[str, Any]:
+    """The figures of one way."""
+    rounds = tally.total("num_spec_steps")
+    shorter = tally.total("ahead_shorter_s")
+    saved = tally.total("ahead_time_s") + tally.total("ahead_verify_s") - tally.total("ahead_wall_s")
+    per_round = {part: round(1e3 * tally.total(f"ahead_{part}_s") / rounds, 3) for part in ("time", "verify", "wall")}
+
+    def ratio(other: Tally) -> float:
+        return round(statistics.median(b / a for a, b in zip(tally.seconds, other.seconds, strict=True)), 3)
+
+    return {
+        "speedup": ratio(plain),
+        "speedup_over_in_turn": ratio(serial),
+        "mean_acceptance_length": round(1 + tally.total("num_accepted_draft_tokens") / rounds, 3),
+        "rollback_rate": round(1 - tally.total("num_path_kept") / tally.total("num_path_drafts"), 3),
+        "overlap_efficiency": round(saved / shorter, 3) if shorter else None,
+        "round_ms": per_round if shorter else None,
+        "peak_draft_cache_kib": round(max(stats.peak_draft_entries for stats in tally.stats) * entry_bytes / 1024, 1),
+        "speed_ratio": round(tally.stats[-1].speed_ratio, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(BUNDLED / "target"))
+    parser.add_argument("--drafter", default=str(BUNDLED / "specbranch"))
+    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
+    parser.add_argument("--num-prompts", type=int, default=32, help="0 for all")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--draft-length", type=int, help="of all ways; the measured speed ratio where left out")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
+    arguments = parser.parse_args()
+
+    console = Console()
+    console.width = max(console.width, 120)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
+    prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
+    prompts = prompts[: arguments.num_prompts or None]
+    encoded = [tokenizer(prompt, return_tensors="pt").to(device) for prompt in prompts]
+    settings = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
+
+    ratio = arguments.draft_length
+    if ratio is None:  # measured once, then the same for all ways
+        first = load_drafter(arguments.drafter, model)
+        model.generate(**encoded[0], **settings, assistant_model=first)
+        ratio = first.stats.speed_ratio
+        console.print(f"measured speed ratio c = T_p / T_q: {ratio:.2f}")
+    length = max(1, int(ratio))
+    drafters = {
+        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), max_depth=length, **options)
+        for name, options in WAYS.items()
+    }
+    plain, tallies = Tally(), {name: Tally() for name in WAYS}
+    for position, inputs in enumerate(track([encoded[0], *encoded], "generating", console=console, transient=True)):
+        alone = None
+        for name, drafter in [("plain", None), *drafters.items()]:
+            started = time.perf_counter()
+            extra = {} if drafter is None else {"assistant_model": drafter}
+            output = model.generate(**inputs, **settings, **extra)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            alone = output if alone is None else alone
+            if not torch.equal(output, alone):
+                raise SystemExit(f"{name} gave other tokens than the target alone, on prompt {position}")
+            if position:  # the first pass over the first prompt warms up
+                tally = plain if drafter is None else tallies[name]
+                tally.seconds.append(seconds)
+                if drafter is not None:
+                    tally.stats.append(drafter.stats)
+
+    draft_model = drafters[SERIAL].draft_model
+    config = draft_model.config
+    entry_bytes = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft_model.dtype.itemsize
+    )
+    figures = {name: row_of(tally, plain, tallies[SERIAL], entry_bytes) for name, tally in tallies.items()}
+    table = Table(title=f"greedy, {len(prompts)} prompts, {arguments.new_tokens} tokens, drafts of at most {length}")
+    table.add_column("way")
+    for heading in ("speedup", "over in turn", "tau", "rollback", "overlap", "draft|verify|wall ms", "draft KV KiB"):
+        table.add_column(heading, justify="right")
+    for name, row in figures.items():
+        parts = "" if row["round_ms"] is None else "|".join(f"{value:.1f}" for value in row["round_ms"].values())
+        overlap = "" if row["overlap_efficiency"] is None else f"{row['overlap_efficiency']:.2f}"
+        table.add_row(
+            name,
+            f"{row['speedup']:.2f}x",
+            f"{row['speedup_over_in_turn']:.2f}x",
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['rollback_rate']:.0%}",
+            overlap,
+            parts,
+            f"{row['peak_draft_cache_kib']:.0f}",
+        )
+    console.print(table)
+
+    # Theorem 1, from the acceptance rate of drafts of one length and the time of one forward of each model.
+    serial = tallies[SERIAL]
+    tau, drafted_s = figures[SERIAL]["mean_acceptance_length"], sum(s.stage_time_s["draft"] for s in serial.stats)
+    draft_s = drafted_s / serial.total("num_path_drafts")
+    verify_s = sum(s.stage_time_s["verify"] for s in serial.stats) / serial.total("num_spec_steps")
+    alpha = acceptance_for(tau - 1, length)
+    tokens = arguments.new_tokens * len(prompts)
+    predictions = {
+        SERIAL: serial_latency(alpha, length, verify_s / draft_s, draft_s),
+        "PEARL": parallel_latency(alpha, length, verify_s / draft_s, draft_s),
+    }
+    latencies = {}
+    for name, predicted in predictions.items():
+        measured = sum(tallies[name].seconds) / tokens
+        latencies[name] = {"predicted_ms": round(1e3 * predicted, 3), "measured_ms": round(1e3 * measured, 3)}
+        console.print(f"{name}: {1e3 * predicted:.2f} ms per token by the model, {1e3 * measured:.2f} ms measured")
+    console.print(
+        f"alpha {alpha:.3f}, T_q {1e3 * draft_s:.2f} ms, T_p {1e3 * verify_s:.2f} ms (Theorem 1, Section 4.1)"
+    )
+
+    record = {
+        "target": arguments.model,
+        "drafter": arguments.drafter,
+        "methods": figures,
+        "latency_model": {"alpha": round(alpha, 4), "draft_length": length, **latencies},
+        "prompts": f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens",
+        "command": shlex.join(["python", *sys.argv]),
+        "hardware": f"{device}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, one thread per side",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "date": date.today().isoformat(),
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.record:
+        drafter = drafters["SpecBranch k_max=6"]
+        drafter.measurements = record
+        drafter.write_records(arguments.drafter)
+
+
+def acceptance_for(accepted: float, length: int) -> float:
+    """The acceptance rate at which drafts of `length` tokens have `accepted` ones on average, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        mean = sum(middle**place for place in range(1, length + 1))
+        low, high = (middle, high) if mean < accepted else (low, middle)
+    return low
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nStopped; nothing was written.")

@@ -1,0 +1,240 @@
+"""SpecBranch in one `generate` call, the target's side: what H-RAD says, what to verify, and the worker that drafts.
+
+The state machine of Figure 9 is spread over two places. Draft stage and branch stage are `BranchDrafting.draft` and
+`draft_ahead`; this side reads the target's features, asks H-RAD, and turns chains into draft trees. Source: SpecBranch,
+Sections 5.1 and 5.2, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding.candidates import (
+    ChoiceRule,
+    DraftContext,
+    DraftsAhead,
+    DrawnCandidates,
+    PendingDrafts,
+    RoundOutcome,
+    TreeCandidateGenerator,
+)
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specbranch.drafting import (
+    ALL_ACCEPT,
+    ALL_REJECT,
+    CONFIDENCE,
+    BranchDrafting,
+    Branches,
+    Chains,
+    Counters,
+    Signals,
+)
+from hf_specdec.drafters.specbranch.worker import InTurn, Pending, Worker
+
+# [batch, features] of the target at the last verified token, [batch] ids of the token after it -> [batch] classes
+Predictor = Callable[[Tensor, Tensor], Tensor]
+
+
+class SpecBranchGenerator(TreeCandidateGenerator):
+    """Drafts beside the target, for one call.
+
+    Args:
+        target: the target of this call.
+        make_drafting: the draft model's side, for the rule by which this call chooses tokens.
+        make_worker: where it runs.
+        speed_ratio: T_p / T_q where it is known, and how it is noted where it had to be measured.
+        predict: H-RAD; None where `lengths` does not ask for it.
+        lengths: `SpecBranchDrafter.lengths`.
+        posterior: whether retained tokens are chosen after verification.
+        num_threads: intra-op threads of the worker on a CPU.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        make_drafting: Callable[[ChoiceRule], BranchDrafting],
+        make_worker: Callable[[BranchDrafting], Worker],
+        speed_ratio: SpeedRatio,
+        *,
+        predict: Predictor | None,
+        lengths: str,
+        posterior: bool,
+        num_threads: int,
+    ) -> None:
+        self.target = target
+        self.make_drafting = make_drafting
+        self.make_worker = make_worker
+        self.speed_ratio = speed_ratio
+        self.predict = predict
+        self.lengths = lengths
+        self.posterior = posterior
+        self.num_threads = num_threads
+        self.threads_before: int | None = None
+        self.worker: Worker | None = None
+        self.beside = False
+        self.emitted: list[list[int] | None] = []
+        self.features: Tensor | None = None  # [batch, features] at the last verified token
+        self.signals: list[Signals] = []
+        self.chains: Chains | None = None
+        self.device = target.model.device
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if self.predict is not None and outcome.features is not None:
+            self.features = last_features(outcome)
+        if outcome.tree is not None:
+            rows = zip(outcome.tokens, outcome.num_committed, strict=True)
+            self.emitted = [tokens if count else [] for tokens, count in rows]
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        if self.worker is None:
+            if min(context.lengths) < 2:  # the prompt came as embeddings, which the draft model cannot read
+                return DraftTree.root_only(context.root_ids)
+            self.worker = self._start(context)
+        self.signals = self._signals(context)
+        self.chains = self.worker.call("draft", self.emitted, context.active, self.signals)
+        rows = zip(context.root_ids.tolist(), self.chains.tokens, strict=True)
+        token_ids = [[root, *tokens] for root, tokens in rows]
+        tree = DraftTree.from_lists(
+            token_ids,
+            [list(range(-1, len(tokens) - 1)) for tokens in token_ids],
+            finite=None if all(self.chains.finite) else torch.tensor(self.chains.finite, device=self.device),
+            device=self.device,
+        )
+        return replace(tree, draft_probs=self._at_home(self.chains.laws))
+
+    def _start(self, context: DraftContext) -> Worker:
+        rows = zip(context.sequences.tolist(), context.lengths, strict=True)
+        texts = [row[:length] for row, length in rows]
+        drafting = self.make_drafting(context.choice)
+        # From the host's generator, so that a seed says everything; in all ways of working alike.
+        seed = int(torch.randint(2**62, ()))
+        worker = self.worker = self.make_worker(drafting)
+        self.beside = not isinstance(worker, InTurn)
+        if self.beside and self.device.type == "cpu" == drafting.drafter.model.device.type:
+            self._share_cores()
+        self.emitted = [[] for _ in texts]
+        prompt_mask = self.target.prompt_mask
+        worker.call("start", texts, None if prompt_mask is None else prompt_mask.tolist(), seed)
+        if self.speed_ratio.value is None:
+            draft_s = worker.call("seconds_per_forward")
+            self.speed_ratio.value = self._seconds_per_verification(context) / draft_s
+        worker.call("bound_tokens", self.speed_ratio.value)
+        return worker
+
+    def _share_cores(self) -> None:
+        """Leaves the worker its cores for the length of the call: more threads than cores would wait for each other."""
+        self.threads_before = torch.get_num_threads()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, min(self.threads_before, cores - self.num_threads)))
+
+    def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
+        """T_p: the median time of a verification of a few nodes. The cache forgets them."""
+        tree = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes))
+        seconds = []
+        for _ in range(repeats + 1):  # the first one warms up
+            began = time.perf_counter()
+            self.target.verify(tree, context.root_positions)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[1:])
+
+    def _signals(self, context: DraftContext) -> list[Signals]:
+        batch = len(context.lengths)
+        if self.lengths == "fixed":
+            # PEARL (arXiv 2408.11850): a chain that starts anew is verified from its first token on while the rest is
+            # drafted (pre-verify), one that goes on is verified whole (post-verify). In turn, all of it, always.
+            return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
+        if self.lengths == "confidence":
+            return [Signals(CONFIDENCE, CONFIDENCE)] * batch
+        assert self.predict is not None, "lengths asks for H-RAD"
+        assert self.features is not None, "the prefill has been observed"
+        classes = self.predict(self.features, context.root_ids).tolist()
+        if self.posterior:
+            return [Signals(kept_branch=found, fresh=found) for found in classes]
+        return [Signals(kept_branch=ALL_ACCEPT, fresh=found, branches=found) for found in classes]
+
+    def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:
+        if self.worker is None or not self.beside:
+            return None
+        assert self.chains is not None
+        return _Ahead(self.worker.submit("draft_ahead", self.signals), self.chains, self)
+
+    def count(self, stats: SpeculationStats) -> None:
+        if self.worker is None:
+            return
+        counters: Counters = self.worker.call("final_counters", self.emitted)
+        stats.num_path_drafts += counters.path_drafts
+        stats.num_path_kept += counters.path_kept
+        stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
+        stats.speed_ratio = self.speed_ratio.value or 0.0
+
+    def close(self) -> None:
+        try:
+            if self.worker is not None:
+                self.worker.close()
+        finally:
+            if self.threads_before is not None:
+                torch.set_num_threads(self.threads_before)
+
+    def _at_home(self, laws: Tensor | None) -> Tensor | None:
+        """Brings laws from the draft model's device and stream to the target's."""
+        if laws is None:
+            return None
+        if laws.is_cuda:
+            laws.record_stream(torch.cuda.current_stream(laws.device))
+        return laws.to(self.device)
+
+
+class SpeedRatio:
+    """c = T_p / T_q, once it is known. Kept over calls: draft lengths, and so draws, must not depend on the hour."""
+
+    def __init__(self, value: float | None = None) -> None:
+        self.value = value
+
+
+class _Ahead:
+    """Branches that are being drafted, as the loop wants to hear of them."""
+
+    def __init__(self, pending: Pending, chains: Chains, generator: SpecBranchGenerator) -> None:
+        self.pending = pending
+        self.chains = chains
+        self.generator = generator
+
+    def result(self) -> DraftsAhead:
+        branches: Branches = self.pending.result()
+        laws = self.generator._at_home(branches.laws)
+        if laws is None:
+            return DraftsAhead(branches.busy_s)
+        counts = [len(tokens) for tokens in branches.candidates]
+        most = laws.shape[1]
+        candidates = [tokens + [0] * (most - len(tokens)) for tokens in branches.candidates]
+        device = laws.device
+        drawn = DrawnCandidates(
+            nodes=torch.tensor([len(tokens) for tokens in self.chains.tokens], device=device),
+            token_ids=torch.tensor(candidates, device=device),
+            draft_probs=laws,
+            drafted=torch.tensor([[place < count for place in range(most)] for count in counts], device=device),
+        )
+        return DraftsAhead(branches.busy_s, drawn)
+
+
+def last_features(outcome: RoundOutcome) -> Tensor:
+    """[batch, taps * hidden]: the target's features at the last token that a round, or the prefill, committed."""
+    assert outcome.features is not None
+    features, counts = outcome.features, outcome.num_committed
+    if outcome.tree is None:  # prompts are padded on the left
+        return features[:, -1]
+    if min(counts) == max(counts):
+        return features[:, counts[0] - 1]
+    last = torch.tensor([max(0, count - 1) for count in counts], device=features.device)
+    return features[torch.arange(len(counts), device=features.device), last]

@@ -1,0 +1,534 @@
+"""The draft model's side of SpecBranch: its text, its cache and its branches, in lists that can cross to a process.
+
+`BranchDrafting` runs beside the target, in a thread or a process of its own (`worker.py`); what it is told and what it
+answers is small: the tokens that a round emitted, and the chain to verify next. Source: SpecBranch, Section 5.2,
+Algorithm 1 and Figures 8 and 9 of its appendix. The target's side is in `candidates.py`.
+
+A round of one row, in the draft model's cache: behind the text lie the root, the chain that is being verified, whose
+last node is the leaf, and below the leaf the branches, k candidates for the branch point and what the draft model says
+after each. They are paths of one tree, so the prefix is stored once. When the target has chosen a candidate, that
+branch is the next round's chain; the entries of all others are forgotten in the same step that commits the accepted
+ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specdec.decoding.candidates import ChoiceRule
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+
+# What H-RAD says of the tokens that would be verified next (SpecBranch, Eq. 6).
+ALL_REJECT, CONFIDENCE, ALL_ACCEPT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class DraftingPlan:
+    """How a call drafts.
+
+    Attributes:
+        most_tokens: gamma, most tokens of a chain, most tokens of a branch behind its candidate, and most forwards of
+            the draft model beside one verification.
+        most_branches: k_max.
+        min_confidence: epsilon; a place where the draft model's likeliest token has less is a branch point.
+        draw_candidates: draws the candidates of a branch point without replacement in calls that sample; else they are
+            the likeliest ones.
+        choice: how the call chooses tokens.
+    """
+
+    most_tokens: int
+    most_branches: int
+    min_confidence: float
+    draw_candidates: bool
+    choice: ChoiceRule
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What H-RAD, or what stands in for it, says of one row.
+
+    Attributes:
+        kept_branch: how much of a branch is verified next, where the target has chosen one.
+        fresh: how much is drafted before the target starts again, where it has not.
+        branches: how far branches are drafted beside the target: the a-priori approach of Appendix G.2; `ALL_ACCEPT`
+            where the posterior one chooses afterwards.
+    """
+
+    kept_branch: int
+    fresh: int
+    branches: int = ALL_ACCEPT
+
+
+@dataclass(frozen=True)
+class Chains:
+    """What to verify next.
+
+    Attributes:
+        tokens: per row the chain below the root.
+        laws: [batch, longest chain, vocab] float32, what drawn tokens were drawn from; None where none were drawn.
+        finite: per row, whether the draft model's output was finite.
+    """
+
+    tokens: list[list[int]]
+    laws: Tensor | None
+    finite: list[bool]
+
+
+@dataclass(frozen=True)
+class Branches:
+    """What was drafted beside the target.
+
+    Attributes:
+        busy_s: seconds it took, waiting left aside.
+        candidates: per row the candidates of the branch point.
+        laws: [batch, most candidates, vocab] float32, the law each was drawn from, given its elder siblings; None where
+            none were drawn.
+    """
+
+    busy_s: float
+    candidates: list[list[int]]
+    laws: Tensor | None
+
+
+@dataclass
+class Counters:
+    """What drafting has come to so far.
+
+    Attributes:
+        path_drafts: forwards that drafted a token, summed over rows; branches run in one forward count once.
+        path_kept: such tokens that became text.
+        peak_entries: most cache entries a row held at once.
+    """
+
+    path_drafts: int = 0
+    path_kept: int = 0
+    peak_entries: int = 0
+
+
+@dataclass
+class Law:
+    """What the draft model says after a node.
+
+    Attributes:
+        token_ids: the likeliest tokens, likeliest first.
+        confidence: probability of the first, at temperature 1 (Appendix E.3).
+        chosen: the token drafted next: the likeliest, or the one drawn.
+        drawn_from: [vocab] float32, the law of the draw; None where there was none.
+    """
+
+    token_ids: list[int]
+    confidence: float
+    chosen: int
+    drawn_from: Tensor | None
+
+
+@dataclass
+class Node:
+    """A token of the tree; `place` is where the cache holds it, `next` the node it goes on with; -1 for neither."""
+
+    token: int
+    parent: int
+    place: int = -1
+    law: Law | None = None
+    next: int = -1
+
+
+@dataclass
+class Row:
+    """One row: its text, root included, and the tree behind it. Nodes 0 to `root` are text not yet in the cache."""
+
+    text: list[int]
+    active: bool = True
+    nodes: list[Node] = field(default_factory=list)
+    root: int = 0
+    chain: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
+    finite: bool = True
+
+    @property
+    def leaf(self) -> int:
+        """The last node that is verified this round."""
+        return self.chain[-1] if self.chain else self.root
+
+    def add(self, token: int, parent: int) -> int:
+        """A new node; returns its index."""
+        self.nodes.append(Node(token, parent))
+        return len(self.nodes) - 1
+
+    def go_on(self, node: int) -> int | None:
+        """The continuation of a node that was run: the drafted token; None where the draft model has none."""
+        law = self.nodes[node].law
+        if law is None:
+            return None
+        self.nodes[node].next = self.add(law.chosen, node)
+        return self.nodes[node].next
+
+    def hit(self, tokens: list[int]) -> int | None:
+        """The branch that the target chose, by the tokens that the round emitted; None where it chose none."""
+        if len(tokens) - 1 < len(self.chain):
+            return None
+        return next((node for node in self.branches if self.nodes[node].token == tokens[-1]), None)
+
+    def clear(self) -> None:
+        """Forgets the tree."""
+        self.nodes, self.root, self.chain, self.branches = [], 0, [], []
+
+
+class BranchDrafting:
+    """Drafts chains, and branches behind them, for one `generate` call.
+
+    Args:
+        model: the draft model.
+        plan: how to draft; may be replaced before the first round.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: DraftingPlan) -> None:
+        self.drafter = TargetModel(model)
+        self.plan = plan
+        self.rows: list[Row] = []
+        self.counters = Counters()
+        self.stopped = False  # set from outside; drafting beside the target then ends at its next forward
+        self.num_positions: int | None = getattr(self.drafter.config, "max_position_embeddings", None)
+        self.random = torch.Generator(model.device)
+        self.num_places = 0
+        # By row and place in the cache: token, depth and ancestors of what is held there.
+        self.token_ids: np.ndarray = np.zeros((0, 0), dtype=np.int64)
+        self.depths: np.ndarray = np.zeros((0, 0), dtype=np.int64)
+        self.mask: np.ndarray = np.zeros((0, 0, 0), dtype=bool)
+
+    @torch.no_grad()
+    def start(self, texts: list[list[int]], prompt_mask: list[list[bool]] | None, seed: int) -> None:
+        """Runs the draft model over all of the texts but their last token.
+
+        Args:
+            texts: per row all tokens so far, root included.
+            prompt_mask: which tokens of the prompt are no padding, where its length is known to be the shortest text's
+                less the root; None for all.
+            seed: of everything drawn in this call.
+        """
+        self.rows = [Row(list(text)) for text in texts]
+        self.random.manual_seed(seed)
+        device = self.drafter.model.device
+        length = min(map(len, texts)) - 1  # what longer rows have more is run in the first round
+        token_ids = torch.tensor([text[:length] for text in texts], device=device)
+        batch = len(texts)
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        if prompt_mask is not None and len(prompt_mask[0]) == length:
+            mask = torch.tensor(prompt_mask, dtype=torch.int64)
+        mask = mask.to(device)
+        self.drafter.prefill(
+            token_ids,
+            GenerationConfig(max_length=self.num_positions or sys.maxsize),  # how far drafted nodes may reach
+            {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True},
+        )
+        self.drafter.begin_rounds(length + 256)
+        self._make_room(64)
+
+    @torch.no_grad()
+    def seconds_per_forward(self, repeats: int = 5) -> float:
+        """T_q: the median time of a forward over k_max nodes, which is what a level of branches takes."""
+        width = self.plan.most_branches
+        root_ids = torch.tensor([row.text[-1] for row in self.rows], device=self.drafter.model.device)
+        tree = DraftTree.chain(root_ids.unsqueeze(1).expand(-1, width))
+        seconds = []
+        for _ in range(repeats + 1):  # the first one warms up
+            began = time.perf_counter()
+            self._laws(self.drafter.verify(tree, self.drafter.root_positions()).logits, drawn=False)
+            seconds.append(time.perf_counter() - began)
+        return sorted(seconds[1:])[repeats // 2]
+
+    def bound_tokens(self, speed_ratio: float) -> None:
+        """Bounds draft lengths by c = T_p / T_q, rounded down: drafting then takes no longer than verification."""
+        self.plan = replace(self.plan, most_tokens=max(1, min(self.plan.most_tokens, int(speed_ratio))))
+
+    @torch.no_grad()
+    def draft(self, emitted: Sequence[list[int]], active: Sequence[bool], signals: Sequence[Signals]) -> Chains:
+        """Takes in what the target made of the last chains, and gives those to verify next.
+
+        Args:
+            emitted: per row the tokens that the round added to its text; [] before the first round.
+            active: per row, whether its tokens still matter.
+            signals: per row.
+        """
+        self._take_in(emitted, active, signals)
+        if self._within_reach():
+            self._draft_fresh([row if row.active and not row.nodes else None for row in self.rows], signals)
+        tokens = [[row.nodes[node].token for node in row.chain] for row in self.rows]
+        laws = None
+        if self.plan.choice.do_sample and any(tokens):
+            above = [[row.nodes[row.nodes[node].parent].law for node in row.chain] for row in self.rows]
+            laws = _padded([[law.drawn_from for law in row if law is not None] for row in above])
+        return Chains(tokens, laws, [row.finite for row in self.rows])
+
+    @torch.no_grad()
+    def draft_ahead(self, signals: Sequence[Signals]) -> Branches:
+        """Drafts branches behind the chains that `draft` gave, while the target verifies those."""
+        clock = time.thread_time if self.drafter.model.device.type == "cpu" else time.perf_counter
+        began = clock()
+        forwards = 0
+        if not self._within_reach():
+            return Branches(0.0, [[] for _ in self.rows], None)
+        unrun = [
+            [node for node in [*range(row.root + 1), *row.chain] if row.nodes[node].place < 0] if row.nodes else []
+            for row in self.rows
+        ]
+        if any(unrun):
+            self._run(unrun)
+            forwards += 1
+        laws = [self._branch(row) if row.nodes else [] for row in self.rows]
+        while forwards < self.plan.most_tokens and not self.stopped:
+            frontiers = [
+                self._tips(row) if signal.branches != ALL_REJECT else []
+                for row, signal in zip(self.rows, signals, strict=True)
+            ]
+            if not any(frontiers):
+                break
+            self._run(frontiers)
+            forwards += 1
+            for row, signal, tips in zip(self.rows, signals, frontiers, strict=True):
+                for tip in tips:
+                    if signal.branches == ALL_ACCEPT or self._is_confident(row, tip):
+                        row.go_on(tip)
+        candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
+        return Branches(clock() - began, candidates, _padded(laws) if any(laws) else None)
+
+    def final_counters(self, emitted: Sequence[list[int]]) -> Counters:
+        """What drafting came to; `emitted` is what the last round added, as for `draft`."""
+        for row, tokens in zip(self.rows, emitted, strict=True):
+            if row.nodes and tokens:
+                self.counters.path_kept += len(tokens) - 1 + (row.hit(tokens) is not None)
+        return self.counters
+
+    # What a round made of the tree.
+
+    def _take_in(self, emitted: Sequence[list[int]], active: Sequence[bool], signals: Sequence[Signals]) -> None:
+        kept: list[list[int]] = [[] for _ in self.rows]
+        held: list[list[int]] = [[] for _ in self.rows]
+        for index, (row, tokens) in enumerate(zip(self.rows, emitted, strict=True)):
+            row.finite, row.active = True, active[index]
+            row.text += tokens
+            if not row.nodes or not tokens:
+                row.clear()
+                continue
+            path = [*range(row.root + 1), *row.chain[: len(tokens) - 1]]
+            kept[index] = [row.nodes[node].place for node in path if row.nodes[node].place >= 0]
+            hit = row.hit(tokens)
+            self.counters.path_kept += len(tokens) - 1 + (hit is not None)
+            held[index] = self._keep_branch(row, hit if row.active else None, signals[index].kept_branch)
+        self.drafter.cache.regroup(kept, held)
+        self.num_places = max(map(len, held))
+        for index, row in enumerate(self.rows):
+            for node in row.nodes[: len(held[index])]:
+                self._place(index, row, node, node.place)
+
+    def _keep_branch(self, row: Row, branch: int | None, signal: int) -> list[int]:
+        """Makes a branch the row's tree, its candidate the root; returns the places of what the cache holds of it."""
+        nodes = []
+        while branch is not None and branch >= 0:
+            nodes.append(row.nodes[branch])
+            branch = row.nodes[branch].next
+        places = [node.place for node in nodes if node.place >= 0]
+        row.clear()
+        row.nodes = nodes
+        for index, node in enumerate(nodes):
+            node.parent = index - 1
+            node.place = index if index < len(places) else -1
+            node.next = index + 1 if index + 1 < len(nodes) else -1
+        for place in range(1, min(len(nodes), self.plan.most_tokens + 1)):
+            if signal == ALL_REJECT or (signal == CONFIDENCE and not self._is_confident(row, place - 1)):
+                break
+            row.chain.append(place)
+        return places
+
+    # Drafting.
+
+    def _draft_fresh(self, rows: Sequence[Row | None], signals: Sequence[Signals]) -> None:
+        """The draft stage: chains for rows whose last branches were all wrong. Other rows wait."""
+        frontiers: list[list[int]] = [[] for _ in rows]
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            missing = row.text[self.drafter.cache.row_lengths[index] :]
+            for token in missing:
+                row.root = row.add(token, len(row.nodes) - 1)
+            if signals[index].fresh != ALL_REJECT:  # else the root is run beside the target
+                frontiers[index] = list(range(len(missing)))
+        while any(frontiers):
+            self._run(frontiers)
+            for index, row in enumerate(rows):
+                tip = frontiers[index][-1] if frontiers[index] else -1
+                frontiers[index] = []
+                if row is None or tip < 0:
+                    continue
+                if tip == row.root:
+                    row.finite = row.nodes[tip].law is not None
+                if signals[index].fresh == CONFIDENCE and not self._is_confident(row, tip):
+                    continue
+                drafted = row.go_on(tip)
+                if drafted is not None:
+                    row.chain.append(drafted)
+                    if len(row.chain) < self.plan.most_tokens:
+                        frontiers[index] = [drafted]
+
+    def _is_confident(self, row: Row, node: int) -> bool:
+        """Whether the token after a node is no branch point.
+
+        Decided by the law after the node and never by the token drawn from it: a decision that looked at the token
+        would make the drafts that are left follow another law than the one they carry.
+        """
+        law = row.nodes[node].law
+        return law is not None and law.confidence >= self.plan.min_confidence
+
+    def _branch(self, row: Row) -> list[Tensor]:
+        """Spawns the candidates behind the leaf; returns the law each was drawn from, nothing where none was drawn."""
+        row.branches = []
+        leaf = row.nodes[row.leaf]
+        law = leaf.law
+        if law is None:
+            return []
+        count = num_branches(self.plan.most_branches, law.confidence)
+        laws: list[Tensor] = []
+        tokens = law.token_ids[:count]
+        if law.drawn_from is not None and self.plan.draw_candidates:
+            # The token that was drawn with the law comes first: branches that hold it may have been drafted already.
+            tokens, laws, left = [law.chosen], [law.drawn_from], law.drawn_from
+            while len(tokens) < count:
+                left = left.clone()
+                left[tokens[-1]] = 0
+                total = left.sum()
+                if not float(total) > 0:
+                    break
+                left = left / total
+                tokens.append(int(torch.multinomial(left, 1, generator=self.random)))
+                laws.append(left)
+        for token in tokens:
+            known = leaf.next if leaf.next >= 0 and row.nodes[leaf.next].token == token else None
+            row.branches.append(row.add(token, row.leaf) if known is None else known)
+        return laws
+
+    def _tips(self, row: Row) -> list[int]:
+        """The last nodes of branches that may be drafted further."""
+        tips = []
+        for branch in row.branches:
+            length, tip = 0, branch
+            while row.nodes[tip].next >= 0:
+                length, tip = length + 1, row.nodes[tip].next
+            if row.nodes[tip].place < 0 and length < self.plan.most_tokens:
+                tips.append(tip)
+        return tips
+
+    # Running the draft model.
+
+    def _within_reach(self) -> bool:
+        """Whether the draft model's positions reach as far as a round may draft; beyond, the target decodes plainly."""
+        longest = max(len(row.text) for row in self.rows)
+        return self.num_positions is None or longest + 2 * self.plan.most_tokens + 2 <= self.num_positions
+
+    def _run(self, frontiers: Sequence[Sequence[int]]) -> None:
+        """One forward over nodes of every row, parents before children; their laws are known afterwards."""
+        first, width = self.num_places, max(map(len, frontiers))
+        self.num_places = stop = first + width
+        self._make_room(stop)
+        self.token_ids[:, first:stop] = 0
+        self.depths[:, first:stop] = 0
+        self.mask[:, first:stop] = False
+        self.mask[:, np.arange(first, stop), np.arange(first, stop)] = True
+        for index, (row, frontier) in enumerate(zip(self.rows, frontiers, strict=True)):
+            for place, node in enumerate(frontier, start=first):
+                row.nodes[node].place = place
+                self._place(index, row, row.nodes[node], place)
+            self.counters.path_drafts += bool(frontier)
+        device = self.drafter.model.device
+        arrays = (self.token_ids[:, :stop], self.depths[:, :stop], self.mask[:, :stop, :stop])
+        token_ids, depths, mask = (torch.from_numpy(array).to(device) for array in arrays)
+        tree = DraftTree(token_ids, depths - 1, depths, mask, token_ids >= 0, int(self.depths[:, :stop].max()))
+        cache = self.drafter.cache
+        logits = self.drafter.verify(tree, self.drafter.root_positions(), first=first).logits
+        cache.hold(width)
+        self.counters.peak_entries = max(self.counters.peak_entries, cache.longest + stop)
+        laws = self._laws(logits, drawn=self.plan.choice.do_sample)
+        for row, frontier, row_laws in zip(self.rows, frontiers, laws, strict=True):
+            for node, law in zip(frontier, row_laws, strict=False):
+                row.nodes[node].law = law
+
+    def _laws(self, logits: Tensor, *, drawn: bool) -> list[list[Law | None]]:
+        """[batch, nodes, vocab] logits -> per row and node what they say; None where they are NaN or infinite."""
+        most = min(self.plan.most_branches, logits.shape[-1])
+        top = logits.topk(most, dim=-1)
+        # The likeliest token's probability without a softmax over rows that nobody reads.
+        confidence = (top.values[..., :1] - logits.logsumexp(-1, keepdim=True)).exp()
+        ids, sure = top.indices.tolist(), confidence.squeeze(-1).tolist()
+        finite = [[value == value and value > 0 for value in row] for row in sure]
+        drawn_from: list[list[Tensor | None]] = [[None] * len(row) for row in ids]
+        chosen = [[tokens[0] for tokens in row] for row in ids]
+        if drawn:
+            batch, nodes, vocab = logits.shape
+            scores = logits.where(confidence.isfinite() & (confidence > 0), 0.0).view(-1, vocab)
+            scores = self.plan.choice.warpers(logits.new_zeros((batch * nodes, 1), dtype=torch.int64), scores)
+            law = scores.softmax(-1)
+            draws = torch.multinomial(law, 1, generator=self.random).view(batch, nodes)
+            chosen = draws.tolist()
+            drawn_from = [list(row.unbind(0)) for row in law.view(batch, nodes, vocab).unbind(0)]
+        return [
+            [
+                Law(ids[row][node], sure[row][node], chosen[row][node], drawn_from[row][node])
+                if finite[row][node]
+                else None
+                for node in range(len(ids[row]))
+            ]
+            for row in range(len(ids))
+        ]
+
+    def _place(self, index: int, row: Row, node: Node, place: int) -> None:
+        """Notes in the arrays what the cache holds, or will hold, at a place."""
+        self.token_ids[index, place] = node.token
+        self.mask[index, place] = False
+        if node.parent >= 0:
+            above = row.nodes[node.parent].place
+            self.mask[index, place] = self.mask[index, above]
+            self.depths[index, place] = self.depths[index, above] + 1
+        else:
+            self.depths[index, place] = 0
+        self.mask[index, place, place] = True
+
+    def _make_room(self, places: int) -> None:
+        have = self.token_ids.shape[1]
+        if places <= have:
+            return
+        batch, room = len(self.rows), 2 * places
+        token_ids = np.zeros((batch, room), dtype=np.int64)
+        depths = np.zeros((batch, room), dtype=np.int64)
+        mask = np.zeros((batch, room, room), dtype=bool)
+        if have:
+            token_ids[:, :have], depths[:, :have], mask[:, :have, :have] = self.token_ids, self.depths, self.mask
+        self.token_ids, self.depths, self.mask = token_ids, depths, mask
+
+
+def num_branches(most_branches: int, confidence: float) -> int:
+    """K = max(1, floor(k_max (1 - q))): how many candidates a branch point gets. SpecBranch, Eq. 7.
+
+    Example:
+        >>> [num_branches(6, confidence) for confidence in (0.99, 0.5, 0.1)]
+        [1, 3, 5]
+    """
+    return max(1, int(most_branches * (1 - confidence)))
+
+
+def _padded(laws: Sequence[Sequence[Tensor | None]]) -> Tensor:
+    """[rows, longest, vocab] from lists of laws [vocab] of different lengths; zeros where there is none."""
+    known = [[law for law in row if law is not None] for row in laws]
+    some = next(law for row in known for law in row)
+    padded = some.new_zeros((len(known), max(map(len, known)), some.shape[-1]))
+    for row, own in enumerate(known):
+        if own:
+            padded[row, : len(own)] = torch.stack(own)
+    return padded

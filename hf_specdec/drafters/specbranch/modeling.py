@@ -1,0 +1,359 @@
+"""SpecBranchDrafter: a draft model that drafts while the target verifies, and H-RAD, which tells it how far.
+
+H-RAD is the only network that is trained here; the draft model is any causal language model of the target's vocabulary.
+How a call drafts is in `candidates.py` and `drafting.py`. Source: SpecBranch, Sections 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
+from hf_specdec.drafters.specbranch.drafting import CONFIDENCE, BranchDrafting, DraftingPlan
+from hf_specdec.drafters.specbranch.worker import WORKER_KINDS, Worker, WorkerKind, make_worker, process_refusal
+
+NUM_CLASSES = 3  # all reject, by confidence, all accept
+MOST_BRANCHES = 64
+MOST_TOKENS = 256
+LENGTHS = ("h_rad", "confidence", "fixed")
+SELECTIONS = ("posterior", "a_priori")
+
+
+class HRAD(nn.Module):
+    """The hybrid rollback-aware draft length predictor: will the draft be rejected, in part accepted, or accepted?
+
+    Three linear layers with ReLU and dropout on the target's last K layers at the last verified token and the embedding
+    of the token after it. SpecBranch, Eq. 4 and 5, and Appendix E.4. Its inputs are standardised by the mean and the
+    spread of the training data, which the paper does only while it augments them: hidden states of some layers are a
+    hundred times larger than embeddings, and a learning rate of 5e-5 would not make up for that.
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, config: SpecBranchConfig) -> None:
+        super().__init__()
+        size = (config.num_feature_layers + 1) * config.target_hidden_size
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("spread", torch.ones(size))
+        layers: list[nn.Module] = []
+        for width in config.h_rad_sizes:
+            layers += [nn.Linear(size, width), nn.ReLU(), nn.Dropout(config.dropout)]
+            size = width
+        self.layers = nn.Sequential(*layers, nn.Linear(size, NUM_CLASSES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., (K + 1) * hidden] -> [..., 3] logits."""
+        return self.layers((inputs.to(self.mean.dtype) - self.mean) / self.spread)
+
+
+class SpecBranchDrafter(PretrainedDrafter):
+    """Drafts the next branches while the target verifies this one.
+
+    Drafting options:
+        parallel: whether the draft model runs beside the target. Without, the same code drafts in turn with it, as
+            plain speculative sampling (SpS) does.
+        k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
+        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
+            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
+            `"h_rad"` where the checkpoint has one.
+        min_confidence: epsilon; where the likeliest token has less, the draft model is not sure.
+        min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
+            least this; below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5 does.
+        max_depth: most tokens of a draft; also bounded by the speed ratio.
+        selection: `"posterior"`, H-RAD looks at a branch when the target has chosen it, or `"a_priori"`, while it is
+            being drafted, at features of the round before (Appendix G.2).
+        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or drawn
+            without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
+        speed_ratio: c = T_p / T_q, which bounds draft lengths; None measures it at the first call for a target.
+        worker: `"process"` or `"thread"` beside the target; `"auto"` takes a process for draft models on a CPU, where
+            the system can fork, else a thread, on a GPU with a stream of its own.
+        worker_threads: intra-op threads of the worker on a CPU; the target has the remaining cores.
+
+    Relation to its siblings: `causal_lm` drafts with the same kind of model, but only while the target waits. The other
+    drafters read the target's hidden states, and so cannot draft before it has finished.
+    """
+
+    config_class = SpecBranchConfig
+    config: SpecBranchConfig
+    base_model_prefix = ""
+    method = "specbranch"
+    option_names: ClassVar[tuple[str, ...]] = (
+        "parallel",
+        "k_max",
+        "lengths",
+        "min_confidence",
+        "min_certainty",
+        "max_depth",
+        "selection",
+        "candidates",
+        "speed_ratio",
+        "worker",
+        "worker_threads",
+    )
+
+    def __init__(self, config: SpecBranchConfig) -> None:
+        config.check()
+        super().__init__(config)
+        self.h_rad = HRAD(config) if config.h_rad else None
+        self.parallel = True
+        self.k_max = 6
+        self.lengths: Literal["h_rad", "confidence", "fixed"] = "h_rad" if config.h_rad else "confidence"
+        self.min_confidence = config.min_confidence
+        self.min_certainty = 0.6
+        self.max_depth = 16
+        self.selection: Literal["posterior", "a_priori"] = "posterior"
+        self.candidates: Literal["top_k", "drawn"] = "top_k"
+        self.speed_ratio: float | None = None
+        self.worker: WorkerKind = "auto"
+        self.worker_threads = 1
+        # No submodule: its weights are files of their own, and mostly somebody else's.
+        self.__dict__["_pair"] = None
+        self._measured: tuple[weakref.ref[PreTrainedModel], Any] | None = None
+        self.post_init()
+
+    @classmethod
+    def from_models(
+        cls, draft_model: PreTrainedModel, target: PreTrainedModel, *, h_rad: bool = False, **drafting_options: Any
+    ) -> SpecBranchDrafter:
+        """A drafter for two models that are loaded already.
+
+        Args:
+            draft_model: not changed, and shared rather than copied.
+            target: the model to draft for.
+            h_rad: with an H-RAD, yet to be trained; without, drafting goes by the draft model's confidence.
+            drafting_options: see the class.
+        """
+        target_config = target.config.get_text_config(decoder=True)
+        config = SpecBranchConfig(
+            draft_model=draft_model.name_or_path or OWN_DRAFT_MODEL,
+            h_rad=h_rad,
+            target_hidden_size=target_config.hidden_size,
+            num_target_layers=target_config.num_hidden_layers,
+            num_feature_layers=min(4, target_config.num_hidden_layers),
+            target_name_or_path=target.name_or_path or None,
+        )
+        drafter = cls(config).eval()
+        drafter.attach(draft_model)
+        drafter.set_options(**drafting_options)
+        return drafter.to(dtype=target.dtype)
+
+    @property
+    def draft_model(self) -> PreTrainedModel | None:
+        """The language model that drafts."""
+        return None if self._pair is None else self._pair.model
+
+    def attach(self, draft_model: PreTrainedModel) -> None:
+        """Sets the draft model.
+
+        Raises:
+            ValueError: H-RAD was trained with one of another shape.
+        """
+        own = draft_model.config.get_text_config(decoder=True)
+        for field, found in (
+            ("draft_hidden_size", own.hidden_size),
+            ("draft_num_layers", own.num_hidden_layers),
+        ):
+            trained = getattr(self.config, field)
+            if trained not in (None, found):
+                raise ValueError(
+                    f"The H-RAD of {self.name_or_path or 'this drafter'!r} was trained with a draft model whose "
+                    f"{field.removeprefix('draft_')} is {trained}, but {draft_model.name_or_path!r} has {found}. "
+                    f"It fits only the pair it was trained for: use {self.config.draft_model!r}, or train another."
+                )
+        self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
+
+    def load_beside(self, folder: Path, locate: Callable[[list[str]], Path]) -> None:
+        place = self.config.draft_model
+        name = self.name_or_path
+        if place is None:
+            raise ValueError(
+                f"{name!r} names no draft model (draft_model in its config.json), so it cannot draft: save it again "
+                "with a draft model attached."
+            )
+        if place == OWN_DRAFT_MODEL or place.startswith("."):
+            if place == OWN_DRAFT_MODEL and not (folder / place).is_dir():
+                folder = locate([f"{place}/*"])
+            found = (folder / place).resolve()
+            if not found.is_dir():
+                raise FileNotFoundError(
+                    f"The draft model of {name!r} should be in the folder {place!r}, seen from there, but it is not. "
+                    "Put it there, or name another one as draft_model in config.json."
+                )
+            source = str(found)
+        else:
+            source = place
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=self.dtype, use_safetensors=True, trust_remote_code=False
+        )
+        self.attach(model)
+
+    def write_side_files(self, folder: Path) -> None:
+        if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
+            self.draft_model.save_pretrained(folder / OWN_DRAFT_MODEL)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.draft_model is not None:
+            self.draft_model._apply(fn)
+        return super()._apply(fn, recurse)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Moves H-RAD and the draft model, as `torch.nn.Module.to` does.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        device, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(
+                f"device={str(device)!r} does not exist: this machine has {torch.cuda.device_count()} CUDA devices. "
+                "Leave device out to draft on the target's."
+            )
+        return super().to(*args, **kwargs)
+
+    def predict(self, features: Tensor, token_ids: Tensor, embeddings: nn.Module) -> Tensor:
+        """H-RAD's class of each row: 0 all reject, 1 by confidence, 2 all accept.
+
+        Args:
+            features: [batch, K * hidden], the target's last K layers at the last verified token.
+            token_ids: [batch] int64, the token after it, which the target has not seen.
+            embeddings: the target's.
+        """
+        assert self.h_rad is not None
+        device = self.h_rad.mean.device
+        inputs = torch.cat([features.to(device), embeddings(token_ids).to(device)], dim=-1)
+        certainty, classes = self.h_rad(inputs).float().softmax(-1).max(-1)
+        return classes.where(certainty >= self.min_certainty, CONFIDENCE)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        if self.lengths != "h_rad":
+            return ()
+        return last_layers(model, self.config.num_feature_layers)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.specbranch.candidates import SpecBranchGenerator, SpeedRatio
+
+        draft_model = self.draft_model
+        assert draft_model is not None, "check_target has looked"
+        if self._measured is None or self._measured[0]() is not target.model:
+            self._measured = weakref.ref(target.model), SpeedRatio()
+
+        def make_drafting(choice: ChoiceRule) -> BranchDrafting:
+            branches = self.k_max if self.parallel else 1
+            drawn = self.candidates == "drawn"
+            return BranchDrafting(
+                draft_model, DraftingPlan(self.max_depth, branches, self.min_confidence, drawn, choice)
+            )
+
+        def place_worker(drafting: BranchDrafting) -> Worker:
+            return make_worker(self.worker if self.parallel else "none", drafting, self.worker_threads)
+
+        embeddings = target.model.get_input_embeddings()
+        return SpecBranchGenerator(
+            target,
+            make_drafting,
+            place_worker,
+            self._measured[1] if self.speed_ratio is None else SpeedRatio(self.speed_ratio),
+            predict=(lambda features, ids: self.predict(features, ids, embeddings))
+            if self.lengths == "h_rad"
+            else None,
+            lengths=self.lengths,
+            posterior=self.selection == "posterior",
+            num_threads=self.worker_threads,
+        )
+
+    def card_summary(self) -> str:
+        return (
+            "SpecBranch: a draft model that drafts the next branches while the target verifies the current ones, and "
+            "H-RAD, a small network on the target's hidden states that predicts how much of a draft will be accepted."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        facts = {"Method": "specbranch", "Draft model": f"`{config.draft_model}`"}
+        if self.draft_model is not None:
+            facts["Draft model's parameters"] = f"{self.draft_model.num_parameters():,}"
+        if config.h_rad:
+            sizes = ", ".join(map(str, [*config.h_rad_sizes, NUM_CLASSES]))
+            facts["H-RAD"] = f"layers of {sizes} on the target's last {config.num_feature_layers} layers"
+        return facts
+
+    def check_options(self) -> None:
+        for name, most in (("k_max", MOST_BRANCHES), ("max_depth", MOST_TOKENS), ("worker_threads", 1024)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
+        for name, known in (
+            ("lengths", LENGTHS),
+            ("selection", SELECTIONS),
+            ("candidates", ("top_k", "drawn")),
+            ("worker", WORKER_KINDS[:-1]),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
+        if not isinstance(self.parallel, bool):
+            raise ValueError(f"parallel={self.parallel!r} must be True or False.")
+        for name in ("min_confidence", "min_certainty"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r} must be from 0 to 1.")
+        if self.speed_ratio is not None and not (
+            isinstance(self.speed_ratio, (int, float)) and 0 < self.speed_ratio < float("inf")
+        ):
+            raise ValueError(f"speed_ratio={self.speed_ratio!r} must be a positive number, or None to measure it.")
+        if self.lengths == "h_rad" and self.h_rad is None:
+            raise ValueError(
+                f"lengths='h_rad' needs an H-RAD, and {self.name_or_path or 'this drafter'!r} has none: train one for "
+                "this pair, or use lengths='confidence'."
+            )
+        if self.selection == "a_priori" and self.lengths != "h_rad":
+            raise ValueError(
+                f"selection='a_priori' chooses with H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
+                "selection out."
+            )
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        target = model.config.get_text_config(decoder=True)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        if self.config.h_rad:
+            for field, found in (
+                ("target_hidden_size", target.hidden_size),
+                ("num_target_layers", target.num_hidden_layers),
+            ):
+                trained = getattr(self.config, field)
+                if trained != found:
+                    raise ValueError(
+                        f"The H-RAD of {name!r} was trained for a target whose {field.removeprefix('target_')} is "
+                        f"{trained}, but target {target_name!r} has {found}. It fits only the pair it was trained for: "
+                        f"use {self.config.target_name_or_path or 'that target'!r}, or train one for this pair."
+                    )
+        if self._pair is None:
+            if self.device.type != "meta":  # a blueprint, which only knows the shapes
+                raise ValueError(
+                    f"{name!r} has no draft model yet: load it with load_drafter(), or call attach(draft_model)."
+                )
+            return
+        self._pair.check_target(model)
+        if self.worker == "process" and self.parallel:
+            assert self.draft_model is not None
+            refusal = process_refusal(self.draft_model.device)
+            if refusal is not None:
+                raise ValueError(f"worker='process' cannot be used: {refusal}. Use worker='thread', or 'auto'.")
+
+
+def last_layers(model: PreTrainedModel, count: int) -> tuple[int, ...]:
+    """The 0-based indices of a model's last decoder layers."""
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return tuple(range(layers - count, layers))

@@ -1,0 +1,211 @@
+"""Where the draft model runs: in turn with the target, in a thread beside it, or in a process beside it.
+
+All three run the same `BranchDrafting` and give the same drafts; they differ in what they cost. A thread shares the
+interpreter with the target: on a GPU, where the host only hands out work, and for large models on a CPU that is enough.
+A small target's forward on a CPU is mostly Python, and two threads then take turns at the interpreter: on the bundled
+pair a verification that takes 7 ms alone took 18 ms beside a drafting thread, so nothing was gained. A process has an
+interpreter of its own. It is forked, so that it shares the weights' memory with its parent, is there within
+milliseconds, and sees the draft model as it is; it ends with the call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, Literal, Protocol
+
+import torch
+
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
+
+WorkerKind = Literal["auto", "process", "thread", "none"]
+WORKER_KINDS = ("auto", "process", "thread", "none")
+
+
+class Pending(Protocol):
+    """A result that may not be there yet."""
+
+    def result(self) -> Any:
+        """Waits for it; raises what the work raised."""
+
+
+class Worker(ABC):
+    """Runs methods of a `BranchDrafting`, one at a time."""
+
+    @abstractmethod
+    def submit(self, method: str, *arguments: Any) -> Pending:
+        """Starts a method; the last one submitted must have been waited for."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Runs a method and waits for what it returns."""
+        return self.submit(method, *arguments).result()
+
+    def close(self) -> None:
+        """Ends the worker, whatever it is doing."""
+
+
+class InTurn(Worker):
+    """No worker at all: a method is run when it is submitted."""
+
+    def __init__(self, drafting: BranchDrafting) -> None:
+        self.drafting = drafting
+
+    def submit(self, method: str, *arguments: Any) -> Pending:
+        future: Future[Any] = Future()
+        future.set_result(getattr(self.drafting, method)(*arguments))
+        return future
+
+
+class ThreadWorker(Worker):
+    """A thread with its own number of intra-op threads on a CPU, or its own stream on a GPU."""
+
+    def __init__(self, drafting: BranchDrafting, num_threads: int) -> None:
+        self.drafting = drafting
+        self.executor = ThreadPoolExecutor(
+            1, thread_name_prefix="hf_specdec-drafting", initializer=_use_threads, initargs=(num_threads,)
+        )
+        device = drafting.drafter.model.device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:  # the weights may just have been written, by work that is still under way
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def submit(self, method: str, *arguments: Any) -> Pending:
+        return self.executor.submit(self._run, method, *arguments)
+
+    def _run(self, method: str, *arguments: Any) -> Any:
+        if self.stream is None:
+            return getattr(self.drafting, method)(*arguments)
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            result = getattr(self.drafting, method)(*arguments)
+            self.stream.synchronize()  # what comes out may be read on any stream
+            return result
+
+    def close(self) -> None:
+        self.drafting.stopped = True
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+class ProcessWorker(Worker):
+    """A forked process with its own interpreter, for draft models on a CPU."""
+
+    def __init__(self, drafting: BranchDrafting, num_threads: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve,
+            args=(drafting, theirs, self.connection, num_threads),
+            name="hf_specdec-drafting",
+            daemon=True,
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 and newer warn that a lock of another thread may be held in the child. The child runs the
+            # draft model and writes to a pipe; it starts no pool of the parent's (`_serve`), like PyTorch's loaders.
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            self.process.start()
+        theirs.close()
+
+    def submit(self, method: str, *arguments: Any) -> Pending:
+        self._guarded(lambda: self.connection.send_bytes(pickle.dumps((method, arguments))))
+        return self
+
+    def result(self) -> Any:
+        """What the last submitted method returned; raises what it raised, with the traceback it had there."""
+        failed, answer = pickle.loads(self._guarded(self.connection.recv_bytes))
+        if failed:
+            error, there = answer
+            raise error from RemoteError(there)
+        return answer
+
+    def _guarded(self, talk: Callable[[], Any]) -> Any:
+        try:
+            return talk()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self.process.join(5)
+            raise RuntimeError(
+                f"The drafting process ended by itself, with exit code {self.process.exitcode}. A negative one is the "
+                "signal that ended it; -9 is often the system that ran out of memory. Draft in a thread "
+                "(worker='thread') or with a smaller draft model."
+            ) from error
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()  # it holds nothing that would have to be put away
+        self.process.join()
+        self.process.close()
+
+
+class RemoteError(Exception):
+    """The traceback of an error in the drafting process, as its cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f'\n"""\n{text}"""')
+
+
+def make_worker(kind: WorkerKind, drafting: BranchDrafting, num_threads: int) -> Worker:
+    """Where to draft; `kind` as `SpecBranchDrafter.worker`."""
+    if kind == "auto":
+        kind = "process" if process_refusal(drafting.drafter.model.device) is None else "thread"
+    if kind == "none":
+        return InTurn(drafting)
+    return (ProcessWorker if kind == "process" else ThreadWorker)(drafting, num_threads)
+
+
+def process_refusal(device: torch.device) -> str | None:
+    """Why a draft model on `device` cannot run in a process of its own here; None where it can."""
+    if device.type != "cpu":
+        return f"the draft model is on {device}, which a forked process cannot use"
+    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
+        return f"{sys.platform} cannot fork a process that has loaded PyTorch"
+    if multiprocessing.current_process().daemon:
+        return "this is a daemonic process, which may have no children"
+    return None
+
+
+def _use_threads(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)  # of the calling thread
+
+
+def _serve(drafting: BranchDrafting, connection: Connection, parents: Connection, num_threads: int) -> None:
+    """The life of the drafting process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
+    parents.close()  # else the end of the parent would not be the end of the pipe
+
+    def answer_requests() -> None:
+        _use_threads(num_threads)
+        while True:
+            try:
+                method, arguments = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                return  # the parent has gone
+            try:
+                answer = (False, getattr(drafting, method)(*arguments))
+            except Exception as error:
+                answer = (True, (_picklable(error), traceback.format_exc()))
+            try:
+                connection.send_bytes(pickle.dumps(answer))
+            except OSError:
+                return
+
+    # In a thread of its own: the forked one may own a pool of OpenMP threads, which did not come along.
+    thread = threading.Thread(target=answer_requests, name="drafting")
+    thread.start()
+    thread.join()
+    os._exit(0)  # nothing of the parent's is to be put away a second time
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

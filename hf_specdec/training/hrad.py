@@ -1,0 +1,421 @@
+"""Training H-RAD: data from running the pair, classes brought to balance, and a small network fitted to them.
+
+`python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does all of it for any pair:
+
+1. The pair generates in turn, with drafts of a fixed length; every draft gives one example: the target's last K layers
+   at the last verified token and the embedding of the token after it, and whether none, some or all of the draft was
+   kept.
+2. Rare classes are filled up by SMOTE on standardised features.
+3. The network trains with the paper's settings until it stops getting better on prompts it has not seen.
+
+Source: SpecBranch, Section 5.1 and Appendix E.4. What H-RAD is used for is in `drafters/specbranch/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
+from hf_specdec.drafters.specbranch.candidates import last_features
+from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
+from hf_specdec.drafters.specbranch.modeling import last_layers
+from hf_specdec.training.command import Corpus, read_text
+
+CLASSES = ("all reject", "partial", "all accept")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What H-RAD learns from.
+
+    Attributes:
+        inputs: [examples, (K + 1) * hidden] float32, features and embedding (SpecBranch, Eq. 4).
+        classes: [examples] int64: 0 nothing of the draft was accepted, 1 a part, 2 all of it.
+    """
+
+    inputs: Tensor
+    classes: Tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How H-RAD is trained; the defaults are those of SpecBranch, Appendix E.4.
+
+    Attributes:
+        epochs: at most.
+        patience: epochs without a better loss on held-out prompts after which training stops.
+        batch_size: examples per step.
+        learning_rate: of AdamW; halved after two epochs without a better loss.
+        weight_decay: of AdamW.
+        label_smoothing: of the cross entropy.
+        neighbours: of SMOTE; fewer where a class has fewer examples.
+        clip: norm that gradients are clipped to.
+    """
+
+    epochs: int = 20
+    patience: int = 5
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    weight_decay: float = 1e-4
+    label_smoothing: float = 0.1
+    neighbours: int = 5
+    clip: float = 1.0
+
+
+class _Recorder(TreeCandidateGenerator):
+    """Hands everything on, and notes of every draft what H-RAD would have read before it and what became of it."""
+
+    def __init__(self, drafting: TreeCandidateGenerator, embeddings: nn.Module, length: int) -> None:
+        self.drafting = drafting
+        self.embeddings = embeddings
+        self.length = length
+        self.features: Tensor | None = None
+        self.inputs: list[Tensor] = []
+        self.classes: list[int] = []
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        return self.drafting.draft(context)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.tree is not None and self.features is not None:
+            inputs = torch.cat([self.features, self.embeddings(outcome.tree.token_ids[:, 0])], dim=-1).float().cpu()
+            for row, (count, kept) in enumerate(zip(outcome.num_committed, outcome.num_accepted, strict=True)):
+                if count:
+                    self.inputs.append(inputs[row])
+                    self.classes.append(0 if kept == 0 else 2 if kept == self.length else 1)
+        self.features = last_features(outcome)
+        self.drafting.observe(outcome)
+
+    def close(self) -> None:
+        self.drafting.close()
+
+
+class _RecordingDrafter(SpecBranchDrafter):
+    """Drafts in turn with the target, always `max_depth` tokens, and keeps the recorder of every call."""
+
+    recorders: list[_Recorder]
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return last_layers(model, self.config.num_feature_layers)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        embeddings = target.model.get_input_embeddings()
+        self.recorders.append(_Recorder(super().candidate_generator(target), embeddings, self.max_depth))
+        return self.recorders[-1]
+
+
+def collect(
+    target: PreTrainedModel,
+    draft_model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    draft_length: int,
+    new_tokens: int,
+    max_minutes: float | None = None,
+) -> Examples:
+    """Runs the pair over prompts, greedily and in turn, and notes what became of every draft.
+
+    Args:
+        target: the target.
+        draft_model: the draft model.
+        prompts: token ids.
+        draft_length: tokens of every draft; the speed ratio is what it will be bounded by.
+        new_tokens: to generate per prompt.
+        max_minutes: after which no further prompt is begun.
+    """
+    recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
+    recorder.recorders = []
+    recorder.attach(draft_model)
+    recorder.set_options(parallel=False, lengths="fixed", max_depth=draft_length, speed_ratio=float(draft_length))
+    started = time.monotonic()
+    for prompt in tqdm(prompts, desc="running the pair", unit="prompt"):
+        if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
+            break
+        ids = torch.tensor([list(prompt)], device=target.device)
+        target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=recorder,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+        )
+    inputs = [entry for each in recorder.recorders for entry in each.inputs]
+    classes = [entry for each in recorder.recorders for entry in each.classes]
+    if not inputs:
+        raise ValueError(
+            f"{len(prompts)} prompts gave no example: give prompts, and more than {new_tokens} new tokens."
+        )
+    return Examples(torch.stack(inputs), torch.tensor(classes))
+
+
+def _config(target: PreTrainedModel, draft_model: PreTrainedModel, *, h_rad: bool = True) -> SpecBranchConfig:
+    own, text = (model.config.get_text_config(decoder=True) for model in (draft_model, target))
+    return SpecBranchConfig(
+        draft_model=draft_model.name_or_path or None,
+        draft_hidden_size=own.hidden_size,
+        draft_num_layers=own.num_hidden_layers,
+        h_rad=h_rad,
+        target_hidden_size=text.hidden_size,
+        num_target_layers=text.num_hidden_layers,
+        num_feature_layers=min(4, text.num_hidden_layers),
+        target_name_or_path=target.name_or_path or None,
+    )
+
+
+def balance(examples: Examples, neighbours: int, seed: int) -> Examples:
+    """Fills up rare classes with synthetic examples between neighbouring ones (SMOTE, Chawla et al. 2002).
+
+    On standardised features, which are then brought back to their scale. A class with a single example has no
+    neighbours and stays as it is.
+
+    Raises:
+        ImportError: imbalanced-learn is not installed.
+    """
+    try:
+        from imblearn.over_sampling import SMOTE
+    except ImportError as error:
+        raise ImportError(
+            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting needs none of it."
+        ) from error
+    counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
+    several = [index for index, count in enumerate(counts) if count > 1]
+    if len(several) < 2:
+        return examples
+    chosen = torch.isin(examples.classes, torch.tensor(several))
+    mean, spread = standard(examples.inputs)
+    scaled = ((examples.inputs - mean) / spread)[chosen]
+    smote = SMOTE(k_neighbors=min(neighbours, min(counts[index] for index in several) - 1), random_state=seed)
+    inputs, classes = smote.fit_resample(scaled.numpy(), examples.classes[chosen].numpy())
+    inputs = torch.from_numpy(inputs).float() * spread + mean
+    alone = Examples(examples.inputs[~chosen], examples.classes[~chosen])
+    return Examples(torch.cat([inputs, alone.inputs]), torch.cat([torch.from_numpy(classes), alone.classes]))
+
+
+def standard(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and spread of every feature, [features] each; a spread is never 0."""
+    return inputs.mean(0), inputs.std(0, correction=0).clamp(min=1e-6)
+
+
+def fit(h_rad: HRAD, examples: Examples, held_out: Examples, settings: Settings, seed: int = 0) -> list[float]:
+    """Trains `h_rad` in place and leaves it with the weights that did best on `held_out`.
+
+    Args:
+        h_rad: fresh.
+        examples: as collected; balanced here.
+        held_out: of other prompts, as collected: its loss decides on learning rate and end.
+        settings: see `Settings`.
+        seed: of SMOTE, sampling and dropout.
+
+    Returns:
+        The loss on `held_out` after every epoch, nats.
+    """
+    torch.manual_seed(seed)
+    mean, spread = standard(examples.inputs)
+    h_rad.mean.copy_(mean)
+    h_rad.spread.copy_(spread)
+    balanced = balance(examples, settings.neighbours, seed)
+    counts = torch.bincount(balanced.classes, minlength=len(CLASSES)).clamp(min=1)
+    weights = (1.0 / counts)[balanced.classes]
+    loader = DataLoader(
+        TensorDataset(balanced.inputs, balanced.classes),
+        batch_size=settings.batch_size,
+        sampler=WeightedRandomSampler(weights.tolist(), len(weights)),
+    )
+    criterion = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
+    optimizer = torch.optim.AdamW(h_rad.parameters(), settings.learning_rate, weight_decay=settings.weight_decay)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+    losses: list[float] = []
+    best = copy.deepcopy(h_rad.state_dict())
+    for _ in range(settings.epochs):
+        h_rad.train()
+        for inputs, classes in loader:
+            optimizer.zero_grad()
+            criterion(h_rad(inputs), classes).backward()
+            nn.utils.clip_grad_norm_(h_rad.parameters(), settings.clip)
+            optimizer.step()
+        h_rad.eval()
+        with torch.no_grad():
+            # Every class counts the same, as it does in training.
+            parts = [
+                criterion(h_rad(held_out.inputs[held_out.classes == kind]), held_out.classes[held_out.classes == kind])
+                for kind in held_out.classes.unique()
+            ]
+            loss = float(torch.stack(parts).mean())
+        if loss < min(losses, default=float("inf")):
+            best = copy.deepcopy(h_rad.state_dict())
+        losses.append(loss)
+        plateau.step(loss)
+        if len(losses) - losses.index(min(losses)) > settings.patience:
+            break
+    h_rad.load_state_dict(best)
+    return losses
+
+
+@torch.no_grad()
+def confusion(h_rad: HRAD, examples: Examples) -> Tensor:
+    """[true class, predicted class] int64 counts."""
+    predicted = h_rad(examples.inputs).argmax(-1)
+    return torch.bincount(examples.classes * len(CLASSES) + predicted, minlength=len(CLASSES) ** 2).view(
+        len(CLASSES), -1
+    )
+
+
+def confusion_table(matrix: Tensor) -> str:
+    """A confusion matrix to print, with the share of each class that was recognised.
+
+    Example:
+        >>> print(confusion_table(torch.tensor([[8, 2, 0], [1, 1, 2], [0, 0, 5]])))
+                      all reject   partial  all accept  recognised
+        all reject             8         2           0         80%
+        partial                1         1           2         25%
+        all accept             0         0           5        100%
+    """
+    lines = [f"{'':12}" + f"{CLASSES[0]:>12}{CLASSES[1]:>10}{CLASSES[2]:>12}{'recognised':>12}"]
+    for name, row in zip(CLASSES, matrix.tolist(), strict=True):
+        kind = CLASSES.index(name)
+        share = row[kind] / sum(row) if sum(row) else 0.0
+        lines.append(f"{name:12}" + f"{row[0]:>12}{row[1]:>10}{row[2]:>12}{share:>12.0%}")
+    return "\n".join(lines)
+
+
+def main(
+    argv: Sequence[str], *, program: str = "python -m hf_specdec.training.hrad", corpus: Corpus | None = None
+) -> None:
+    """Trains H-RAD for a pair and saves, or publishes, a SpecBranch checkpoint; `--help` lists the options.
+
+    Args:
+        argv: the options.
+        program: what the user typed before them; part of the record.
+        corpus: text to use without --text; None makes --text required.
+    """
+    parser = argparse.ArgumentParser(prog=program, description="Train H-RAD for a target and a draft model.")
+    parser.add_argument("--target", required=True, help="folder or Hub id")
+    parser.add_argument("--draft-model", required=True, help="folder or Hub id of a model with the target's tokenizer")
+    parser.add_argument("--text", type=Path, required=corpus is None, help='.jsonl with a field "text", or .txt')
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--refer-to", help="how the checkpoint names the draft model: a Hub id, or a path from --output"
+    )
+    parser.add_argument("--with-draft-model", action="store_true", help="save the draft model inside the checkpoint")
+    parser.add_argument("--push-to-hub", metavar="REPO", help="publish it too")
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=int, default=400)
+    parser.add_argument(
+        "--draft-length", type=int, default=8, help="of the drafts that are judged; about the speed ratio"
+    )
+    parser.add_argument("--max-minutes", type=float, help="of running the pair")
+    parser.add_argument("--examples", type=Path, help="keep what running the pair gave here, or use what is there")
+    parser.add_argument("--epochs", type=int, default=Settings.epochs)
+    parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    set_seed(arguments.seed)
+    started = time.monotonic()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    target, draft_model = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        for name in (arguments.target, arguments.draft_model)
+    )
+    texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
+    documents = tokenizer(texts)["input_ids"]
+    prompts = cut_prompts(documents, arguments.prompt_tokens, arguments.num_prompts, arguments.seed)
+    split = max(1, len(prompts) // 8)
+    minutes = arguments.max_minutes
+    wanted = {"draft_length": arguments.draft_length, "new_tokens": arguments.new_tokens}
+    if arguments.examples is not None and arguments.examples.exists():
+        held_out, examples = _read_examples(arguments.examples)
+    else:
+        both = ((prompts[:split], 1 / 8), (prompts[split:], 7 / 8))
+        held_out, examples = (
+            collect(target, draft_model, some, max_minutes=None if minutes is None else minutes * share, **wanted)
+            for some, share in both
+        )
+        if arguments.examples is not None:
+            _write_examples(arguments.examples, held_out, examples)
+    collected_s = time.monotonic() - started
+
+    drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
+    h_rad = drafter.h_rad
+    assert h_rad is not None
+    settings = Settings(epochs=arguments.epochs, learning_rate=arguments.learning_rate)
+    losses = fit(h_rad, examples, held_out, settings, arguments.seed)
+    matrix = confusion(h_rad, held_out)
+    print(f"{len(examples.classes)} examples, {len(losses)} epochs, best held-out loss {min(losses):.3f}")
+    print(confusion_table(matrix))
+
+    drafter.attach(draft_model)
+    if arguments.with_draft_model:
+        drafter.config.draft_model = OWN_DRAFT_MODEL
+    elif arguments.refer_to:
+        drafter.config.draft_model = arguments.refer_to
+    drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
+    counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
+    drafter.training_record = {
+        "data": f"{len(examples.classes)} drafts of {arguments.draft_length} tokens from running the pair greedily",
+        "classes": dict(zip(CLASSES, counts, strict=True)),
+        "recognised_of_held_out": {
+            name: round(row[kind] / max(1, sum(row)), 3)
+            for kind, (name, row) in enumerate(zip(CLASSES, matrix.tolist(), strict=True))
+        },
+        "epochs": len(losses),
+        "held_out_loss": round(min(losses), 4),
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "minutes_running_the_pair": round(collected_s / 60, 1),
+        "command": f"{program} {shlex.join(argv)}",
+        "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "date": date.today().isoformat(),
+    }
+    drafter.save_pretrained(arguments.output)
+    if arguments.push_to_hub:
+        drafter.push_to_hub(arguments.push_to_hub)
+
+
+def _write_examples(file: Path, held_out: Examples, examples: Examples) -> None:
+    parts = {"held_out": held_out, "train": examples}
+    tensors = {f"{name}.inputs": part.inputs for name, part in parts.items()}
+    save_file(tensors | {f"{name}.classes": part.classes for name, part in parts.items()}, file)
+
+
+def _read_examples(file: Path) -> tuple[Examples, Examples]:
+    tensors = load_file(file)
+    held_out, examples = (
+        Examples(tensors[f"{name}.inputs"], tensors[f"{name}.classes"]) for name in ("held_out", "train")
+    )
+    return held_out, examples
+
+
+def cut_prompts(documents: Sequence[Sequence[int]], prompt_tokens: int, most: int, seed: int) -> list[list[int]]:
+    """At most `most` prompts of `prompt_tokens` tokens, each cut from a document at a random place."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts: list[list[int]] = []
+    for index in torch.randperm(len(documents), generator=generator).tolist():
+        spare = len(documents[index]) - prompt_tokens
+        if spare >= 0 and len(prompts) < most:
+            start = int(torch.randint(spare + 1, (), generator=generator))
+            prompts.append(list(documents[index][start : start + prompt_tokens]))
+    return prompts

@@ -1,0 +1,215 @@
+"""What is drafted beside the target: against the draft model alone, in every way of working, and its cost in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.candidates import GREEDY
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafters.specbranch.drafting import (
+    ALL_ACCEPT,
+    ALL_REJECT,
+    CONFIDENCE,
+    BranchDrafting,
+    DraftingPlan,
+    Signals,
+    num_branches,
+)
+from tests.decoding.test_sampling import DEPTH, PROMPT, SAMPLING, count, enumerate_law, sampled_target
+from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
+from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
+from tests.targets import PROMPTS, make_target
+
+WAYS: dict[str, dict[str, Any]] = {
+    "branches": {"lengths": "confidence"},
+    "predicted": {"lengths": "h_rad"},
+    "predicted a priori": {"lengths": "h_rad", "selection": "a_priori"},
+    "single sequence": {"lengths": "fixed", "k_max": 1},
+    "in turn": {"lengths": "fixed", "parallel": False},
+    "in turn, predicted": {"lengths": "h_rad", "parallel": False},
+}
+ROWS = 1000
+TEXT = [5, 9, 14, 3, 22, 8]
+
+
+def sample(target: PreTrainedModel, drafter: SpecBranchDrafter, temperature: float) -> torch.Tensor:
+    """[ROWS, DEPTH] continuations of `PROMPT`."""
+    output = target.generate(
+        torch.tensor([PROMPT]),
+        assistant_model=drafter,
+        max_new_tokens=DEPTH,
+        num_return_sequences=ROWS,
+        do_sample=True,
+        top_k=0,
+        temperature=temperature,
+    )
+    return output[:, len(PROMPT) :]
+
+
+def stats_of(drafter: SpecBranchDrafter) -> SpeculationStats:
+    assert drafter.stats is not None
+    return drafter.stats
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_drafting_gives_the_targets_tokens(way: str, batch: str, noise: float) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    drafter = make_specbranch(target, noise=noise, **WAYS[way])
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+    assert assisted.tolist() == target.generate(**prompts, **settings).tolist()
+    assert stats_of(drafter).num_path_kept > 0
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_in_turn_it_is_plain_speculative_sampling(batch: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    chain = make_causal_lm_chain(target, noise=0.01, max_depth=4)
+    target.generate(**prompts, **settings, assistant_model=chain)
+    drafter = make_specbranch(target, noise=0.01, **WAYS["in turn"])
+    target.generate(**prompts, **settings, assistant_model=drafter)
+    assert chain.stats is not None
+    assert stats_of(drafter).per_step_accepted == chain.stats.per_step_accepted
+    assert stats_of(drafter).overlap_efficiency == 0
+
+
+def test_a_draft_model_that_is_always_right_never_waits() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, noise=0.0, **WAYS["single sequence"])
+    target.generate(**prompts, max_new_tokens=26, do_sample=False, assistant_model=drafter)
+    # The first chain is verified from its root on; behind each that follows lies one token drafted ahead.
+    assert stats_of(drafter).per_step_accepted == [[0, *[3] * 6]]
+    assert stats_of(drafter).rollback_rate < 0.3
+
+
+def drafting(model: PreTrainedModel, **changes: Any) -> BranchDrafting:
+    plan: dict[str, Any] = {"most_tokens": 4, "most_branches": 3, "min_confidence": 0.0, "draw_candidates": False}
+    made = BranchDrafting(model, DraftingPlan(**(plan | changes), choice=GREEDY))
+    made.start([TEXT], None, 0)
+    return made
+
+
+def greedy(model: PreTrainedModel, text: list[int], tokens: int) -> list[int]:
+    with torch.no_grad():
+        return model.generate(torch.tensor([text]), max_new_tokens=tokens, do_sample=False)[0, len(text) :].tolist()
+
+
+def branch_tokens(made: BranchDrafting, branch: int) -> list[int]:
+    row, tokens = made.rows[0], []
+    while branch >= 0:
+        tokens.append(row.nodes[branch].token)
+        branch = row.nodes[branch].next
+    return tokens
+
+
+def test_branches_are_what_the_draft_model_says_after_each_candidate() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    made = drafting(model)
+    signals = [Signals(kept_branch=ALL_ACCEPT, fresh=ALL_ACCEPT)]
+    (chain,) = made.draft([[]], [True], signals).tokens
+    assert chain == greedy(model, TEXT, 4)
+    (candidates,) = made.draft_ahead(signals).candidates
+    with torch.no_grad():
+        probs = model(torch.tensor([TEXT + chain])).logits[0, -1].softmax(-1)
+    assert candidates == probs.topk(num_branches(3, float(probs.max()))).indices.tolist()
+    for branch, token in zip(made.rows[0].branches, candidates, strict=True):
+        expected = [token, *greedy(model, [*TEXT, *chain, token], 3)]
+        assert branch_tokens(made, branch) == expected
+
+
+@pytest.mark.parametrize(("signal", "length"), [(ALL_REJECT, 0), (ALL_ACCEPT, 3)])
+def test_a_chosen_branch_is_kept_with_its_entries_and_the_others_are_forgotten(signal: int, length: int) -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    made, whole = drafting(model), [Signals(kept_branch=signal, fresh=ALL_ACCEPT)]
+    (chain,) = made.draft([[]], [True], whole).tokens
+    (candidates,) = made.draft_ahead(whole).candidates
+    token = candidates[-1]
+    branch = branch_tokens(made, made.rows[0].branches[-1])
+    (kept,) = made.draft([[*chain, token]], [True], whole).tokens
+    assert kept == branch[1 : 1 + length]
+    text = [*TEXT, *chain, token]
+    assert made.drafter.cache.row_lengths == [len(text) - 1]
+    assert made.num_places == len(branch) - 1  # all of it but its last token, which was not run
+    (after,) = made.draft_ahead(whole).candidates
+    with torch.no_grad():
+        probs = model(torch.tensor([text + kept])).logits[0, -1].softmax(-1)
+    assert after == probs.topk(num_branches(3, float(probs.max()))).indices.tolist()
+    for place, one in zip(made.rows[0].branches, after, strict=True):
+        tokens = branch_tokens(made, place)
+        assert tokens == [one, *greedy(model, [*text, *kept, one], len(tokens) - 1)] if len(tokens) > 1 else [one]
+
+
+def test_a_rejected_chain_leaves_the_cache_as_if_it_had_not_been_drafted() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    made, signals = drafting(model), [Signals(ALL_ACCEPT, ALL_ACCEPT)]
+    (chain,) = made.draft([[]], [True], signals).tokens
+    made.draft_ahead(signals)
+    wrong = (chain[1] + 1) % 60
+    (again,) = made.draft([[chain[0], wrong]], [True], signals).tokens
+    assert again == greedy(model, [*TEXT, chain[0], wrong], 4)
+
+
+def test_drafting_stops_where_the_draft_model_is_not_sure() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    made, signals = drafting(model, min_confidence=0.2), [Signals(CONFIDENCE, CONFIDENCE)]
+    (chain,) = made.draft([[]], [True], signals).tokens
+    for length in range(len(chain) + 1):
+        with torch.no_grad():
+            sure = float(model(torch.tensor([TEXT + chain[:length]])).logits[0, -1].softmax(-1).max())
+        assert (sure >= 0.2) == (length < len(chain)) or len(chain) == 4
+
+
+def test_more_branches_cost_entries_and_no_copies_of_the_text() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    peaks = []
+    for k_max in (1, 2, 4, 6):
+        drafter = make_specbranch(target, lengths="confidence", k_max=k_max)
+        target.generate(**prompts, max_new_tokens=20, do_sample=False, assistant_model=drafter)
+        peaks.append(stats_of(drafter).peak_draft_entries)
+    assert peaks == sorted(peaks)
+    assert peaks[-1] - peaks[0] <= 5 * 4  # five branches more, of at most four entries
+
+
+@pytest.mark.parametrize("candidates", ["top_k", "drawn"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_sampled_tokens_follow_the_target_branch_points_included(
+    temperature: float, candidates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = sampled_target()
+    monkeypatch.setitem(SAMPLING, "own", {"temperature": temperature})
+    drafter = make_specbranch(target, noise=0.1, lengths="confidence", min_confidence=0.3, candidates=candidates)
+    assert_follows(count(sample(target, drafter, temperature)), enumerate_law(target, PROMPT, "own"))
+    stats = stats_of(drafter)
+    # Chains and branch points both took part.
+    assert stats.num_accepted_draft_tokens > ROWS / 20
+    assert stats.num_path_kept > stats.num_accepted_draft_tokens + ROWS / 20
+
+
+def test_candidates_that_claim_to_be_drawn_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The negative control: the likeliest tokens of the branch point, handed in as if they had been drawn.
+    branch = BranchDrafting._branch
+
+    def claim(self: BranchDrafting, row: Any) -> list[torch.Tensor]:
+        law = row.nodes[row.leaf].law
+        if law is not None and law.drawn_from is not None:
+            law.chosen = int(law.drawn_from.argmax())
+        return branch(self, row)
+
+    monkeypatch.setattr(BranchDrafting, "_branch", claim)
+    target = sampled_target()
+    drafter = make_specbranch(target, noise=0.3, lengths="confidence", min_confidence=0.9, candidates="drawn", k_max=1)
+    assert (
+        deviation_sigma(count(sample(target, drafter, 1.0)), enumerate_law(target, PROMPT, "plain")) > 2 * BOUND_SIGMA
+    )
+
+
+def test_numbers_of_branches_are_those_of_the_paper() -> None:
+    assert [num_branches(k, 0.3) for k in (1, 2, 4, 6, 12)] == [1, 1, 2, 4, 8]

@@ -1,0 +1,149 @@
+"""Checkpoints of a pair, its H-RAD, and pairs that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec import load_drafter
+from hf_specdec.drafters.specbranch import SpecBranchDrafter, parallel_latency, serial_latency
+from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
+from tests.methods import make_causal_lm, make_specbranch
+from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+def saved(folder: Path, place: str) -> tuple[PreTrainedModel, SpecBranchDrafter, Path]:
+    """A pair on disk: a target, a drafter in `pair`, and its draft model where `place` says."""
+    target = make_target("llama", "sdpa", torch.float32)
+    drafter = make_specbranch(target)
+    drafter.config.draft_model = place
+    assert drafter.draft_model is not None
+    if place != OWN_DRAFT_MODEL:
+        drafter.draft_model.save_pretrained(folder / "draft")
+    drafter.save_pretrained(folder / "pair")
+    return target, drafter, folder / "pair"
+
+
+@pytest.mark.parametrize("place", ["../draft", OWN_DRAFT_MODEL])
+def test_a_saved_pair_drafts_the_same(place: str, tmp_path: Path) -> None:
+    target, drafter, folder = saved(tmp_path, place)
+    prompts = PROMPTS["batch of one"]()
+    loaded = load_drafter(
+        folder, target, speed_ratio=4.0, k_max=3, min_confidence=0.05, min_certainty=0.0, worker="thread"
+    )
+    runs = []
+    for each in (drafter, loaded):
+        target.generate(**prompts, **GREEDY, assistant_model=each)
+        assert each.stats is not None
+        runs.append((each.stats.per_step_accepted, each.stats.num_path_drafts))
+    assert runs[0] == runs[1]
+    assert "Draft model's parameters" in (folder / "README.md").read_text()
+
+
+def test_a_checkpoint_without_its_draft_model_says_where_it_should_be(tmp_path: Path) -> None:
+    target, _, folder = saved(tmp_path, "../draft")
+    (tmp_path / "draft").rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match=r"should be in the folder '../draft', seen from there, but it is not"):
+        load_drafter(folder, target)
+    config = json.loads((folder / "config.json").read_text())
+    del config["draft_model"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="names no draft model"):
+        load_drafter(folder, target)
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"k_max": 0}, "k_max=0 must be an integer from 1 to 64"),
+    ({"max_depth": 0}, "max_depth=0 must be an integer"),
+    ({"worker_threads": True}, "worker_threads=True must be an integer"),
+    ({"lengths": "hrad"}, "Unknown lengths 'hrad'. Did you mean 'h_rad'?"),
+    ({"selection": "prior"}, "Unknown selection 'prior'"),
+    ({"candidates": "topk"}, "Unknown candidates 'topk'. Did you mean 'top_k'?"),
+    ({"worker": "fork"}, "Unknown worker 'fork'"),
+    ({"parallel": 1}, "parallel=1 must be True or False"),
+    ({"min_confidence": 1.5}, "min_confidence=1.5 must be from 0 to 1"),
+    ({"speed_ratio": 0}, "speed_ratio=0 must be a positive number"),
+    ({"selection": "a_priori", "lengths": "confidence"}, "chooses with H-RAD, but lengths='confidence'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    drafter = make_specbranch(make_target("llama", "sdpa"))
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        drafter.set_options(**options)
+
+
+def test_predicting_without_h_rad_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lengths='h_rad' needs an H-RAD, .* has none"):
+        make_specbranch(make_target("llama", "sdpa"), h_rad=False, lengths="h_rad")
+
+
+def test_an_h_rad_of_another_pair_is_refused() -> None:
+    target = make_target("llama", "sdpa")
+    drafter = make_specbranch(target)
+    other = make_target("llama", "sdpa", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"H-RAD .* trained for a target whose num_target_layers is 4, but .* has 2"):
+        other.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
+    drafter.config.draft_num_layers = 4
+    with pytest.raises(ValueError, match=r"trained with a draft model whose num_layers is 4, but .* has 2"):
+        drafter.attach(other)
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    target = fresh_target("llama", "sdpa")
+    drafter = SpecBranchDrafter.from_models(fresh_target("llama", "sdpa", vocab_size=32), target)
+    with pytest.raises(ValueError, match=r"has a vocabulary of 32, but target .* has one of 64"):
+        target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
+    for name in ("one", "other"):
+        tokenizer = tiny_tokenizer()
+        tokenizer.save_pretrained(tmp_path / name)
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"c": 2', '"cc": 2').replace('"c":2', '"cc":2'))
+    model = make_causal_lm(target).model
+    target.name_or_path, model.name_or_path = str(tmp_path / "one"), str(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"different tokenizers: id 2 is 'cc' .* and 'c'"):
+        target.generate(
+            **PROMPTS["batch of one"](), **GREEDY, assistant_model=SpecBranchDrafter.from_models(model, target)
+        )
+
+
+def test_a_draft_model_larger_than_the_target_warns() -> None:
+    target = make_target("llama", "sdpa", num_hidden_layers=1)
+    model = make_target("llama", "sdpa")
+    drafter = SpecBranchDrafter.from_models(model, target, worker="thread", speed_ratio=2.0)
+    with pytest.warns(UserWarning, match="Are the two swapped"):
+        target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
+
+
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    drafter = make_specbranch(make_target("llama", "sdpa"))
+    with pytest.raises(ValueError, match=r"device='cuda:99' does not exist: this machine has \d+ CUDA devices"):
+        drafter.to("cuda:99")
+
+
+def test_the_speed_ratio_is_measured_once_per_target() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, speed_ratio=None)
+    ratios = []
+    for _ in range(2):
+        target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        assert drafter.stats is not None
+        ratios.append(drafter.stats.speed_ratio)
+    assert ratios[0] == ratios[1] > 0
+
+
+def test_rollbacks_cost_the_parallel_latency_its_gain() -> None:
+    # Theorem 1: the gain over drafting in turn falls with the acceptance rate, and no length beyond c is worth while.
+    gains = [serial_latency(alpha, 8, 8.0) / parallel_latency(alpha, 8, 8.0) for alpha in (0.5, 0.8, 0.95, 1.0)]
+    assert gains == sorted(gains)
+    assert parallel_latency(0.8, 16, 8.0) > parallel_latency(0.8, 8, 8.0)
+    with pytest.raises(ValueError, match=r"acceptance=0.0"):
+        parallel_latency(0.0, 8, 8.0)

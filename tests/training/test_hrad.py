@@ -1,0 +1,80 @@
+"""H-RAD's training: what it learns from, balance, and that it learns what can be learnt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
+from hf_specdec.training.hrad import Examples, Settings, balance, collect, confusion, cut_prompts, fit
+from tests.methods import make_causal_lm
+from tests.targets import make_target
+
+CONFIG = SpecBranchConfig(target_hidden_size=8, num_target_layers=4)
+
+
+def blobs(counts: tuple[int, int, int], seed: int) -> Examples:
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(3, 40, generator=torch.Generator().manual_seed(9)) * torch.linspace(1, 100, 40)
+    classes = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    noise = torch.randn(len(classes), 40, generator=generator) * torch.linspace(1, 100, 40)
+    return Examples(centres[classes] + 0.5 * noise, classes)
+
+
+def test_examples_are_the_last_layers_the_new_token_and_what_became_of_the_draft() -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    model = make_causal_lm(target, noise=0.01).model
+    prompt = [5, 9, 14, 3, 22, 8]
+    examples = collect(target, model, [prompt], draft_length=3, new_tokens=60)
+    assert set(examples.classes.tolist()) == {0, 1, 2}
+    with torch.no_grad():
+        states = target(torch.tensor([prompt]), output_hidden_states=True)
+        token = states.logits[0, -1].argmax()
+        taps = []
+        handles = [
+            layer.register_forward_hook(
+                lambda _, __, out: taps.append((out[0] if isinstance(out, tuple) else out)[0, -1])
+            )
+            for layer in target.model.layers
+        ]
+        target(torch.tensor([prompt]))
+    for handle in handles:
+        handle.remove()
+    expected = torch.cat([*taps, target.get_input_embeddings()(token)])
+    torch.testing.assert_close(examples.inputs[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rare_classes_are_filled_up_between_their_own_examples() -> None:
+    pytest.importorskip("imblearn")
+    examples = blobs((30, 10, 3), 0)
+    full = balance(examples, 5, 0)
+    assert torch.bincount(full.classes).tolist() == [30, 30, 30]
+    own, added = examples.inputs[examples.classes == 2], full.inputs[full.classes == 2]
+    assert bool((added >= own.min(0).values - 1e-2).all())
+    assert bool((added <= own.max(0).values + 1e-2).all())
+
+
+def test_what_can_be_learnt_is_learnt_and_the_best_weights_are_kept() -> None:
+    pytest.importorskip("imblearn")
+    torch.manual_seed(0)
+    h_rad = HRAD(CONFIG)
+    examples, held_out = blobs((200, 80, 30), 1), blobs((40, 40, 40), 2)
+    losses = fit(h_rad, examples, held_out, Settings(epochs=12, learning_rate=2e-3))
+    matrix = confusion(h_rad, held_out)
+    assert int(matrix.diagonal().sum()) > 0.9 * len(held_out.classes)
+    assert losses[0] > min(losses)
+
+
+def test_training_stops_when_nothing_gets_better() -> None:
+    pytest.importorskip("imblearn")
+    torch.manual_seed(0)
+    noise = Examples(torch.randn(90, 40), torch.arange(90) % 3)
+    losses = fit(HRAD(CONFIG), noise, Examples(torch.randn(30, 40), torch.arange(30) % 3), Settings(50, 3, 8, 1e-2))
+    assert len(losses) < 50
+
+
+def test_prompts_are_cut_from_documents_that_are_long_enough() -> None:
+    documents = [list(range(20)), [1, 2], list(range(100, 140))]
+    prompts = cut_prompts(documents, 8, 10, 0)
+    assert sorted(len(prompt) for prompt in prompts) == [8, 8]
+    assert len(cut_prompts(documents, 8, 1, 0)) == 1
