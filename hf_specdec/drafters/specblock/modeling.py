@@ -293,9 +293,32 @@ class SpecBlockDrafter(PretrainedDrafter):
         """
         normed = self.norm(hidden)
         logits = self.lm_head(normed).float()
+        return logits, self._rank_logits(hidden, normed, logits)
+
+    def ranked(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a tree needs of the heads, with one search through the draft vocabulary.
+
+        Args:
+            hidden: [..., hidden], before the final norm.
+            width: most candidates of a place.
+
+        Returns:
+            the `width` largest draft logits [..., width] float32, descending; their ids in the draft vocabulary
+            [..., width] int64; logsumexp of all draft logits [..., 1]; rank logits [..., classes].
+        """
+        normed = self.norm(hidden)
+        logits = self.lm_head(normed).float()
+        top = self.config.rank_features_top
+        most = min(logits.shape[-1], max(width, 10, top or 0))
+        best, draft_ids = logits.topk(most, dim=-1)
+        rank_logits = self._rank_logits(hidden, normed, logits if top is None else best)
+        return best[..., :width], draft_ids[..., :width], logits.logsumexp(-1, keepdim=True), rank_logits
+
+    def _rank_logits(self, hidden: Tensor, normed: Tensor, logits: Tensor) -> Tensor:
         state = (normed if self.config.rank_state == "normed" else hidden).detach()
         features = rank_features(logits.detach(), self.config.rank_features_top)
-        return logits, self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
+        rank_logits: Tensor = self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
+        return rank_logits
 
     def condition_of(self, hidden: Tensor) -> Tensor:
         """[..., hidden] state of a slot -> the condition of a block that starts there."""
