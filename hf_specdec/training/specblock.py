@@ -21,27 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.decoding.target import decoder_layers
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
+from hf_specdec.drafters.specblock.quality import rank_classes
 from hf_specdec.training.features import TargetReader, TargetStates
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.step import AdaptiveStep, StepOutput
 
 RankLoss = Literal["paper", "published"]
 SlotWeights = Literal["alike", "by_count"]
-
-
-def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The bucket of a token's rank in a draft distribution (Section 3.3): rank 1, 2 to 4, 5 to 10, beyond.
-
-    Args:
-        logits: [..., draft_vocab].
-        token_ids: [...] int64, ids in the draft vocabulary.
-
-    Example:
-        >>> rank_classes(torch.arange(12.0).expand(3, 12), torch.tensor([11, 10, 0]))
-        tensor([0, 1, 3])
-    """
-    rank = (logits > logits.gather(-1, token_ids.unsqueeze(-1))).sum(-1)  # 0 is the best
-    return sum((rank >= bound).long() for bound in RANK_BOUNDS)  # type: ignore[return-value]
 
 
 def smoothed_classes(num_classes: int) -> Tensor:
@@ -557,7 +543,6 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--blocks", type=int, default=2, help="chained blocks of a start")
     group.add_argument("--valid-prefix", action=switch, default=True)
     group.add_argument("--slot-weights", choices=get_args(SlotWeights), default="alike", help="by_count: small batches")
-    group.add_argument("--freeze-head", action=switch, default=False, help="leave head and final norm as they begin")
     group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
     group.add_argument("--rank-loss", choices=["paper", "published"], default="paper")
     group.add_argument("--rank-budget", type=int, help="most examples of a rank class per slot and batch")
@@ -582,9 +567,6 @@ def _prepare(
         layer_wise_shift=arguments.layer_wise_shift,
         warm_start=arguments.warm_start,
     )
-    if arguments.freeze_head:
-        drafter.lm_head.requires_grad_(False)
-        drafter.norm.requires_grad_(False)
     step = SpecBlockStep(
         drafter,
         target,
@@ -605,7 +587,7 @@ register_recipe(
         _add_arguments,
         _prepare,
         recorded=("blocks", "valid_prefix", "prefix_broadcast", "layer_wise_shift", "rank_start_step", "rank_loss",
-                  "slot_weights", "warm_start", "freeze_head", "window"),  # fmt: skip
+                  "slot_weights", "warm_start", "window"),  # fmt: skip
         adapting=lambda drafter, target: SpecBlockStep(drafter, target, rank_start_step=0),
     )
 )

@@ -119,25 +119,23 @@ class Nodes:
 
     Attributes:
         token_ids: [batch, nodes] int64.
-        parents: [batch, nodes] int64, -1 at the root.
         scores: [batch, nodes] float32, log-probability of the path under the drafter; -inf for places not used.
-        classes: [batch, nodes] int64, the bucket predicted at the node's slot; -1 at the root.
-        starts: of each block so far.
+        above: [batch, states] int64, the node below which the candidates of a state hang. A state is a slot of a start
+            of a block, all blocks counted through; node n is a candidate of state (n - 1) // width.
+        starts: number of them in each block so far.
         shape: of the tree.
     """
 
     token_ids: Array
-    parents: Array
     scores: Array
-    classes: Array
+    above: Array
     starts: tuple[int, ...]
     shape: Shape
 
     @classmethod
     def root(cls, root_ids: Array, shape: Shape) -> Nodes:
         ids = root_ids[:, None]
-        nothing = _zeros(ids.shape, ids) - 1
-        return cls(ids, nothing, _zeros(ids.shape, ids, scores=True), nothing, (), shape)
+        return cls(ids, _zeros(ids.shape, ids, scores=True), _zeros((len(ids), 0), ids), (), shape)
 
     @property
     def count(self) -> int:
@@ -181,9 +179,10 @@ def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array
     used[..., 0] = True
     scores = xp.where(used, above_scores[..., None] + reading.logprobs, -math.inf)
 
+    parents = _zeros((batch, num_starts, slots), reading.classes)
+    parents[..., 0] = starts.nodes
     chain = nodes.count + width * shape.index[: num_starts * slots].reshape(num_starts, slots)
-    chain = xp.broadcast_to(chain[:, :-1], (batch, num_starts, slots - 1))
-    parents = xp.concatenate([starts.nodes[..., None], chain], -1)
+    parents[..., 1:] = chain[:, :-1]
 
     if first:
         unsure = (reading.classes > 0).argmax(-1)[..., None] if xp is np else (reading.classes > 0).int().argmax(-1, True)
@@ -194,15 +193,10 @@ def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array
     used[..., -1, 0] |= goes_on
     as_starts = xp.where(used, scores, -math.inf)
 
-    def joined(old: Array, new: Array) -> Array:
-        new = xp.broadcast_to(new, (batch, num_starts, slots, width)).reshape(batch, -1)
-        return xp.concatenate([old, new], 1)
-
     return Nodes(
-        joined(nodes.token_ids, reading.token_ids),
-        joined(nodes.parents, parents[..., None]),
-        joined(nodes.scores, scores),
-        joined(nodes.classes, reading.classes[..., None]),
+        xp.concatenate([nodes.token_ids, reading.token_ids.reshape(batch, -1)], 1),
+        xp.concatenate([nodes.scores, scores.reshape(batch, -1)], 1),
+        xp.concatenate([nodes.above, parents.reshape(batch, -1)], 1),
         (*nodes.starts, num_starts),
         shape,
     ), as_starts.reshape(batch, -1)
@@ -273,7 +267,8 @@ def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: 
     valid = scores > -torch.inf
     index = torch.arange(wanted, device=device).expand(batch, -1)
     place = torch.zeros(batch, count, dtype=torch.int64, device=device).scatter_(1, kept, index)
-    parents = place.gather(1, nodes.parents.gather(1, kept).clamp(min=0)).where(valid, 0)
+    states = (kept - 1).clamp(min=0) // nodes.shape.width
+    parents = place.gather(1, nodes.above.gather(1, states)).where(valid, 0)
     token_ids = nodes.token_ids.gather(1, kept).where(valid, nodes.token_ids[:, :1])
     if merge:
         first = _first_of_path(token_ids, parents, max_depth)
@@ -310,15 +305,14 @@ def _cut_on_host(nodes: Nodes, tree_budget: int, *, merge: bool, finite: np.ndar
     order = _order(scores)[:, : 1 + tree_budget * (2 if merge else 1)]
     used = np.take_along_axis(scores, order, 1) > -np.inf
     tokens = np.take_along_axis(nodes.token_ids, order, 1).tolist()
-    parents = np.take_along_axis(nodes.parents, order, 1).tolist()
+    parents = np.take_along_axis(nodes.above, np.maximum(order - 1, 0) // nodes.shape.width, 1).tolist()
     token_ids, above, kept = [], [], []
     for row, numbers in enumerate(order.tolist()):
-        place: dict[int, int] = {-1: -1}  # number among all nodes -> node of the tree
+        place = {0: 0}  # number among all nodes -> node of the tree
         known: dict[tuple[int, int], int] = {}
-        own_tokens: list[int] = []
-        own_parents: list[int] = []
-        own_numbers: list[int] = []
-        for number, token, parent, there in zip(numbers, tokens[row], parents[row], used[row].tolist(), strict=True):
+        own_tokens, own_parents, own_numbers = tokens[row][:1], [-1], [0]
+        seen = used[row].tolist()
+        for number, token, parent, there in list(zip(numbers, tokens[row], parents[row], seen, strict=True))[1:]:
             if not there or len(own_tokens) > tree_budget:
                 break
             path = (place[parent], token)
