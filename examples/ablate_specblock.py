@@ -3,9 +3,9 @@
     python examples/train_drafter.py --method specblock ...      # writes the rows that are trained on here
     python examples/ablate_specblock.py --work-dir build/specblock
 
-Every variant is trained from the same random numbers on the same rows for the same number of steps, far fewer than the
-bundled drafter's, and then drafts for the same held-out prompts with the same budget. Rank-guided branching is no matter
-of training: its variant is the reference drafter with a fixed number of candidates at every place.
+Every variant is trained from the same random numbers on the same rows for the same number of steps, far fewer than
+the bundled drafter's, and then drafts for the same held-out prompts with the same budget. Rank-guided branching is no
+matter of training: its variant is the reference drafter with a fixed number of candidates at every place.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def main() -> None:
     # The held-out rows lie beside those for training, in a folder of fewer parts.
     folders = [sorted(folder.glob("part-*")) for folder in arguments.work_dir.glob("continuations-*")]
     if not folders:
-        raise SystemExit(f"{arguments.work_dir} holds no continuations: run train_drafter.py with this --work-dir first.")
+        raise SystemExit(
+            f"{arguments.work_dir} holds no continuations: run train_drafter.py with this --work-dir first."
+        )
     written = datasets.concatenate_datasets([datasets.load_from_disk(str(part)) for part in max(folders, key=len)])
     rows = written.shuffle(seed=0).select(range(arguments.rows))
     vocab_size = model.get_input_embeddings().num_embeddings

@@ -152,7 +152,7 @@ def main() -> None:
     record = {
         "policies": figures,
         "command": shlex.join(["python", *sys.argv]),
-        "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} thread to serve, {os.cpu_count()} cores",
+        "hardware": f"{device}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": date.today().isoformat(),
     }

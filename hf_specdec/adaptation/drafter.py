@@ -111,8 +111,12 @@ class AdaptiveDrafter(Drafter):
     ) -> None:
         self.policy = CostAwareBandit() if policy is None else policy
         self.fail_safe = FailSafe() if fail_safe is None else fail_safe
-        for name, value, least in (("learning_rate", learning_rate, 0.0), ("kl_weight", kl_weight, 0.0),
-                                   ("steps_per_update", steps_per_update, 1), ("max_positions", max_positions, 8)):  # fmt: skip
+        for name, value, least in (
+            ("learning_rate", learning_rate, 0),
+            ("kl_weight", kl_weight, 0),
+            ("steps_per_update", steps_per_update, 1),
+            ("max_positions", max_positions, 8),
+        ):
             if value < least:
                 raise ValueError(f"{name}={value!r} must be at least {least}.")
         drafter.check_target(target)
@@ -209,9 +213,7 @@ class AdaptiveDrafter(Drafter):
 
     def _finish(self, query: Query) -> None:
         """Algorithm 1 from line 2 on: the end of a query."""
-        result = QueryResult(
-            self._signal(query), query.num_tokens, query.num_rounds, query.num_accepted, query.seconds
-        )
+        result = QueryResult(self._signal(query), query.num_tokens, query.num_rounds, query.num_accepted, query.seconds)
         action = self.policy.decide(result)
         if action == "head" and not query.states:
             action = "skip"  # nothing was rejected, so there is nothing to push

@@ -1,7 +1,7 @@
 """When a serving drafter is updated, and which part of it: the cost-aware bandit, and always.
 
-Plain Python over numbers: no tensors, no clocks, so every rule is tested by sequences worked out by hand. A query is one
-`generate` call. Its signal (Eq. 8) is computed in `recording.py`; updates are made in `learner.py`.
+Plain Python over numbers: no tensors, no clocks, so every rule is tested by sequences worked out by hand. A query is
+one `generate` call. Its signal (Eq. 8) is computed in `drafter.py`; updates are made in `learner.py`.
 Source: SpecBlock, Section 3.4, Appendix A.3 and Algorithm 1; `AlwaysUpdate` is its baseline, Online Speculative
 Decoding (Appendix A.4).
 """
@@ -92,8 +92,8 @@ class _Interval:
 class CostAwareBandit(Policy):
     """Updates the heads, the whole drafter, or nothing, by what the last updates of each kind were worth.
 
-    After a warm-up, which measures the throughput without updates, a cold start of `cold_start_events` updates seeds the
-    two value estimates: it takes the better one, an action never measured first, and with a probability that falls
+    After a warm-up, which measures the throughput without updates, a cold start of `cold_start_events` updates seeds
+    the two value estimates: it takes the better one, an action never measured first, and with a probability that falls
     linearly from `epsilon[0]` to `epsilon[1]` one at random. From then on the gain of an action is predicted as signal
     times value (Eq. 9); the larger one is taken, and neither where both are not positive. The `interval` queries after
     an update are compared with the warm-up, and the gain in tokens per second, divided by the signal that triggered the
@@ -226,8 +226,10 @@ class FailSafe:
         self._accepted = self._rounds = self._queries = 0
 
     def observe(self, query: QueryResult) -> Literal["good", "bad"] | None:
-        """What the window that this query closes says of the weights: the last `num_windows` fell one after the other
-        (bad), or this one did not fall below the one before (good); None otherwise."""
+        """What the window that this query closes says of the weights; None where it closes none, or says nothing.
+
+        "bad": the last `num_windows` windows fell one after the other. "good": this one is not below the one before.
+        """
         self._accepted += query.num_accepted
         self._rounds += query.num_rounds
         self._queries += 1

@@ -2,7 +2,7 @@
 
 `QueryRecorder` stands between the loop and a drafter's own candidate generator. The target's last hidden state, which
 training needs, travels as one more tapped layer and is taken off before the drafter sees the features; nothing is
-computed twice. Source: SpecBlock, Section 3.4, Eq. 8. Who acts on the signal is in `policy.py`.
+computed twice. Source: SpecBlock, Section 3.4. What becomes of it is in `drafter.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Query:
         seconds: from the making of the candidate generator to its end.
     """
 
-    rows: list[dict[str, Tensor | int]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     target_hidden: list[Tensor] = field(default_factory=list)
     chosen_ids: list[Tensor] = field(default_factory=list)

@@ -226,10 +226,9 @@ class SpecBlockStep(AdaptiveStep):
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         states = self.reader.of_batch(batch)
-        assert states.last_hidden is not None
         if self.window is not None and self.window < batch["input_ids"].shape[1]:
             batch, states = self._windowed(batch, states, training)
-            assert states.last_hidden is not None
+        assert states.last_hidden is not None
         input_ids = batch["input_ids"]
         best_ids, target_probs = self.target_law(states.last_hidden)
         length = input_ids.shape[1]
@@ -527,8 +526,9 @@ def _pass_states_on(drafter: SpecBlockDrafter) -> None:
         parts = projection.in_features // width
         if projection.in_features == parts * width:  # taps may be of another width than the drafter
             projection.weight.add_(torch.eye(width).repeat(1, parts) / parts)
-    for projection in drafter.shift_proj:
-        projection.weight[:, : projection.out_features].add_(torch.eye(projection.out_features))
+    for shift in drafter.shift_proj:
+        width = drafter.config.hidden_size
+        shift.weight[:, :width].add_(torch.eye(width))
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -586,8 +586,17 @@ register_recipe(
         "specblock",
         _add_arguments,
         _prepare,
-        recorded=("blocks", "valid_prefix", "prefix_broadcast", "layer_wise_shift", "rank_start_step", "rank_loss",
-                  "slot_weights", "warm_start", "window"),  # fmt: skip
+        recorded=(
+            "blocks",
+            "valid_prefix",
+            "prefix_broadcast",
+            "layer_wise_shift",
+            "rank_start_step",
+            "rank_loss",
+            "slot_weights",
+            "warm_start",
+            "window",
+        ),
         adapting=lambda drafter, target: SpecBlockStep(drafter, target, rank_start_step=0),
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_weights_change_between_rounds_only(
         for prompt in prompts(8):
             target.generate(prompt, assistant_model=adaptive, **GREEDY)
     assert len({value for _, value in seen}) > 2
-    for (_, before), (from_target, now) in zip(seen, seen[1:], strict=False):
+    for (_, before), (from_target, now) in itertools.pairwise(seen):
         assert from_target or now == before  # a later block of a round meets the weights of its first
 
 

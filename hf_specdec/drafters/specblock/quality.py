@@ -8,6 +8,7 @@ A tree spends its budget by what the rank head says, so its precision and recall
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,10 +74,9 @@ class RankHeadQuality:
 
     def record(self) -> dict[str, str]:
         """For a model card: the same rows as short texts."""
-        return {
-            str(row["bucket"]): ", ".join(f"{name} {row[name]:.3f}" for name in ("frequency", "precision", "recall", "f1"))
-            for row in self.rows()
-        } | {"positions": f"{self.num_positions}"}  # fmt: skip
+        names = ("frequency", "precision", "recall", "f1")
+        rows = {str(row["bucket"]): ", ".join(f"{name} {row[name]:.3f}" for name in names) for row in self.rows()}
+        return rows | {"positions": f"{self.num_positions}"}
 
     def __str__(self) -> str:
         lines = [f"rank head on {self.num_positions} held-out positions"]
@@ -94,7 +94,7 @@ def bucket_names() -> list[str]:
         >>> bucket_names()
         ['rank 1', 'rank 2-4', 'rank 5-10', 'rank > 10']
     """
-    ends = [f"rank {low + 1}-{high}" for low, high in zip(RANK_BOUNDS, RANK_BOUNDS[1:], strict=False)]
+    ends = [f"rank {low + 1}-{high}" for low, high in itertools.pairwise(RANK_BOUNDS)]
     return ["rank 1", *ends, f"rank > {RANK_BOUNDS[-1]}"]
 
 
@@ -122,8 +122,8 @@ def rank_head_quality(
     buckets = len(RANK_BOUNDS) + 1
     if drafter.config.rank_classes != buckets:
         raise ValueError(
-            f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but true buckets are "
-            f"{buckets}: {', '.join(bucket_names())}."
+            f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but true buckets "
+            f"are {buckets}: {', '.join(bucket_names())}. Only rank heads of these buckets can be compared."
         )
     counts = torch.zeros(buckets * buckets, dtype=torch.int64)
     slots = drafter.config.block_size

@@ -185,7 +185,9 @@ def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array
     parents[..., 1:] = chain[:, :-1]
 
     if first:
-        unsure = (reading.classes > 0).argmax(-1)[..., None] if xp is np else (reading.classes > 0).int().argmax(-1, True)
+        unsure = (
+            (reading.classes > 0).argmax(-1)[..., None] if xp is np else (reading.classes > 0).int().argmax(-1, True)
+        )
         goes_on = ~_take(gives_up, unsure, -1)[..., 0]
     else:
         goes_on = ~gives_up.any(-1)

@@ -274,7 +274,9 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
     names = ("block_index", "slot_index", "rank_class")
     assert found == described(expected["tokens"], expected["parents"], *(expected[name] for name in names))
     scores = expected["cum_logprob"].float()
-    torch.testing.assert_close(torch.as_tensor(nodes.scores)[0, kept], scores.sort(descending=True).values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.as_tensor(nodes.scores)[0, kept], scores.sort(descending=True).values, rtol=0, atol=1e-4
+    )
     # Paths that two blocks draft are kept twice here, and half of them can never be accepted; merged, all can.
     paths = {tuple(token for token, *_ in path) for path in found}
     merged, _ = cut(nodes, case["total_tokens"], depth, merge=True, finite=finite)
