@@ -1,7 +1,11 @@
-"""Plain decoding against draft trees on the bundled model, greedy and at temperature 0.8: `make demo` runs this.
+"""Plain decoding against drafters on the bundled model, greedy and at temperature 0.8: `make demo` runs this.
 
 The same prompts go through every way of decoding in turn, so that a busy machine slows all of them alike; speedups are
-taken prompt by prompt and reported as medians. `--model` and `--drafter` take any Hub ids or folders.
+taken prompt by prompt and reported as medians. `--model` and `--drafter` take any Hub ids or folders:
+
+    python examples/quickstart.py --model Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16:tree_budget=64
+
+`hf-specdec bench` measures more, and draws it.
 """
 
 from __future__ import annotations
@@ -24,12 +28,23 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec import load_drafter
+from hf_specdec.benchmark import ways
+from hf_specdec.benchmark.ways import Way
+from hf_specdec.visualize import Trace, terminal_text
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
+# A row each; trees on a CPU pay at small budgets, since every node costs.
+BUNDLED_DRAFTERS = (
+    "dflash:method=dflash",
+    "dflash:method=ddtree,tree_budget=15",
+    "specblock",
+    "specbound",
+    "draft-lm:method=causal_lm_chain",
+    "specbranch",
+)
+PLAIN = "plain"
 SAMPLED = 0.8
 TEMPERATURES = (0.0, SAMPLED)
 
@@ -44,7 +59,6 @@ class Run:
     committed: int = 0
     rounds: int = 0
     draft_s: float = 0.0
-    per_round: list[list[int]] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
@@ -58,30 +72,42 @@ class Run:
             "speedup_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]
             if len(ratios) > 1
             else [],
+            "slowest_prompt": round(min(ratios), 3),
             "mean_acceptance_length": round(self.committed / self.rounds, 3) if self.rounds else None,
             "drafting_share": round(self.draft_s / sum(self.seconds), 3) if self.rounds else None,
         }
 
 
-def generate(model: Any, inputs: Any, temperature: float, new_tokens: int, **extra: Any) -> tuple[torch.Tensor, float]:
+def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None) -> dict[str, Way]:
+    """Plain decoding, transformers' assisted generation where there is a draft model, and the drafters."""
+    bundled = drafters is None
+    found = [Way(PLAIN, "plain")]
+    if draft_model is None and bundled and (BUNDLED / "draft-lm").is_dir():
+        draft_model = str(BUNDLED / "draft-lm")
+    if draft_model is not None:
+        found.append(ways.stock_assisted(draft_model, model))
+    specs = drafters or [str(BUNDLED / each) for each in BUNDLED_DRAFTERS if (BUNDLED / each.split(":")[0]).is_dir()]
+    loaded = [way for spec in specs for way in ways.load(spec, model)]
+    if bundled:  # one row per checkpoint: the method it leads with
+        loaded = [way for spec, way in zip(specs, loaded, strict=True) if ":method=" in spec or way.leads]
+    found = ways.distinct([*found, *loaded])
+    methods = [way.name.split(" ")[0] if way.drafter is not None else way.name for way in found]
+    # The method is name enough where no other row has it.
+    return {method if methods.count(method) == 1 else way.name: way for method, way in zip(methods, found, strict=True)}
+
+
+def generate(model: Any, inputs: Any, way: Way, temperature: float, new_tokens: int) -> tuple[torch.Tensor, float]:
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    drafting = {}
+    if way.drafter is not None:
+        way.drafter.set_options(**way.settings)
+        drafting = {"assistant_model": way.drafter}
     torch.manual_seed(0)
     started = time.perf_counter()
-    output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **extra)
+    output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **way.arguments, **drafting)
     if output.is_cuda:
         torch.cuda.synchronize()
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - started
-
-
-def shade(tokenizer: Any, tokens: list[int], per_round: list[int]) -> Text:
-    """The continuation with accepted draft tokens in colour; the rest are the target's own (bonus) tokens."""
-    accepted = [False]  # the first token comes from the prefill
-    for kept in per_round:
-        accepted += [True] * kept + [False]
-    text = Text()
-    for token, was_drafted in zip(tokens, accepted, strict=False):
-        text.append(tokenizer.decode([token]), style="black on green" if was_drafted else "bold")
-    return text
 
 
 def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, dict[str, dict[str, Any]]]:
@@ -89,17 +115,10 @@ def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, d
     figures: dict[float, dict[str, dict[str, Any]]] = {}
     for temperature in TEMPERATURES:
         table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
-        for heading in (
-            "method",
-            "tokens/s",
-            "speedup",
-            "quartiles",
-            "mean acceptance length",
-            "drafting",
-            "identical",
-        ):
+        headings = ("method", "tokens/s", "speedup", "quartiles", "mean acceptance length", "drafting", "identical")
+        for heading in headings:
             table.add_column(heading, justify="left" if heading == "method" else "right")
-        plain = runs["plain"][temperature]
+        plain = runs[PLAIN][temperature]
         figures[temperature] = {
             name: by_temperature[temperature].summary(plain) for name, by_temperature in runs.items()
         }
@@ -120,18 +139,42 @@ def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, d
     return figures
 
 
+def record_beside_weights(found: dict[str, Way], record: dict[str, Any]) -> None:
+    """Writes into the folder of each drafter what was measured of it, and brings its card up to date."""
+    by_folder: dict[str, list[str]] = {}
+    for name, way in found.items():
+        if way.drafter is not None and hasattr(way.drafter, "write_records"):
+            by_folder.setdefault(way.drafter.name_or_path, []).append(name)
+    for folder, names in by_folder.items():
+        drafter = found[names[0]].drafter
+        own = {name: row for name, row in record["methods"].items() if name in names}
+        sampled = {name: row for name, row in record["sampled"]["methods"].items() if name in names}
+        drafter.measurements = record | {
+            "drafter": folder,
+            "methods": own,
+            "sampled": {"temperature": SAMPLED, "methods": sampled},
+        }
+        drafter.write_records(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(BUNDLED / "target"), help="target: Hub id or folder")
-    parser.add_argument("--drafter", default=str(BUNDLED / "dflash"), help="drafter: Hub id or folder")
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        metavar="PATH[:OPTION=VALUE,...]",
+        help="Hub id or folder, with drafting options; may be repeated. The bundled ones where omitted",
+    )
     parser.add_argument("--draft-model", help="a small causal LM for transformers' own assisted generation")
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
     parser.add_argument("--num-prompts", type=int, default=32, help="0 for all")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--tree-budget", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
+    parser.add_argument("--record", action="store_true", help="write the figures into the drafters' folders and cards")
     arguments = parser.parse_args()
+    if arguments.drafter is None and arguments.model != str(BUNDLED / "target"):
+        parser.error(f"--model {arguments.model} needs a drafter that was made for it: name one with --drafter.")
 
     console = Console()
     console.width = max(console.width, 100)  # the tables stay legible in logs
@@ -139,31 +182,23 @@ def main() -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
-    chain = load_drafter(arguments.drafter, target=model, method="dflash")
-    tree = load_drafter(arguments.drafter, target=model, method="ddtree", tree_budget=arguments.tree_budget)
-    ways: dict[str, dict[str, Any]] = {"plain": {}}
-    draft_model = arguments.draft_model
-    if draft_model is None and arguments.model == str(BUNDLED / "target"):
-        draft_model = str(BUNDLED / "draft-lm")
-    if draft_model is not None:
-        assistant = AutoModelForCausalLM.from_pretrained(draft_model, dtype=dtype).to(device).eval()
-        ways["stock assisted"] = {"assistant_model": assistant}
-    ways |= {"dflash": {"assistant_model": chain}, "ddtree": {"assistant_model": tree}}
+    found = ways_of(model, arguments.drafter, arguments.draft_model)
 
     prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
     prompts = prompts[: arguments.num_prompts or None]
     console.print(
         f"target {arguments.model}, {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}"
     )
-    runs = {name: {temperature: Run() for temperature in TEMPERATURES} for name in ways}
+    runs = {name: {temperature: Run() for temperature in TEMPERATURES} for name in found}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=len(prompts) * len(TEMPERATURES) * len(ways))
+        task = progress.add_task("generating", total=(1 + len(prompts)) * len(TEMPERATURES) * len(found))
         for position, prompt in enumerate([prompts[0], *prompts]):  # the first pass over the first prompt warms up
             inputs = tokenizer(prompt, return_tensors="pt").to(device)
             for temperature in TEMPERATURES:
                 plain_ids = None
-                for name, extra in ways.items():
-                    new_ids, seconds = generate(model, inputs, temperature, arguments.new_tokens, **extra)
+                for name, way in found.items():
+                    new_ids, seconds = generate(model, inputs, way, temperature, arguments.new_tokens)
+                    progress.advance(task)
                     plain_ids = new_ids if plain_ids is None else plain_ids
                     if position == 0:
                         continue
@@ -171,27 +206,25 @@ def main() -> None:
                     run.seconds.append(seconds)
                     run.tokens.append(len(new_ids))
                     run.identical.append(torch.equal(new_ids, plain_ids))
-                    drafter = extra.get("assistant_model")
-                    if drafter in (chain, tree):
-                        run.committed += drafter.stats.num_accepted_draft_tokens + drafter.stats.num_spec_steps
-                        run.rounds += drafter.stats.num_spec_steps
-                        run.draft_s += drafter.stats.draft_time_s
-                        run.per_round.append(drafter.stats.per_step_accepted[0])
-                    progress.advance(task)
+                    if way.drafter is not None:
+                        run.committed += way.drafter.stats.num_accepted_draft_tokens + way.drafter.stats.num_spec_steps
+                        run.rounds += way.drafter.stats.num_spec_steps
+                        run.draft_s += way.drafter.stats.draft_time_s
 
     figures = report(console, runs)
-    inputs = tokenizer(prompts[0], return_tensors="pt").to(device)
-    new_ids, _ = generate(model, inputs, 0.0, arguments.new_tokens, assistant_model=tree)
-    console.print("\nOne continuation; tokens on green were drafted and accepted, the others are the target's own:")
-    console.print(Text(prompts[0]), shade(tokenizer, new_ids.tolist(), tree.stats.per_step_accepted[0]), sep="")
+    drafting = {name: row for name, row in figures[0.0].items() if found[name].drafter is not None}
+    quickest = max(drafting, key=lambda name: drafting[name]["speedup"])
+    best = found[quickest]
+    best.drafter.trace = trace = Trace()
+    generate(model, tokenizer(prompts[0], return_tensors="pt").to(device), best, 0.0, arguments.new_tokens)
+    print(f"\nOne continuation by {quickest}; tokens on green were drafted, the underlined are the target's own:")
+    print(terminal_text(trace, tokenizer, colour=sys.stdout.isatty()))
 
     record = {
         "target": arguments.model,
-        "drafter": arguments.drafter,
         "methods": figures[0.0],
         "sampled": {"temperature": SAMPLED, "methods": figures[SAMPLED]},
         "prompts": f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens",
-        "tree_budget": arguments.tree_budget,
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
@@ -200,15 +233,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.record:
-        own = {"dflash", "ddtree"}
-        tree.measurements = record | {
-            "methods": {name: row for name, row in figures[0.0].items() if name in own},
-            "sampled": {
-                "temperature": SAMPLED,
-                "methods": {name: row for name, row in figures[SAMPLED].items() if name in own},
-            },
-        }
-        tree.write_records(arguments.drafter)
+        record_beside_weights(found, record)
 
 
 if __name__ == "__main__":

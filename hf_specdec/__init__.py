@@ -1,9 +1,49 @@
-"""hf_specdec: lossless speculative decoding with draft trees, plugged into `model.generate(assistant_model=...)`."""
+"""hf_specdec: lossless speculative decoding with draft trees, plugged into `model.generate(assistant_model=...)`.
 
-from hf_specdec.hub.loading import load_drafter
-from hf_specdec.integration import disable, enable
+What is public is imported when it is first used: `hf-specdec inspect` needs neither torch nor transformers. Importing
+any drafter lets `generate` accept it, see `integration.py`.
+"""
 
-__all__ = ["disable", "enable", "load_drafter"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specdec.hub.export import export_drafter
+    from hf_specdec.hub.inspection import inspect_drafter
+    from hf_specdec.hub.loading import load_drafter
+    from hf_specdec.integration import disable, enable
+    from hf_specdec.verification import verify_lossless
+
+__all__ = ["disable", "enable", "export_drafter", "inspect_drafter", "load_drafter", "verify_lossless"]
 __version__ = "0.1.0"
 
-enable()
+# Where each public name lives; the imports above say the same to type checkers.
+_HOMES = {
+    "disable": "integration",
+    "enable": "integration",
+    "export_drafter": "hub.export",
+    "inspect_drafter": "hub.inspection",
+    "load_drafter": "hub.loading",
+    "verify_lossless": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:  # `hf_specdec.drafters` without an import of its own
+        return importlib.import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

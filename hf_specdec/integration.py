@@ -31,7 +31,9 @@ _EXPECTED = {
 
 
 def enable() -> None:
-    """Lets `generate` accept a `Drafter` as `assistant_model`. Done on import; doing it twice changes nothing.
+    """Lets `generate` accept a `Drafter` as `assistant_model`; doing it twice changes nothing.
+
+    Done when any drafter is imported.
 
     Raises:
         ImportError: the installed transformers has functions of another shape than the ones we know.
@@ -151,6 +153,7 @@ def _decode(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
+    drafter.check_pairing(model, input_ids)
     drafter.stats = SpeculationStats(method=drafter.method)
     return speculative_decoding(
         TargetModel(model, drafter.feature_layers(model)),
@@ -162,4 +165,8 @@ def _decode(
         model_kwargs=model_kwargs,
         stats=drafter.stats,
         streamer=streamer,
+        trace=drafter.trace,
     )
+
+
+enable()

@@ -100,7 +100,8 @@ def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
 
 def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> MedusaDrafter:
     """Random Medusa heads that fit `target`; `settings` as for `make_dflash`."""
-    options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    names = ("method", "tree_budget", "rank_accuracies")
+    options = {"tree_budget": 9} | {name: settings.pop(name) for name in names if name in settings}
     shape = {
         "vocab_size": target.get_input_embeddings().num_embeddings,
         "hidden_size": target.config.hidden_size,
@@ -110,6 +111,11 @@ def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> M
     drafter = MedusaDrafter(MedusaConfig(**shape | settings)).eval()
     drafter.set_options(**options)
     return drafter
+
+
+def make_medusa_static(target: PreTrainedModel, **settings: Any) -> MedusaDrafter:
+    """The same, drafting the tree of fixed shape."""
+    return make_medusa(target, **{"method": "static_tree", "tree_budget": 12, **settings})
 
 
 def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBlockDrafter:
@@ -144,5 +150,6 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "causal_lm_tree": make_causal_lm,
     "eagle3": make_eagle3,
     "medusa": make_medusa,
+    "medusa_static": make_medusa_static,
     "specblock": make_specblock,
 }

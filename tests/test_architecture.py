@@ -17,7 +17,7 @@ from tests.methods import METHODS
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = ("decoding", "drafters", "training", "hub", "benchmark", "integration")
+PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration")
 
 # What each part may import of the others; its own files always.
 MAY_IMPORT = {
@@ -25,8 +25,10 @@ MAY_IMPORT = {
     "drafters": {"decoding"},
     "integration": {"decoding", "drafters"},
     "training": {"decoding", "drafters"},
+    "adaptation": {"decoding", "drafters", "training"},
     "hub": {"decoding", "drafters"},
-    "benchmark": {"decoding", "drafters", "hub", "integration"},
+    "visualize": {"decoding"},
+    "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }
 METHOD_FOLDERS = sorted(path.name for path in (PACKAGE / "drafters").iterdir() if (path / "__init__.py").exists())
 

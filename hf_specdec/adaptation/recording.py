@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 
 
@@ -122,6 +123,9 @@ class QueryRecorder(TreeCandidateGenerator):
         if outcome.tree is not None:
             self._note_rejections(outcome, features)
         self.inner.observe(replace(outcome, features=features[..., : self.width]))
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        return self.inner.describe(tree)
 
     def _note_rejections(self, outcome: RoundOutcome, features: Tensor) -> None:
         """Where the target chose none of the tokens that were drafted: the end of a path that has children."""

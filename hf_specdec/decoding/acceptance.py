@@ -12,6 +12,7 @@ Leviathan et al., arXiv 2211.17192, Section 2.3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,6 +69,7 @@ class Acceptance:
         tokens: the same for the host: per row the accepted tokens, root excluded, and then the bonus token.
         num_drafted: valid nodes per row, root excluded.
         finite: per row, whether the drafter's output was finite.
+        leading: the host knows that the accepted nodes of every row are the first of the tree, in order.
         scores: [batch, steps, vocab] float32, processed logits at the nodes of `path`, or None if not asked for.
     """
 
@@ -77,6 +79,7 @@ class Acceptance:
     tokens: list[list[int]]
     num_drafted: list[int]
     finite: list[bool]
+    leading: bool
     scores: Tensor | None
 
     @property
@@ -114,11 +117,20 @@ class FollowTarget:
             vocab = logits.shape[-1]
             flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
             logits = flat.view(logits.shape)
-        if self.do_sample and tree.draft_probs is not None:
-            choices = coupled_choices(logits, *_drafts_below(tree))
+        if tree.children is not None and not self.do_sample and logits.device.type == "cpu":
+            # Only nodes on the path are asked. NumPy and torch agree on ties (the first) and on NaN (the largest).
+            on_host = logits.numpy()
+            acceptance = _walk(tree, lambda row, node: int(on_host[row, node].argmax()))
         else:
-            choices = self._choose(logits)
-        acceptance = _walk(tree, choices) if tree.children is not None else _read(tree, *follow(tree, choices))
+            if self.do_sample and tree.draft_probs is not None:
+                choices = coupled_choices(logits, *_drafts_below(tree))
+            else:
+                choices = self._choose(logits)
+            if tree.children is not None:
+                listed = choices.tolist()
+                acceptance = _walk(tree, lambda row, node: listed[row][node])
+            else:
+                acceptance = _read(tree, *follow(tree, choices))
         if self.keep_scores:
             index = acceptance.path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
             acceptance = replace(acceptance, scores=logits.gather(1, index))
@@ -262,29 +274,41 @@ def _read(tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor
         tokens=[[*row[first : first + row[0]], row[1]] for row in rows],
         num_drafted=[sum(row[3 : first - 1]) - 1 for row in rows],
         finite=[bool(row[2]) for row in rows],
+        leading=False,  # only the device knows
         scores=None,
     )
 
 
-def _walk(tree: DraftTree, choices: Tensor) -> Acceptance:
-    """`follow` for a tree whose children are known to the host: one look-up per accepted token."""
+def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:
+    """`follow` for a tree whose children are known to the host: one look-up per accepted token.
+
+    `choose(row, node)` is the target's choice after a node.
+    """
     assert tree.children is not None
     paths, tokens = [], []
-    for children, chosen in zip(tree.children, choices.tolist(), strict=True):
-        walked = [0]
-        while (child := children.get((walked[-1], chosen[walked[-1]]))) is not None:
+    leading = True
+    for row, children in enumerate(tree.children):
+        walked, chosen = [0], [choose(row, 0)]
+        while (child := children.get((walked[-1], chosen[-1]))) is not None:
+            leading &= child == len(walked)
             walked.append(child)
+            chosen.append(choose(row, child))
         paths.append(walked)
-        tokens.append([chosen[node] for node in walked])
+        tokens.append(chosen)
     steps = max(map(len, paths))
     device = tree.token_ids.device
-    path = torch.from_numpy(np.array([walked + [0] * (steps - len(walked)) for walked in paths])).to(device)
+    if leading:
+        path, path_ids = count_up(steps, device).expand(len(paths), -1), tree.token_ids[:, :steps]
+    else:
+        path = torch.from_numpy(np.array([walked + [0] * (steps - len(walked)) for walked in paths])).to(device)
+        path_ids = tree.token_ids.gather(1, path)
     return Acceptance(
         path=path,
-        path_ids=tree.token_ids.gather(1, path),
-        bonus_ids=torch.from_numpy(np.array([row[-1] for row in tokens])).to(device),
+        path_ids=path_ids,
+        bonus_ids=torch.from_numpy(np.array([chosen[-1] for chosen in tokens])).to(device),
         tokens=tokens,
         num_drafted=[len(children) for children in tree.children],
         finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),
+        leading=leading,
         scores=None,
     )

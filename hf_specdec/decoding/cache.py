@@ -170,9 +170,11 @@ class TreeCache(Cache):
             # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
             shape = (len(members), batch, capacity, kv_heads, head_dim)
             slab = torch.zeros(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
-            for buffer, (layer, name) in zip(slab, members, strict=True):
-                view = buffer.transpose(1, 2)
-                view[:, :, :length] = getattr(layer, name)[:, :, :length]
+            torch.stack(
+                [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
+                out=slab[:, :, :length],
+            )
+            for view, (layer, name) in zip(slab.transpose(2, 3), members, strict=True):
                 setattr(layer, name, view)
             self._slabs.append(slab)
         # Where each row begins once rows and entries are one axis.
@@ -210,8 +212,13 @@ class TreeCache(Cache):
             counts: how many entries of `path` each row keeps.
         """
         batch, steps = path.shape
-        source = (path + (self._row_starts + self.longest)).flatten()
-        target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
+        longest = self.longest
+        if batch == 1:
+            source = path[0] + longest
+            target = count_up(longest + steps, path.device, start=longest)
+        else:
+            source = (path + (self._row_starts + longest)).flatten()
+            target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             kept = flat.index_select(1, source.to(slab.device))
@@ -237,8 +244,13 @@ class TreeCache(Cache):
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
         self.row_lengths = row_lengths
-        self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)  # quicker than from a list
-        self._extent.longest, self._extent.held = max(row_lengths), 0
+        longest = max(row_lengths)
+        if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
+            length = count_up(longest + 1, self.lengths.device, start=longest)
+            self.lengths = length if len(row_lengths) == 1 else length.expand(len(row_lengths))
+        else:
+            self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)
+        self._extent.longest, self._extent.held = longest, 0
 
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.

@@ -8,11 +8,13 @@ reports the prefill, whose committed tokens are the prompt's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 
 
@@ -33,6 +35,10 @@ class ChoiceRule:
 GREEDY = ChoiceRule(do_sample=False, warpers=LogitsProcessorList())
 
 
+def _untimed(stage: str) -> None:
+    """A lap that nobody takes."""
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """Where a round starts.
@@ -45,6 +51,8 @@ class DraftContext:
         lengths: tokens in each row of `sequences`, root included.
         active: per row, whether its tokens still matter; rows that have finished are drafted for but not read.
         choice: how the call chooses tokens, the same in every round.
+        lap: `lap("draft")` after the drafter's last forward and `lap("tree")` after building the tree let the
+            statistics tell the two apart; without, all of `draft()` counts as drafting. Costs no sync.
     """
 
     root_ids: Tensor
@@ -53,6 +61,7 @@ class DraftContext:
     lengths: list[int]
     active: list[bool]
     choice: ChoiceRule = GREEDY
+    lap: Callable[[str], None] = _untimed
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,10 @@ class TreeCandidateGenerator(ABC):
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed. The default needs no such knowledge."""
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        """What the drafter knows of the nodes of `tree`, the one it drafted last; asked only where a trace is kept."""
+        return None
 
     def close(self) -> None:
         """Releases what outlives a round (threads, streams, hooks); called once, also after an error."""

@@ -23,7 +23,9 @@ from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcom
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree, count_up
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ def speculative_decoding(
     model_kwargs: dict[str, Any],
     stats: SpeculationStats,
     streamer: BaseStreamer | None = None,
+    trace: Trace | None = None,
 ) -> SpeculativeOutput | Tensor:
     """Generates what the target alone would generate, several tokens per target forward.
 
@@ -61,13 +64,14 @@ def speculative_decoding(
         model_kwargs: of the call; `past_key_values` is read and, at the end, brought to plain decoding's state.
         stats: filled while the call runs.
         streamer: receives tokens in order, as soon as no later round can change them.
+        trace: records the rounds, where wanted.
 
     Returns:
         [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
     """
     return _Decoding(
         target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
-        streamer,
+        streamer, trace,
     ).run()  # fmt: skip
 
 
@@ -85,6 +89,7 @@ class _Decoding:
         model_kwargs: dict[str, Any],
         stats: SpeculationStats,
         streamer: BaseStreamer | None,
+        trace: Trace | None,
     ) -> None:
         batch = len(input_ids)
         stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
@@ -99,6 +104,7 @@ class _Decoding:
         self.config = generation_config
         self.model_kwargs = model_kwargs
         self.stats = stats
+        self.trace = trace
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -109,11 +115,14 @@ class _Decoding:
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(generation_config.do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        self.lap: Callable[[str], None]
         self.root_ids: Tensor
         self.root_positions: Tensor
 
     def run(self) -> SpeculativeOutput | Tensor:
         started = time.perf_counter()
+        self.stats.stopwatch = Stopwatch(self.sequences.ids.device)
+        self.lap = self.stats.stopwatch.lap
         self.stats.per_step_accepted += [[] for _ in range(self.sequences.batch)]
         generator = self.make_generator(self.target)
         try:
@@ -162,13 +171,15 @@ class _Decoding:
                 target_logits=output.logits,
             )
         )
-        self.judge(DraftTree.root_only(token_ids[:, -1]), output)
+        acceptance = self.judge(DraftTree.root_only(token_ids[:, -1]), output)
+        self.lap("prefill")
+        if self.trace is not None:
+            self.trace.begin(prompt, acceptance)
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
         self.root_positions = self.target.root_positions()
-        began = time.perf_counter()
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,
@@ -176,24 +187,30 @@ class _Decoding:
             lengths=self.sequences.lengths,
             active=active,
             choice=self.choice,
+            lap=self.lap,
         )
-        tree = generator.draft(context).within_vocabulary(self.vocab_size)
-        drafted = time.perf_counter()
+        tree = generator.draft(context)
+        self.lap("draft")
+        tree = tree.within_vocabulary(self.vocab_size)
+        self.lap("tree")
         output = self.target.verify(
             tree,
             self.root_positions,
             output_attentions=self.records.keeps_attentions,
             output_hidden_states=self.records.keeps_hidden_states,
         )
-        self.stats.draft_time_s += drafted - began
-        self.stats.verify_time_s += time.perf_counter() - drafted
+        self.lap("verify")
         self.stats.num_target_forwards += 1
         roots = self.root_ids
         acceptance = self.judge(tree, output)
+        self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
         self.count(acceptance, active)
+        if self.trace is not None:
+            self.trace.add(tree, acceptance, active, self.sequences.lengths, generator.describe(tree))
         generator.observe(self.commit(acceptance, active, tree, output))
+        self.lap("commit")
 
     def judge(self, tree: DraftTree, output: TargetOutput) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
@@ -215,10 +232,14 @@ class _Decoding:
         if min(counts) < steps:
             valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
         features = output.features
-        if features is not None:
-            index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
-            features = features.gather(1, index)
-        self.target.cache.commit(path, counts)
+        if acceptance.leading:
+            features = None if features is None else features[:, :steps]
+            self.target.cache.commit_first(counts)
+        else:
+            if features is not None:
+                index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+                features = features.gather(1, index)
+            self.target.cache.commit(path, counts)
         return RoundOutcome(
             token_ids=acceptance.path_ids[:, :steps],
             features=features,

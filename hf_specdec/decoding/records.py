@@ -34,6 +34,7 @@ class TokenRecords:
         self.keeps_logits = bool(asked and generation_config.output_logits)
         self.keeps_attentions = bool(asked and generation_config.output_attentions)
         self.keeps_hidden_states = bool(asked and generation_config.output_hidden_states)
+        self.keeps_any = self.keeps_scores or self.keeps_logits or self.keeps_attentions or self.keeps_hidden_states
         host_layers = host_cache.layers if isinstance(host_cache, DynamicCache) else []
         self._windows = {
             index: layer.sliding_window
@@ -72,6 +73,8 @@ class TokenRecords:
         cache: TreeCache,
     ) -> None:
         """Notes the first `kept` tokens of each row's accepted path, bonus included."""
+        if not self.keeps_any:
+            return
         for row, count in enumerate(kept):
             if not count:
                 continue

@@ -42,7 +42,7 @@ class Sequences:
         streamer: BaseStreamer | None,
     ) -> None:
         batch, length = prompt_ids.shape
-        self.ids = torch.nn.functional.pad(prompt_ids, (0, GROWTH))
+        self._widen(prompt_ids, GROWTH)
         self.prompt_length = length
         self.lengths = [length] * batch
         self.finished_at: list[int | None] = [None] * batch
@@ -90,7 +90,12 @@ class Sequences:
         """Makes room for `columns` tokens behind the longest row."""
         missing = max(self.lengths) + columns - self.ids.shape[1]
         if missing > 0:
-            self.ids = torch.nn.functional.pad(self.ids, (0, missing + GROWTH))
+            self._widen(self.ids, missing + GROWTH)
+
+    def _widen(self, ids: Tensor, columns: int) -> None:
+        self.ids = torch.nn.functional.pad(ids, (0, columns))
+        # The same memory where it is the host's: a small write costs NumPy less than torch.
+        self._ids_on_host = self.ids.numpy() if self.ids.device.type == "cpu" else None
 
     def prefixes(self, length: int, rows: list[int]) -> Tensor:
         """[batch, length] int64: the prefixes of `rows`; the other rows hold a copy of the first of `rows`.
@@ -132,9 +137,7 @@ class Sequences:
         self.reserve(max(map(len, tokens)))
         for row in range(self.batch):
             if active[row]:
-                start = self.lengths[row]
-                new_ids = torch.as_tensor(np.array(tokens[row]), device=self.ids.device)  # quicker than from a list
-                self.ids[row, start : start + len(new_ids)] = new_ids
+                self._write(row, tokens[row])
         kept = [0] * self.batch
         going = [row for row in range(self.batch) if active[row]]
         while going:
@@ -152,6 +155,13 @@ class Sequences:
             self.lengths[row] += kept[row]
         self._stream()
         return kept
+
+    def _write(self, row: int, tokens: list[int]) -> None:
+        columns = slice(self.lengths[row], self.lengths[row] + len(tokens))
+        if self._ids_on_host is not None:
+            self._ids_on_host[row, columns] = tokens
+        else:
+            self.ids[row, columns] = torch.from_numpy(np.array(tokens)).to(self.ids.device)
 
     def _check_stops(
         self,

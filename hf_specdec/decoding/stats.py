@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hf_specdec.decoding.stopwatch import Stopwatch
+
+# The parts of a call, in order; what happens after the last round is in none of them.
+STAGES = ("prefill", "draft", "tree", "verify", "accept", "commit")
+
 
 @dataclass
 class SpeculationStats:
@@ -19,9 +24,8 @@ class SpeculationStats:
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: rounds that verified nothing because the drafter's output was NaN or infinite.
         num_target_forwards: forwards of the target after the prefill; rows of a batch share them.
-        draft_time_s: seconds from asking for a tree to having it, drafter forward included.
-        verify_time_s: seconds in the target's forward over trees, its masks included.
         total_time_s: seconds of the whole call, prefill included.
+        stopwatch: times the stages of the call.
     """
 
     method: str = ""
@@ -29,9 +33,33 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
     num_target_forwards: int = 0
-    draft_time_s: float = 0.0
-    verify_time_s: float = 0.0
     total_time_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch("cpu")
+
+    @property
+    def stage_time_s(self) -> dict[str, float]:
+        """Seconds by stage; with what follows the last round they add up to `total_time_s`.
+
+        prefill: the prompt's forward and the first token; draft: the drafter's forwards (and its tree, for methods that
+        build it on the way); tree: building the tree; verify: the target's forward over it, masks included; accept: the
+        target's choices, stopping criteria and streaming; commit: the caches, and telling the drafter what was kept.
+        On CUDA the times are the device's, and asking waits for it.
+        """
+        seconds = self.stopwatch.seconds
+        return {stage: seconds.get(stage, 0.0) for stage in STAGES}
+
+    @property
+    def draft_time_s(self) -> float:
+        """Seconds from asking for a tree to having it, drafter forward included."""
+        stages = self.stage_time_s
+        return stages["draft"] + stages["tree"]
+
+    @property
+    def verify_time_s(self) -> float:
+        """Seconds in the target's forward over trees, its masks included."""
+        return self.stage_time_s["verify"]
 
     @property
     def num_spec_steps(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.tree import DraftTree
 
@@ -80,6 +81,9 @@ class TargetModel:
         self.windows = _windows(model)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
+        self.uses_tree_attention = usable(model)
+        # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
+        self.splits_prefix = model.device.type != "cpu"
         self.cache: TreeCache
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
 
@@ -178,6 +182,14 @@ class TargetModel:
         self.prompt_mask = None
         if attention_mask is not None and not bool(attention_mask[:, :length].all()):
             self.prompt_mask = attention_mask[:, :length].to(device=device, dtype=torch.bool)
+        # Where each row's prompt begins; None where its entries are no interval, as with gaps in the mask.
+        self.prompt_starts: Tensor | None = torch.zeros(batch, dtype=torch.int64, device=device)
+        if self.prompt_mask is not None:
+            self.prompt_starts = length - self.prompt_mask.sum(1)
+            if not bool(
+                (self.prompt_mask == (torch.arange(length, device=device) >= self.prompt_starts[:, None])).all()
+            ):
+                self.prompt_starts = None
         if position_ids is not None:
             last = position_ids[:, -1].to(device).expand(batch)
         else:
@@ -251,7 +263,8 @@ class TargetModel:
             extra["output_hidden_states"] = True
         # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
         on_cpu = position_ids.device.type == "cpu"
-        with torch.inference_mode() if on_cpu else nullcontext():
+        own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
+        with torch.inference_mode() if on_cpu else nullcontext(), own_attention:
             outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=mask,
@@ -268,38 +281,50 @@ class TargetModel:
             outputs.get("hidden_states"),
         )
 
-    def _visible_entries(self, tree: DraftTree) -> Tensor:
-        """[batch, nodes or 1, entries] bool: the entries that belong to each node's own past, windows left aside."""
-        lengths, longest = self.cache.lengths, self.cache.longest
-        batch, nodes = tree.token_ids.shape
-        if batch == 1 and self.prompt_mask is None:
-            prefix = tree.valid.new_ones((1, 1, 1)).expand(1, nodes, longest)
-        else:
-            entries = torch.arange(longest, device=lengths.device)
-            prefix = entries < lengths.unsqueeze(1)
-            if self.prompt_mask is not None:
-                prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
-            prefix = prefix.unsqueeze(1).expand(batch, nodes, longest)
-        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
-
     def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
-        visible = self._visible_entries(tree)
-        masks = {kind: self._additive(visible, tree, window) for kind, window in self.windows.items()}
-        if first:
-            masks = {kind: mask[:, :, first:] for kind, mask in masks.items()}
+        masks = {}
+        for kind, window in self.windows.items():
+            mask = self._additive(tree, window).unsqueeze(1)[:, :, first:]
+            spans = self._spans(tree, window, first)
+            masks[kind] = mask if spans is None else attach(mask, spans)
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
-    def _additive(self, visible: Tensor, tree: DraftTree, window: int | None) -> Tensor:
+    def _additive(self, tree: DraftTree, window: int | None) -> Tensor:
+        """[batch, nodes, entries]: 0 where a node may look, the lowest number elsewhere."""
         # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
+        longest = self.cache.longest
+        if window is None and self.prompt_mask is None and min(self.cache.row_lengths) == longest:
+            own = torch.where(tree.ancestor_mask.to(self._visible.device), self._visible, self._hidden)
+            return torch.nn.functional.pad(own, (longest, 0))  # all of the prefix is seen
+        visible = self._visible_entries(tree)
         if window is not None:
             depths = tree.depths
             own_entry = self.cache.lengths.unsqueeze(1) + depths
-            entries = torch.arange(self.cache.longest, device=depths.device)
+            entries = torch.arange(longest, device=depths.device)
             distance = torch.cat(
                 [own_entry.unsqueeze(-1) - entries, depths.unsqueeze(-1) - depths.unsqueeze(1)], dim=-1
             )
             visible = visible & (distance < window)
-        return torch.where(visible, self._visible, self._hidden).unsqueeze(1)
+        return torch.where(visible, self._visible, self._hidden)
+
+    def _visible_entries(self, tree: DraftTree) -> Tensor:
+        """[batch, nodes, entries] bool: the entries that belong to each node's own past, windows left aside."""
+        lengths, longest = self.cache.lengths, self.cache.longest
+        prefix = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+        if self.prompt_mask is not None:
+            prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
+        prefix = prefix.unsqueeze(1).expand(-1, tree.num_nodes, -1)
+        return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
+
+    def _spans(self, tree: DraftTree, window: int | None, first: int) -> Spans | None:
+        """The prefix columns of a mask as intervals, where our attention asks for them and they are intervals."""
+        if not (self.uses_tree_attention and self.splits_prefix) or self.prompt_starts is None:
+            return None
+        lengths = self.cache.lengths
+        starts = self.prompt_starts.unsqueeze(1).expand(-1, tree.num_nodes - first)
+        if window is not None:
+            starts = starts.maximum(lengths.unsqueeze(1) + tree.depths[:, first:] - (window - 1))
+        return Spans(starts.to(torch.int32).contiguous(), lengths.to(torch.int32), tree.num_nodes)
 
 
 def _windows(model: PreTrainedModel) -> dict[str, int | None]:

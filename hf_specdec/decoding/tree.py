@@ -173,13 +173,16 @@ class DraftTree:
         return replace(self, token_ids=token_ids, valid=valid, children=None)
 
 
-def count_up(count: int, device: torch.device) -> Tensor:
-    """[count] int64: 0, 1, 2, ... as a view of a tensor made once per device; small new tensors are dear on a CPU."""
+def count_up(stop: int, device: torch.device, start: int = 0) -> Tensor:
+    """[stop - start] int64: start, start + 1, ... as a view of a tensor made once per device.
+
+    On a CPU a small new tensor costs more than what is done with it.
+    """
     numbers = _NUMBERS.get(device)
-    if numbers is None or len(numbers) < count:
+    if numbers is None or len(numbers) < stop:
         with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
-            numbers = _NUMBERS[device] = torch.arange(max(count, 1024), device=device)
-    return numbers[:count]
+            numbers = _NUMBERS[device] = torch.arange(max(stop, 1024), device=device)
+    return numbers[start:stop]
 
 
 _NUMBERS: dict[torch.device, Tensor] = {}

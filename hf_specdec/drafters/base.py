@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes, Trace
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.registry import unknown_name
 
 
@@ -23,6 +27,7 @@ class Drafter(ABC):
     Attributes:
         method: name of the way it drafts.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
+        trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
         option_names: drafting options that `load_drafter` accepts, all of them attributes.
     """
 
@@ -30,6 +35,12 @@ class Drafter(ABC):
 
     method: str
     stats: SpeculationStats | None = None
+    trace: Trace | None = None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
+        return (self.method,)
 
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
@@ -39,6 +50,14 @@ class Drafter(ABC):
     def check_options(self) -> None:
         """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
 
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
+
+        Args:
+            model: the target.
+            input_ids: [batch, seq] int64, the prompts of a first call; None before there are any.
+        """
+
     @abstractmethod
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         """Makes the state of one `generate` call on `target`."""
@@ -47,6 +66,17 @@ class Drafter(ABC):
         """0-based decoder layers of the target `model` whose outputs the drafter reads; none by default.
 
         -1 is what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        """
+        return ()
+
+    def report_tables(
+        self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        """Tables of its own that a benchmark's report shows: title, column headings, rows. None by default.
+
+        Args:
+            model: the target.
+            prompts: of the benchmark, tokenised: `input_ids` and `attention_mask`, [batch, seq] each.
         """
         return ()
 
@@ -77,3 +107,29 @@ class BlockMarginals(ABC):
     @abstractmethod
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed."""
+
+
+def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:
+    """What per-position marginals say of the nodes of a tree that was built from them, all in one forward.
+
+    Args:
+        tree: no deeper than there are positions.
+        logits: [batch, depth, vocab] float32; entry d-1 is for nodes of depth d.
+    """
+    places = tree.depths.to(logits.device).sub(1).clamp(min=0)
+    token_ids = tree.token_ids.to(logits.device).clamp(0, logits.shape[-1] - 1)
+    rows = torch.arange(len(places), device=logits.device).unsqueeze(1)
+    return NodeNotes(logits.softmax(-1)[rows, places, token_ids], tree.depths.clamp(max=1))
+
+
+def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> NodeNotes:
+    """The same for drafters that score whole paths.
+
+    Args:
+        tree: whose nodes are the first of those that follow: it may have been cut since it was drafted.
+        path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
+        forwards: [batch, nodes] int64, see `NodeNotes`.
+    """
+    path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
+    above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
+    return NodeNotes((path_logprobs - above).exp(), forwards)

@@ -3,7 +3,9 @@
 Both records are JSON files that other code writes and that travel with the weights:
 
 `training.json`, how it was trained: any fields; `data`, `hardware`, `time` and `losses` are the usual ones and
-`license` names the drafter's licence. The card lists them as they are.
+`license` names the drafter's licence. `chat_template` and `thinking`, true or false, say whether the text was in the
+target's chat template and whether the target thought in it; a prompt of another kind gets a warning. The card lists all
+of them as they are.
 
 `measurements.json`, what it gains:
 
@@ -84,6 +86,7 @@ def model_card(
     *,
     name: str,
     summary: str,
+    fits: str,
     facts: Mapping[str, str],
     tags: Iterable[str],
     target: str | None,
@@ -97,6 +100,7 @@ def model_card(
     Args:
         name: what a user gives to `load_drafter`, for the heading and the snippet.
         summary: one or two sentences on the method.
+        fits: a sentence on the targets it can draft for.
         facts: further rows of the table at the top.
         tags: Hub tags beside the general ones.
         target: Hub id of the target, or a folder.
@@ -125,7 +129,7 @@ def model_card(
         f"---\n{data.to_yaml()}\n---\n\n{MARKER}",
         f"# {name}",
         f"{summary} The target verifies every drafted token, so the output is the target's own: the same tokens with "
-        "greedy decoding, the same distribution with sampling. A drafter fits only the target it was trained for.",
+        f"greedy decoding, the same distribution with sampling. {fits}",
         _table(("", ""), rows.items()),
         "## Use",
         _snippet(name, target_name, target_revision),
@@ -158,6 +162,12 @@ def _shown(name: str | None) -> str | None:
 
 def _snippet(name: str, target: str | None, revision: str | None) -> str:
     at = f', revision="{revision}"' if revision else ""
+    by_name = (
+        f"\n\nOr by name alone, where hf_specdec is installed: "
+        f'`target.generate(**inputs, custom_generate="{name}", trust_remote_code=True)`.'
+        if is_hub_id(name)
+        else ""
+    )
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdec import load_drafter
@@ -170,7 +180,7 @@ inputs = tokenizer("def fibonacci(n):", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)
 print(tokenizer.decode(output[0]))
 print(drafter.stats)
-```"""
+```{by_name}"""
 
 
 def _method_rows(measurements: Record) -> list[tuple[str, str, Record]]:

@@ -23,17 +23,16 @@ class Family:
     Attributes:
         name: its folder under `drafters/`.
         drafter: the class that loads it.
-        recognises: whether a `config.json`, as a dict, is of this kind.
+        recognises: whether a `config.json`, as a dict, is of this kind; None where `hub/recognition.py` knows the
+            layout, or `model_type` is "hf_specdec_" and the name.
         load: for kinds that transformers loads: makes the drafter from config, name, folder (None for one without
             storage) and dtype. None for a `PretrainedDrafter`, whose tensors are checked one by one.
-        last_resort: recognised only after everything else was asked about, since others look the same.
     """
 
     name: str
     drafter: type[Any]  # a Drafter; those with tensors of their own are a `PretrainedDrafter`
-    recognises: Callable[[dict[str, Any]], bool]
+    recognises: Callable[[dict[str, Any]], bool] | None = None
     load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None
-    last_resort: bool = False
 
 
 FAMILIES: dict[str, Family] = {}
@@ -41,21 +40,29 @@ FAMILIES: dict[str, Family] = {}
 MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, Any], TreeCandidateGenerator]] = {}
 
 
+# Drafters that need no checkpoint: makes one from drafting options.
+WEIGHTLESS: dict[str, Callable[..., Drafter]] = {}
+
+
 def register_family(
     name: str,
     *,
     drafter: type[Drafter],
-    recognises: Callable[[dict[str, Any]], bool],
+    recognises: Callable[[dict[str, Any]], bool] | None = None,
     load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None,
-    last_resort: bool = False,
 ) -> None:
     """Makes a kind of checkpoint known to `load_drafter`; one line at the foot of its package."""
-    _claim(FAMILIES, name, Family(name, drafter, recognises, load, last_resort))
+    _claim(FAMILIES, name, Family(name, drafter, recognises, load))
 
 
 def register_marginal_method(name: str, make: Callable[[BlockMarginals, Any], TreeCandidateGenerator]) -> None:
     """Makes a way of drafting from per-position marginals known; `make(marginals, drafter)` reads the options."""
     _claim(MARGINAL_METHODS, name, make)
+
+
+def register_weightless(name: str, make: Callable[..., Drafter]) -> None:
+    """Makes a drafter without weights known by name; `make(**drafting_options)` gives one."""
+    _claim(WEIGHTLESS, name, make)
 
 
 def _claim(table: dict[str, Any], name: str, entry: object) -> None:

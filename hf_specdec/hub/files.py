@@ -1,41 +1,26 @@
 """The files of a checkpoint: where they are, what they hold, and whether they can be trusted to be whole.
 
 Only JSON and safetensors files are downloaded or opened, and no Python; pickles only where a format asks for one by
-name, and then without running anything in it. Nothing here knows a drafter format.
+name. Nothing here knows a drafter format, and nothing here needs torch: tensors are loaded by `tensors.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import is_offline_mode, snapshot_download
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# safetensors' names of the types a drafter may be stored in.
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of tables that a network looks things up in; such a tensor must be of the very type.
-WHOLE_DTYPES = {"I64": torch.int64, "BOOL": torch.bool}
+MAX_JSON_BYTES = 2**26  # an index of a million tensors
 
 
 @dataclass(frozen=True)
@@ -74,6 +59,7 @@ class Source:
                     f"revision={self.revision!r} was given, but {self.name!r} is a local folder, which has none. Leave "
                     "revision out, or give a Hub id that no folder here is named like."
                 )
+            _refuse_links(folder, patterns, self.name)
             return folder
         if folder.is_file():
             raise NotADirectoryError(f"{self.name!r} is a file; give the folder of config.json and the weights.")
@@ -81,8 +67,18 @@ class Source:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
             )
+        from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
+        from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
+            HFValidationError,
+            HTTPError,
+        )
+        from huggingface_hub.file_download import repo_folder_name
+
+        cache = Path(constants.HF_HUB_CACHE if self.cache_dir is None else self.cache_dir)
         try:
-            return Path(
+            blobs = cache / repo_folder_name(repo_id=self.name, repo_type="model") / "blobs"
+            known = set(os.listdir(blobs)) if blobs.is_dir() else set()
+            folder = Path(
                 snapshot_download(
                     self.name,
                     revision=revision or self.revision,
@@ -92,6 +88,8 @@ class Source:
                     allow_patterns=list(patterns),
                 )
             )
+            _check_hashes(folder, blobs, known)
+            return folder
         except HFValidationError as error:
             raise ValueError(
                 f"{self.name!r} is neither a folder here nor a Hub id, which has the form 'owner/name': {error}"
@@ -100,6 +98,16 @@ class Source:
             raise OSError(self._explain(error)) from error
 
     def _explain(self, error: Exception) -> str:
+        from huggingface_hub import is_offline_mode
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
         repo = f"{self.name!r}" + (f" at revision {self.revision!r}" if self.revision else "")
         folder = "or give the path of a local folder"
         if isinstance(error, GatedRepoError):
@@ -144,16 +152,21 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: it is not there; lists what is.
-        ValueError: it is no JSON object.
+        ValueError: it is no JSON object, or of a size that none has.
     """
     if not file.is_file():
         present = ", ".join(_present(file.parent)) or "none that a drafter consists of"
         raise FileNotFoundError(
             f"{name!r} has no {file.name}, so it is not a drafter checkpoint. Files there: {present}."
         )
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{file.name} of {name!r} has {size} bytes, more than the {MAX_JSON_BYTES} that are read. The checkpoint "
+            "is damaged or hostile: nothing was loaded."
+        )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
         raise ValueError(f"{file.name} of {name!r} is not valid JSON ({error}); copy or download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} of {name!r} holds a {type(content).__name__}, but must hold a JSON object.")
@@ -167,12 +180,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     file: Path
-
-    @classmethod
-    def beside(cls, tensor: Tensor, file: Path) -> StoredTensor:
-        """The same description of a tensor that a file beside the weights held."""
-        names = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
-        return cls(tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), file)
 
 
 def weight_files(folder: Path, name: str, pickles: Sequence[str] = ()) -> list[Path]:
@@ -230,10 +237,12 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if file.suffix != ".safetensors":
-            stored |= {key: StoredTensor.beside(tensor, file) for key, tensor in load_tensors(file, name).items()}
+            from hf_specdec.hub.tensors import pickle_header
+
+            stored |= pickle_header(file, name)
             continue
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(file, framework="np") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     if key in stored:
                         raise ValueError(f"{name!r} holds {key} twice, in {stored[key].file.name} and {file.name}.")
@@ -253,78 +262,45 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
     return stored
 
 
-def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
-    """Loads a weight file to host memory; a pickle with `weights_only`, which runs nothing that is in it.
+def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
+    """Compares files that were just downloaded with the hash that the Hub gave them; the client compares sizes only.
 
-    Tensors of a pickle may be views that claim any shape: check shapes before copying one.
-
-    Raises:
-        ValueError: a pickle is damaged or holds anything but tensors by name.
-    """
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # damage shows as errors of many kinds; whatever it is, nothing was run
-        raise ValueError(
-            f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as plain tensors: it is damaged, or "
-            f"holds objects whose loading would run code ({type(error).__name__}). Nothing in it was run: use a "
-            "drafter saved as safetensors."
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise ValueError(f"{file.name} of {name!r} must hold tensors by name, but holds something else.")
-    return {str(key): tensor for key, tensor in content.items()}
-
-
-def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
-    """Compares what a network needs with what the files hold.
-
-    Args:
-        expected: the network's state dict, on any device.
-        stored: headers, without those that the format lets a file have in addition.
-        name: what the user asked for.
-        kind: what it was recognised as.
+    A blob in the cache is named after its hash: SHA-256, or for small files the one that git gives them.
 
     Raises:
-        ValueError: a tensor is missing, not expected, or of another shape or an unsupported type; names them.
+        OSError: a file is not what the Hub has; it is removed from the cache.
     """
-    problems = []
-    if missing := [key for key in expected if key not in stored]:
-        problems.append(f"missing: {_some(missing)}")
-    if unexpected := [key for key in stored if key not in expected]:
-        problems.append(f"not part of it: {_some(unexpected)}")
-    shapes = [
-        f"{key} is {list(stored[key].shape)} in {stored[key].file.name}, but config.json makes it {list(tensor.shape)}"
-        for key, tensor in expected.items()
-        if key in stored and stored[key].shape != tuple(tensor.shape)
-    ]
-    if shapes:
-        problems.append(f"of another shape: {_some(shapes)}")
-    tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
-    wrong = [
-        f"{key} is {stored[key].dtype}, not {tensor.dtype}"
-        for key, tensor in tables.items()
-        if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
-    ]
-    if wrong:
-        problems.append(f"of another type: {_some(wrong)}")
-    types = [
-        f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
-    ]
-    if types:
-        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {_some(types)}")
-    if problems:
-        raise ValueError(
-            f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
-            f"{'; '.join(problems)}. Nothing was loaded: check that weights and config.json are of one checkpoint."
-        )
+    for entry in folder.rglob("*"):
+        blob = entry.resolve()
+        if blob.parent != blobs.resolve() or blob.name in known:
+            continue
+        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)
+        with blob.open("rb") as data:
+            while part := data.read(1 << 24):
+                digest.update(part)
+        if digest.hexdigest() != blob.name:
+            entry.unlink()
+            blob.unlink()
+            raise OSError(
+                f"{entry.name} arrived with the hash {digest.hexdigest()[:12]}..., but the Hub has it as "
+                f"{blob.name[:12]}...: it was damaged or changed on the way, and was removed"
+            )
+
+
+def _refuse_links(folder: Path, patterns: Sequence[str], name: str) -> None:
+    """Raises ValueError if a wanted file is a link out of the folder; the Hub cache links into its own `blobs`."""
+    inside = folder.resolve()
+    blobs = inside.parent.parent / "blobs"
+    for entry in folder.iterdir():
+        if entry.is_symlink() and any(fnmatch(entry.name, pattern) for pattern in patterns):
+            real = entry.resolve()
+            if inside not in real.parents and blobs not in real.parents:
+                raise ValueError(
+                    f"{entry.name} of {name!r} is a link to {str(real)!r}, outside the folder; files elsewhere are not "
+                    "opened. Copy the file into the folder, or give the folder that it is in."
+                )
 
 
 def _present(folder: Path) -> list[str]:
     """Names of what is in a folder; a snapshot of which no file was wanted has none."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-
-
-def _some(items: Sequence[str], most: int = 5) -> str:
-    rest = len(items) - most
-    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -9,41 +9,34 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
-from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, Family
+from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
     CONFIG_FILE,
-    DTYPES,
     INDEX_FILE,
     Source,
     StoredTensor,
-    check_tensors,
-    load_tensors,
     read_headers,
-    read_json,
     weight_files,
 )
 from hf_specdec.hub.formats.base import Format, as_it_is
-from hf_specdec.hub.formats.medusa import MEDUSA
-from hf_specdec.hub.formats.safeailab import SAFEAILAB
-from hf_specdec.hub.recognition import recognise
-
-MAX_MODULES = 1024  # layers or heads of a drafter
-_COUNTS = ("num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
+from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 
 
 def load_drafter(
@@ -86,16 +79,16 @@ def load_drafter(
     asked_dtype = _floating_dtype(dtype)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
-    format, fields = _read_config(folder, source)
+    format, fields = read_config(folder, source, registered_formats())
     family = FAMILIES[format.family]
     if family.load is not None:
         host_model: Any = _load_host_model(family, fields, source, folder, asked_dtype, target, drafting_options)
         return host_model.to(_device_for(target) if device is None else device)
 
     with _naming_config(format, name):
-        reading = format.read(fields, None)
-    if reading is not None:
-        _, blueprint = _blueprint(format, reading.fields, name)
+        by_config = format.read(fields, None)
+    if by_config is not None:
+        _, blueprint = _blueprint(format, by_config.fields, name)
         _check(blueprint, drafting_options, target)
 
     # The folder of a snapshot is named after its commit: the weights must be of the same one.
@@ -109,7 +102,7 @@ def load_drafter(
         reading = format.read(fields, headers)
     assert reading is not None, "a format can always be read once the headers are there"
     config, blueprint = _blueprint(format, reading.fields, name)
-    if format.read is not as_it_is:  # the weights have told more than the config did
+    if by_config is None or by_config.fields != reading.fields:  # the weights have told more than the config did
         _check(blueprint, drafting_options, target)
     side_tensors = family.drafter.side_tensors(folder, name)
     ignorable = [re.compile(pattern) for pattern in blueprint._keys_to_ignore_on_load_unexpected or ()]
@@ -117,7 +110,7 @@ def load_drafter(
         theirs: ours for theirs, ours in reading.names.items() if not any(pattern.search(ours) for pattern in ignorable)
     }
     stored = {ours: headers[theirs] for theirs, ours in names.items()}
-    stored |= {key: StoredTensor.beside(tensor, folder) for key, tensor in side_tensors.items()}
+    stored |= {key: describe(tensor, folder) for key, tensor in side_tensors.items()}
     check_tensors(blueprint.state_dict(), stored, name, format.name)
 
     loaded: dict[str, Tensor] = {}
@@ -132,10 +125,21 @@ def load_drafter(
         dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored),
     )
     drafter.name_or_path = drafter.config.name_or_path = name
-    drafter.training_record = read_record(folder, TRAINING_FILE)
+    drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**drafting_options)
+    if target is not None:
+        drafter.check_pairing(target)
     return drafter.to(_device_for(target) if device is None else device)
+
+
+def registered_formats() -> list[tuple[Callable[[dict[str, Any]], bool], Format]]:
+    """The layouts of families that say themselves what is theirs."""
+    return [
+        (family.recognises, Format(family.name, family.name, as_it_is))
+        for family in FAMILIES.values()
+        if family.recognises is not None
+    ]
 
 
 def _load_host_model(
@@ -154,46 +158,15 @@ def _load_host_model(
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
-    folder = source.locate(["model*.safetensors", INDEX_FILE, "generation_config.json"], revision=folder.name)
+    wanted = ["model*.safetensors", INDEX_FILE, "generation_config.json", TRAINING_FILE, MEASUREMENTS_FILE]
+    folder = source.locate(wanted, revision=folder.name)
     read_headers(weight_files(folder, source.name), source.name)
     drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target))
+    if isinstance(drafter, PublishedDrafter):
+        drafter.training_record = read_record(folder, TRAINING_FILE)
+        drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**options)
     return drafter
-
-
-def _read_config(folder: Path, source: Source) -> tuple[Format, dict[str, Any]]:
-    name = source.name
-    fields = read_json(folder / CONFIG_FILE, name)
-
-    def tensor_names() -> Collection[str]:
-        pickles = [*SAFEAILAB.pickles, *MEDUSA.pickles]
-        source.locate(["model*.safetensors", INDEX_FILE, *pickles], revision=folder.name)
-        try:
-            return read_headers(weight_files(folder, name, pickles), name)
-        except FileNotFoundError:
-            return ()  # no weights: what the config lacks is the better thing to say
-
-    format = recognise(fields, name, tensor_names)
-    if "quantization_config" in fields:
-        raise ValueError(
-            f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
-            "load the checkpoint that it was made from."
-        )
-    fields.pop("transformers_weights", None)  # would have the host look for weights in a file of its choice
-    _check_counts(fields, name)
-    return format, fields
-
-
-def _check_counts(fields: dict[str, Any], name: str) -> None:
-    """Raises ValueError if a config asks for more modules than any drafter has; building them would take forever."""
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            _check_counts(value, name)
-        elif key in _COUNTS and isinstance(value, int) and value > MAX_MODULES:
-            raise ValueError(
-                f"{CONFIG_FILE} of {name!r} has {key}={value}, more than the {MAX_MODULES} that are built. The "
-                "checkpoint is damaged or hostile: nothing was loaded."
-            )
 
 
 def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
@@ -201,6 +174,8 @@ def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTr
     drafter = FAMILIES[format.family].drafter
     with _naming_config(format, name):
         config = drafter.config_class.from_dict(fields)
+        if format.shapes is not None:
+            format.shapes(fields)  # refuses sizes that make no sense before anything is built from them
         with torch.device("meta"):
             blueprint = drafter(config)
     blueprint.name_or_path = name
@@ -212,7 +187,7 @@ def _check(blueprint: PretrainedDrafter, options: dict[str, Any], target: PreTra
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
-        _check_tokenizer(blueprint, target)
+        check_tokenizer(blueprint.name_or_path, blueprint.config, target)
 
 
 @contextmanager
@@ -233,35 +208,6 @@ def _naming_config(format: Format, name: str) -> Iterator[None]:
         raise ValueError(
             f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {kind}{str(error).strip()}"
         ) from error
-
-
-def _check_tokenizer(drafter: PretrainedDrafter, target: PreTrainedModel) -> None:
-    """Raises ValueError if the target's tokenizer is at hand and not the one recorded at training."""
-    recorded = drafter.config.target_tokenizer_sha256
-    if recorded is None or not target.name_or_path:
-        return
-    try:
-        if not _has_vocabulary(target.name_or_path):
-            return
-        tokenizer = AutoTokenizer.from_pretrained(target.name_or_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        return  # one that needs more than is installed or allowed: nothing to compare with
-    found = tokenizer_fingerprint(tokenizer)
-    if found != recorded:
-        raise ValueError(
-            f"Drafter {drafter.name_or_path!r} was trained with the tokenizer of "
-            f"{drafter.config.target_name_or_path or 'its target'!r} (vocabulary sha256 {recorded[:12]}...), but "
-            f"target {target.name_or_path!r} has another one (sha256 {found[:12]}..., {len(tokenizer)} tokens): the "
-            "same ids are other tokens. Use the target it was trained for, or a drafter trained for this target."
-        )
-
-
-def _has_vocabulary(name: str) -> bool:
-    """Whether a tokenizer's vocabulary is here; without one AutoTokenizer makes up an empty tokenizer."""
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if Path(name).is_dir():
-        return any((Path(name) / file).is_file() for file in files)
-    return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
 
 
 def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

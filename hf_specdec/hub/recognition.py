@@ -1,28 +1,46 @@
 """Which format a checkpoint is of, and so which drafter family loads it.
 
 The config decides, and where it looks like a plain language model, the names of the tensors. The name of a repo says
-nothing, and `model_type` misleads. Source: shared facts on formats, A1.
+nothing, and `model_type` misleads. Needs neither torch nor transformers. Source: shared facts on formats, A1.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import hf_specdec.drafters  # noqa: F401 (registers the families)
-from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.hub.formats.base import Format, as_it_is
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH, DEEPSPEC_EAGLE3, is_deepspec_dflash, is_deepspec_eagle3
 from hf_specdec.hub.formats.medusa import MEDUSA
+from hf_specdec.hub.formats.own import PREFIX, own_format
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
+from hf_specdec.hub.formats.specblock import SPECBLOCK, is_specblock
 from hf_specdec.hub.formats.specforge import SPECFORGE
 from hf_specdec.hub.formats.speculators import SPECULATORS, speculators_type
+from hf_specdec.hub.formats.zlab import ZLAB, is_zlab
 
 Config = dict[str, Any]
 
 
-def recognise(config: Config, name: str, tensor_names: Callable[[], Collection[str]] = tuple) -> Format:
+@dataclass(frozen=True)
+class Unread:
+    """A format that is known by name and not loaded; `missing` is what its drafters need that is not here."""
+
+    name: str
+    missing: str
+
+
+Rule = tuple[Callable[[Config], bool], Format | Unread]
+
+
+def recognise(
+    config: Config,
+    name: str,
+    tensor_names: Callable[[], Collection[str]] = tuple,
+    families: Iterable[tuple[Callable[[Config], bool], Format]] = (),
+) -> Format:
     """Finds the format of a checkpoint.
 
     Args:
@@ -30,19 +48,14 @@ def recognise(config: Config, name: str, tensor_names: Callable[[], Collection[s
         name: where it came from, for the message.
         tensor_names: gives the names of its tensors; called only where the config could be a small drafter's and does
             not say so.
+        families: further layouts, asked before the config is taken for a plain language model's.
 
     Raises:
         ValueError: a format that is known but not loaded, or no drafter at all; says what the config holds.
     """
-    families, last_families = (
-        [
-            (family.recognises, Format(family.name, family.name, as_it_is))
-            for family in FAMILIES.values()
-            if family.last_resort == last
-        ]
-        for last in (False, True)
-    )
-    for recognises, format in [*_ELSEWHERE_FIRST, *families, *_ELSEWHERE_LAST]:
+    if (own := own_format(config)) is not None:
+        return own
+    for recognises, format in _BY_CONFIG:
         if recognises(config):
             return _loaded(format, name)
     if config.get("num_hidden_layers") == 1 or "model_type" not in config:
@@ -50,28 +63,42 @@ def recognise(config: Config, name: str, tensor_names: Callable[[], Collection[s
         for recognises_names, format in _BY_TENSORS:
             if recognises_names(names):
                 return _loaded(format, name)
-    for recognises, format in last_families:
+    for recognises, format in [*families, (is_language_model, LANGUAGE_MODEL)]:
         if recognises(config):
             return format
-    known = _known()
-    raise ValueError(
+    raise not_a_drafter(config, name)
+
+
+def not_a_drafter(config: Config, name: str) -> ValueError:
+    """The error for a checkpoint that no layout fits."""
+    return ValueError(
         f"{name!r} is not a drafter that load_drafter knows: its config.json has architectures "
-        f"{config.get('architectures')!r} and model_type {config.get('model_type')!r}. Formats loaded: {known}."
+        f"{config.get('architectures')!r} and model_type {config.get('model_type')!r}. Formats loaded: {_known()}."
     )
 
 
+def is_language_model(config: Config) -> bool:
+    """Whether a `config.json` names the class of a language model, as transformers' own names go."""
+    named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in config.get("architectures") or ())
+    return named and "model_type" in config
+
+
+LANGUAGE_MODEL = Format("causal_lm", "causal_lm", as_it_is)
+
+
 def _known() -> str:
-    foreign = [*SPECULATORS.values(), SAFEAILAB, SPECFORGE, DEEPSPEC_EAGLE3, DEEPSPEC_DFLASH, MEDUSA]
-    families = sorted(FAMILIES, key=lambda family: (FAMILIES[family].last_resort, family))
-    return ", ".join([*families, *(format.name for format in foreign)])
+    formats = [format for _, format in [*_BY_CONFIG, *_BY_TENSORS] if isinstance(format, Format)]
+    names = dict.fromkeys(format.name for format in [*formats, LANGUAGE_MODEL])
+    return f"{', '.join(names)}, and what hf_specdec saves itself (model_type {PREFIX}...)"
 
 
-def _loaded(format: Format | str, name: str) -> Format:
+def _loaded(format: Format | Unread, name: str) -> Format:
     if isinstance(format, Format):
         return format
     raise ValueError(
-        f"{name!r} holds a drafter in the {format} format, which load_drafter does not read yet. Formats loaded: "
-        f"{_known()}. Look for a drafter of that kind for your target, or train one."
+        f"{name!r} holds a drafter in the {format.name} format, which load_drafter does not read yet: it needs "
+        f"{format.missing}. Formats loaded: {_known()}. Look for a drafter of one of those kinds for your target, or "
+        "train one."
     )
 
 
@@ -91,36 +118,69 @@ def _speculators(kind: str) -> Callable[[Config], bool]:
     return lambda config: speculators_type(config) == kind
 
 
-# Published formats, in the order in which they can be told apart; ours are looked for between the two lists. A format
-# that is known and not loaded is a name.
-_ELSEWHERE_FIRST: list[tuple[Callable[[Config], bool], Format | str]] = [
+def _model_type(part: str) -> Callable[[Config], bool]:
+    return lambda config: str(config.get("model_type")).endswith(part)
+
+
+_DFLASH_2 = Unread("DFlash 2", "convolutions inside the draft layers and a selector of token pairs")
+_DSPARK = "a head that corrects each slot by the token before it, and one that tells how far to trust a block"
+_P_EAGLE = "a learned state for tokens that are not known yet, with which it drafts all depths in one forward"
+_MTP = Unread("multi-token prediction", "the target's own layers of which it is a part: load the target with them")
+
+# Published formats, in the order in which they can be told apart.
+_BY_CONFIG: list[Rule] = [
     *((_speculators(kind), format) for kind, format in SPECULATORS.items()),
-    *((_speculators(kind), f"speculators {kind}") for kind in ("dflash2", "peagle", "dspark", "mtp", "eagle")),
-    (lambda config: speculators_type(config) is not None, "speculators"),
-    (lambda config: str(config.get("model_type")).endswith("_assistant"), "transformers assistant"),
-    (_architecture("DFlash2"), "DFlash 2"),
-    (lambda config: bool({"selector_rank", "conv_kernel_size"} & set(config.get("dflash_config") or ())), "DFlash 2"),
+    (_speculators("dflash2"), Unread("speculators dflash2", _DFLASH_2.missing)),
+    (_speculators("peagle"), Unread("speculators peagle", _P_EAGLE)),
+    (_speculators("dspark"), Unread("speculators dspark", _DSPARK)),
+    (_speculators("mtp"), Unread("speculators mtp", _MTP.missing)),
+    (_speculators("eagle"), Unread("speculators eagle", "a reader for EAGLE-1, whose drafters have no head")),
+    (lambda config: speculators_type(config) is not None, Unread("speculators", "a kind that is named and known")),
+    (
+        _model_type("_assistant"),
+        Unread(
+            "transformers assistant",
+            "the target's own keys and values, which it attends to: give it to stock generate without hf_specdec",
+        ),
+    ),
+    (_architecture("DFlash2"), _DFLASH_2),
+    (lambda config: bool({"selector_rank", "conv_kernel_size"} & set(config.get("dflash_config") or ())), _DFLASH_2),
     (is_deepspec_dflash, DEEPSPEC_DFLASH),
-    (_architecture("DSpark", "Domino"), "DSpark"),
+    (_architecture("Domino"), Unread("Domino", "a recurrent net over the drafted prefix that corrects the logits")),
+    (_architecture("DSpark"), Unread("DSpark", _DSPARK)),
     (is_deepspec_eagle3, DEEPSPEC_EAGLE3),
-    (_architecture("Gemma4Eagle3"), "DeepSpec EAGLE-3 for Gemma 4"),
-    (_architecture("DFlashLaguna"), "Laguna DFlash"),
-]
-_ELSEWHERE_LAST: list[tuple[Callable[[Config], bool], Format | str]] = [
-    (_architecture("PEagle"), "P-EAGLE"),
-    (_architecture("Eagle3DeepseekV2"), "EAGLE-3 with multi-head latent attention"),
+    (
+        _architecture("Gemma4Eagle3"),
+        Unread("DeepSpec EAGLE-3 for Gemma 4", "draft layers of Gemma 4 shape: four norms, scaled embeddings"),
+    ),
+    (
+        _architecture("DFlashLaguna"),
+        Unread("Laguna DFlash", "a norm for each tapped state and gated, fused attention"),
+    ),
+    (is_specblock, SPECBLOCK),
+    (is_zlab, ZLAB),
+    (_architecture("PEagle"), Unread("P-EAGLE", _P_EAGLE)),
+    (
+        _architecture("Eagle3DeepseekV2"),
+        Unread("EAGLE-3 with multi-head latent attention", "a draft layer with latent attention"),
+    ),
     (_ends_in("Eagle3"), SPECFORGE),
     (lambda config: "draft_vocab_size" in config and config.get("num_hidden_layers") == 1, SAFEAILAB),
     (_has("medusa_num_heads"), MEDUSA),
+    (_model_type("medusa"), Unread("Medusa (vLLM)", "a reader for vLLM's names of Medusa heads")),
+    (_architecture("MTP", "MtpModel"), _MTP),
 ]
 # For configs that say no more than that a small Llama is meant, or say nothing.
-_BY_TENSORS: list[tuple[Callable[[set[str]], bool], Format | str]] = [
+_BY_TENSORS: list[tuple[Callable[[set[str]], bool], Format | Unread]] = [
     (lambda names: any(name.startswith("midlayer.") for name in names), SAFEAILAB),
     (lambda names: any(re.match(r"medusa_head\.|\d+\.0\.linear\.weight$", name) for name in names), MEDUSA),
     (
         lambda names: (
             {"fc.weight", "layers.0.mlp.up_proj.weight"} <= names and not {"lm_head.weight", "norm.weight"} & names
         ),
-        "EAGLE-1 and EAGLE-2",
+        Unread(
+            "EAGLE-1 and EAGLE-2",
+            "a reader for layers without an input norm that draft on the target's last state and with its head",
+        ),
     ),
 ]

@@ -31,6 +31,7 @@ class Repo:
     private: bool = False
     gated: bool = False
     branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     commits: dict[str, Files] = field(default_factory=dict)
 
     def commit(self, files: Files, branch: str = "main") -> str:
@@ -41,7 +42,7 @@ class Repo:
         return sha
 
     def resolve(self, revision: str) -> str | None:
-        return revision if revision in self.commits else self.branches.get(revision)
+        return revision if revision in self.commits else (self.branches | self.tags).get(revision)
 
     def files(self, revision: str = "main") -> Files:
         return self.commits[self.branches[revision]]
@@ -54,12 +55,16 @@ class LoopbackHub:
         repos: by id.
         requests: "METHOD path" of every request so far.
         cut_short: paths of files of which only the first half is sent.
+        altered: paths of files of which a byte is changed on the way.
+        hang_up_at: parts of paths at which the connection is closed without an answer; each once.
     """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[str] = []
         self.cut_short: set[str] = set()
+        self.altered: set[str] = set()
+        self.hang_up_at: list[str] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -117,6 +122,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        for part in self.hub.hang_up_at:
+            if part in path:
+                self.hub.hang_up_at.remove(part)
+                self.close_connection = True
+                return self.connection.close()
         try:
             self._route(path, body)
         except _RefusedError as refused:
@@ -127,6 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             r"/api/repos/create": self._create,
             r"/api/validate-yaml": lambda body: self._send_json({"errors": [], "warnings": []}),
             r"/api/models/([^/]+/[^/]+)/branch/(.+)": self._branch,
+            r"/api/models/([^/]+/[^/]+)/tag/(.+)": self._tag,
             r"/api/models/([^/]+/[^/]+)/preupload/(.+)": self._preupload,
             r"/api/models/([^/]+/[^/]+)/commit/(.+)": self._commit,
             r"/api/models/([^/]+/[^/]+)/revision/(.+)": self._info,
@@ -183,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers["ETag"] = f'"{_blob(data)}"'
         if path in self.hub.cut_short and self.command == "GET":
             data = data[: len(data) // 2]
+        if path in self.hub.altered and self.command == "GET":
+            data = data[:-1] + bytes([data[-1] ^ 1])
         return self._send(200, data, headers)
 
     def _create(self, *, body: bytes) -> None:
@@ -202,6 +215,15 @@ class _Handler(BaseHTTPRequestHandler):
         if branch in repo.branches:
             raise _RefusedError(409, "")
         repo.branches[branch] = repo.branches["main"]
+        self._send_json({})
+
+    def _tag(self, repo_id: str, revision: str, *, body: bytes) -> None:
+        self._must_be_logged_in()
+        repo = self._repo(repo_id)
+        tag = json.loads(body)["tag"]
+        if tag in repo.tags:
+            raise _RefusedError(409, "")
+        repo.tags[tag] = self._commit_of(repo, revision)
         self._send_json({})
 
     def _preupload(self, repo_id: str, revision: str, *, body: bytes) -> None:

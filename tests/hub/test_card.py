@@ -24,7 +24,14 @@ MEASUREMENTS: dict[str, Any] = {
 
 
 def card(**settings: Any) -> ModelCard:
-    given = {"name": "me/drafter", "summary": "It drafts.", "facts": {}, "tags": ["dflash"], "target": "owner/target"}
+    given = {
+        "name": "me/drafter",
+        "summary": "It drafts.",
+        "fits": "One target.",
+        "facts": {},
+        "tags": ["dflash"],
+        "target": "owner/target",
+    }
     return model_card(**(given | settings))
 
 

@@ -1,8 +1,8 @@
 """Published layouts of others: folders built from the facts on formats alone load, draft the same and stay lossless.
 
 Every case starts from a random drafter of ours, writes it as the layout has it, loads that folder, and compares all
-trees of a run. `misread` names the fields that reading a trap the other way round would give: their trees must differ,
-so that no test passes by accident.
+trees of a run. `misread` names the fields that reading a trap the other way round would give: with them, acceptance by
+a target that says what the drafter expects must collapse, so that no test passes by accident.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.specblock import SpecBlockDrafter
 from hf_specdec.hub.recognition import recognise
-from tests.methods import make_dflash, make_eagle3, make_medusa
+from tests.methods import make_dflash, make_eagle3, make_medusa, make_specblock
 from tests.targets import make_target, one_prompt
 
 Fields = dict[str, Any]
@@ -38,7 +39,8 @@ LAYERS = 8
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS)
+    # Drawn wide, so that neighbouring layers say different things.
+    return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS, initializer_range=0.5)
 
 
 def run(target: PreTrainedModel, drafter: PretrainedDrafter) -> tuple[list[list[int]], list[Any]]:
@@ -62,6 +64,71 @@ def run(target: PreTrainedModel, drafter: PretrainedDrafter) -> tuple[list[list[
     output = target.generate(**one_prompt(), max_new_tokens=6, do_sample=False, assistant_model=drafter)
     del drafter.candidate_generator
     return output.tolist(), trees
+
+
+class Says(LogitsProcessor):
+    """Makes the target say what `follow` gives for a prefix; its hidden states are the ones of that text."""
+
+    def __init__(self, follow: Callable[[list[int]], int]) -> None:
+        self.follow = follow
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        said = torch.full_like(scores, -torch.inf)
+        for row, prefix in enumerate(input_ids.tolist()):
+            said[row, self.follow(prefix)] = 0.0
+        return said
+
+
+def scripted(target: PreTrainedModel, drafter: PretrainedDrafter) -> list[int]:
+    """A text in which `drafter` is right as often as it can be."""
+    tree: Any = None
+    length = 0
+    make = drafter.candidate_generator
+
+    def listening(model: Any) -> Any:
+        generator = make(model)
+        draft = generator.draft
+
+        def keeping(context: Any) -> Any:
+            nonlocal tree, length
+            tree, length = draft(context), context.lengths[0]
+            return tree
+
+        generator.draft = keeping
+        return generator
+
+    def follow(prefix: list[int]) -> int:
+        """The drafter's first child of the node that the prefix has come to; elsewhere some token."""
+        node, children = 0, {}
+        if tree is not None:
+            for child in reversed(range(1, tree.num_nodes)):
+                if tree.valid[0, child]:
+                    children[int(tree.parents[0, child]), int(tree.token_ids[0, child])] = child
+        for token in prefix[length:] if tree is not None else []:
+            node = children.get((node, token), -1)
+        below = {parent: token for (parent, token), _ in sorted(children.items(), key=lambda item: -item[1])}
+        return below.get(node, 3 + sum(prefix) % 61)
+
+    drafter.candidate_generator = listening  # type: ignore[method-assign]
+    text = target.generate(
+        **one_prompt(length=40),
+        max_new_tokens=40,
+        do_sample=False,
+        assistant_model=drafter,
+        logits_processor=[Says(follow)],
+    )
+    del drafter.candidate_generator
+    return text[0].tolist()
+
+
+def accepted(target: PreTrainedModel, drafter: PretrainedDrafter, text: list[int]) -> float:
+    """Mean accepted drafts where the target says `text`."""
+    says = Says(lambda prefix: text[len(prefix)])
+    output = target.generate(
+        **one_prompt(length=40), max_new_tokens=24, do_sample=False, assistant_model=drafter, logits_processor=[says]
+    )
+    assert output[0].tolist() == text[: output.shape[1]]
+    return drafter.stats.mean_acceptance_length - 1
 
 
 def save(folder: Path, config: Fields, tensors: Tensors, file: str = "model.safetensors") -> None:
@@ -178,6 +245,31 @@ def as_deepspec_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, T
     return config | fields, dict(drafter.state_dict())
 
 
+def as_zlab(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config, "head_dim") | {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "num_target_layers": LAYERS,
+        "tie_word_embeddings": True,
+        "rope_theta": drafter.config.rope_parameters["rope_theta"],
+        "dflash_config": {"mask_token_id": drafter.config.mask_token_id},
+    }
+    config["dflash_config"] |= fields.pop("dflash_config", {})
+    return config | fields, dict(drafter.state_dict())
+
+
+def as_specblock(drafter: SpecBlockDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config) | {
+        "architectures": ["LlamaForCausalLMSpecBlockShift"],
+        "model_type": "llama",
+        "diffspec_draft_token_num": drafter.config.block_size,
+        "rank_classes": drafter.config.rank_classes,
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+    }
+    return config | fields, dict(drafter.state_dict())
+
+
 def absolute_ids(drafter: Any) -> None:
     drafter.d2t -= torch.arange(drafter.d2t.numel())
 
@@ -196,7 +288,10 @@ def other_taps(shift: int) -> Callable[[DFlashDrafter], None]:
 
 @dataclass
 class Case:
-    """A drafter of ours (`ours`: fields that make it), how it is written, and the traps in reading it."""
+    """A drafter of ours (`ours`: fields that make it), how it is written, and the traps in reading it.
+
+    `slight` ones move random weights too little for acceptance to fall far, and are seen in the trees.
+    """
 
     format: str
     make: Callable[..., Any]
@@ -204,6 +299,7 @@ class Case:
     ours: Fields = field(default_factory=dict)
     written: Fields = field(default_factory=dict)
     misread: list[Fields | Callable[[Any], None]] = field(default_factory=list)
+    slight: list[Fields | Callable[[Any], None]] = field(default_factory=list)
     file: str = "model.safetensors"
 
 
@@ -216,12 +312,57 @@ FORGE = {"format": "EAGLE-3 (SpecForge)", "make": make_eagle3, "write": as_specf
 SPEC = {"format": "EAGLE-3 (speculators)", "make": make_eagle3, "write": as_speculators_eagle3}
 DEEP = {"format": "EAGLE-3 (DeepSpec)", "make": make_eagle3, "write": as_deepspec_eagle3}
 SPEC_DFLASH = {"format": "DFlash (speculators)", "make": make_dflash, "write": as_speculators_dflash}
+ZLAB = {"format": "dflash", "make": make_dflash, "write": as_zlab}
+BLOCKS = {"format": "specblock", "make": make_specblock, "write": as_specblock}
 DEEP_DFLASH = {"format": "DFlash (DeepSpec)", "make": make_dflash, "write": as_deepspec_dflash}
 OWN = {"own_embeddings": True, "own_head": True}
 
 # Of 8 layers, hs[2], hs[4] and hs[5] are what layers 1, 3 and 4 give.
 DEFAULT_TAPS = {"target_layer_ids": [1, 3, 4]}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 CASES = {
+    # A2: outputs of layers, by a formula where no list is given. A3: the root's slot is unused. A6: block size and
+    # rotary base at the top or nested, causality in three spellings, sliding layers causal where nothing is said.
+    "z-lab, layers by formula, block size at the top": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}} | rope(300.0),
+        written={"block_size": 5},
+        misread=[other_slots, other_taps(-1), rope(1e4)],
+    ),
+    "z-lab, a list of layers, block size nested": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [2, 3, 6]}},
+        written={"dflash_config": {"target_layer_ids": [2, 3, 6], "block_size": 5}},
+        misread=[other_taps(-1), other_taps(1)],
+    ),
+    "z-lab, sliding layers are causal": Case(
+        **ZLAB,
+        ours=SLIDING | {"dflash_config": {"target_layer_ids": [1, 5]}},
+        written=SLIDING | {"block_size": 5},
+        misread=[{"is_causal": False}, {"sliding_window": 64}],
+    ),
+    "z-lab, sliding layers said not to be causal": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written=SLIDING | {"block_size": 5, "dflash_config": {"causal": False}},
+        misread=[{"is_causal": True}],
+    ),
+    "z-lab, full layers said to be causal": Case(
+        **ZLAB,
+        ours={"is_causal": True, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "is_causal": True},
+        misread=[{"is_causal": None}],
+    ),
+    "z-lab, use_swa": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "dflash_config": {"use_swa": True, "swa_window_size": 4}},
+        misread=[{"is_causal": True}, {"sliding_window": 64}],
+    ),
+    # A2: a fixed rule, in hidden-state indices. A4: offsets.
+    "specblock, default taps, offsets": Case(
+        **BLOCKS, ours=DEFAULT_TAPS, misread=[{"target_layer_ids": [2, 4, 5]}, absolute_ids, rope(1e6)]
+    ),
     # A2: a fixed rule, in hidden-state indices. A4: offsets. A6: no rotary base means 10000.
     "safeailab, default taps, offsets, no rotary base": Case(
         **SAFE,
@@ -290,8 +431,8 @@ CASES = {
             "norm_output": True,
             "eagle_aux_hidden_state_layer_ids": None,
         },
+        slight=[{"norm_before_residual": False}],
         misread=[
-            {"norm_before_residual": False},
             {"norm_output": False},
             {"norm_output": False, "norm_before_head": True},
             {"target_layer_ids": [2, 4, 5]},
@@ -382,9 +523,15 @@ def build(case: Case, target: PreTrainedModel) -> Any:
     for parameter in drafter.parameters():
         if parameter.dim() == 1:  # norms start as ones, which hides whether they are used
             parameter.data += 0.5 * torch.randn_like(parameter)
+    for name, parameter in drafter.named_parameters():
+        # Random attention looks everywhere alike; sharpened, it matters where a token stands.
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 2
+        elif name.endswith(("v_proj.weight", "o_proj.weight")):
+            parameter.data *= 4
     if isinstance(drafter, Eagle3Drafter):
         drafter.set_options(**TREE)
-    elif drafter.config.maps_vocabulary:
+    elif isinstance(drafter, DFlashDrafter) and drafter.config.maps_vocabulary:
         drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
     return drafter
 
@@ -405,8 +552,20 @@ def test_folder_in_a_published_layout_drafts_what_it_was_written_from(
     assert output == alone.tolist()
     assert trees == run(target, drafter)[1]
     assert any(len(tree[0][0]) > 1 for tree in trees)
-    for change in case.misread:
+
+    # A target that says what the drafter expects: read the other way round, its drafts fall towards chance, which is
+    # what a drafter of other weights gets.
+    text = scripted(target, drafter)
+    right = accepted(target, drafter, text)
+    assert accepted(target, loaded, text) == right
+    unrelated = case.make(target, **copy.deepcopy(case.ours), seed=7)
+    unrelated.set_options(**{option: getattr(drafter, option) for option in drafter.option_names})
+    assert accepted(target, unrelated, text) < right / 6
+    for change in case.slight:
         assert run(target, misread(drafter, change))[1] != trees, f"reading it as {change} goes unnoticed"
+    for change in case.misread:
+        wrong = accepted(target, misread(drafter, change), text)
+        assert wrong < right / 2, f"read as {change}, {wrong:.2f} drafts are accepted, of {right:.2f}"
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,23 @@ def test_file_that_arrives_incomplete_raises(hub: LoopbackHub, folder: Path) -> 
     load_drafter("owner/drafter")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_file_whose_hash_does_not_match_raises_and_is_not_kept(
+    hub: LoopbackHub, folder: Path, name: str, drafter: DFlashDrafter
+) -> None:
+    hub.add("owner/drafter", folder)
+    hub.altered.add(name)
+    message = (
+        rf"{name} arrived with the hash \w+..., but the Hub has it as \w+...: it was damaged or changed on the way"
+    )
+    with pytest.raises(OSError, match=message):
+        load_drafter("owner/drafter")
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    assert not [file for file in cache.rglob("*") if file.name == name]
+    hub.altered.clear()
+    assert same_weights(load_drafter("owner/drafter"), drafter)
+
+
 def test_cached_repo_loads_offline(hub: LoopbackHub, folder: Path, offline: Any) -> None:
     hub.add("owner/drafter", folder)
     online = load_drafter("owner/drafter")

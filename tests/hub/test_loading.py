@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from hf_specdec import load_drafter
+from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer
@@ -379,7 +380,16 @@ def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder:
         ({"architectures": ["DFlashLagunaForCausalLM"], "dflash_config": {}}, "Laguna DFlash"),
         ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
         ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 256, "enable_confidence_head": True}, "DSpark"),
-        ({"architectures": ["DominoDraftModel"], "dflash_config": {}}, "DSpark"),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": {}}, "Domino"),
+        ({"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}, "speculators dflash2"),
+        ({"speculators_model_type": "mtp"}, "speculators mtp"),
+        ({"speculators_model_type": "eagle"}, "speculators eagle"),
+        ({"model_type": "muse_glimmer_assistant", "block_size": 16}, "transformers assistant"),
+        ({"model_type": "gemma4_unified_assistant"}, "transformers assistant"),
+        ({"dflash_config": {"conv_kernel_size": 2}}, "DFlash 2"),
+        ({"architectures": ["Lfm2DSparkDraftModel"]}, "DSpark"),
+        ({"architectures": ["MTPDraftModel"], "model_type": "qwen3"}, "multi-token prediction"),
+        ({"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 5}, r"Medusa \(vLLM\)"),
         ({"architectures": ["Gemma4Eagle3Model"], "draft_vocab_size": 9}, "DeepSpec EAGLE-3 for Gemma 4"),
         ({"architectures": ["PEagleDraftModel"], "draft_vocab_size": 9, "num_hidden_layers": 1}, "P-EAGLE"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "EAGLE-3 with multi-head latent attention"),
@@ -387,9 +397,10 @@ def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder:
 )
 def test_known_foreign_format_raises_with_its_name(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    message = f"holds a drafter in the {kind} format, which load_drafter does not read yet. Formats loaded: "
+    message = f"holds a drafter in the {kind} format, which load_drafter does not read yet: it needs .*Formats loaded: "
     with pytest.raises(ValueError, match=message):
         load_drafter(tmp_path)
+    assert re.search(message, inspect_drafter(tmp_path).problems[0])
 
 
 # Configs that make no sense.

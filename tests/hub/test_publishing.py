@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.card import MARKER
+from hf_specdec.drafters.custom_generate import CODE_FILE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.targets import one_prompt
@@ -210,7 +211,8 @@ def test_pushed_drafter_loads_and_drafts_the_same(
     commit = drafter.push_to_hub("me/drafter", token=TOKEN, license="apache-2.0", tags=["code"])
     assert commit.oid == hub.repos["me/drafter"].branches["main"]
     files = hub.repos["me/drafter"].files()
-    assert set(files) == {"README.md", "config.json", "measurements.json", "model.safetensors", "training.json"}
+    records = {"measurements.json", "training.json"}
+    assert set(files) == {"README.md", "config.json", "model.safetensors", CODE_FILE, *records}
     card = ModelCard(files["README.md"].decode())
     assert card.data.base_model == "owner/target"
     assert card.data.license == "apache-2.0"
@@ -243,7 +245,7 @@ def test_pushing_leaves_no_shards_of_an_earlier_push(hub: LoopbackHub, drafter: 
     drafter.push_to_hub("me/drafter", token=TOKEN, max_shard_size="20KB")
     assert "model.safetensors.index.json" in hub.repos["me/drafter"].files()
     drafter.push_to_hub("me/drafter", token=TOKEN)
-    assert set(hub.repos["me/drafter"].files()) == {"README.md", "config.json", "model.safetensors"}
+    assert set(hub.repos["me/drafter"].files()) == {"README.md", "config.json", "model.safetensors", CODE_FILE}
 
 
 def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
@@ -253,6 +255,32 @@ def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlash
     assert "model.safetensors" in repo.files("trial")
     assert not repo.files("main")
     assert b'load_drafter("me/drafter", target)' in repo.files("trial")["README.md"]
+
+
+def test_tag_names_the_pushed_commit(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
+    first = drafter.push_to_hub("me/drafter", token=TOKEN, tag="v1")
+    drafter.fc.weight.data.zero_()
+    drafter.push_to_hub("me/drafter", token=TOKEN, tag="v2")
+    assert hub.repos["me/drafter"].tags["v1"] == first.oid
+    assert load_drafter("me/drafter", revision="v1").fc.weight.any()
+    assert not load_drafter("me/drafter", revision="v2").fc.weight.any()
+    with pytest.raises(OSError, match="uploaded to 'me/drafter' as commit .*, but the tag 'v1' is there already"):
+        drafter.push_to_hub("me/drafter", token=TOKEN, tag="v1")
+    assert hub.repos["me/drafter"].tags["v1"] == first.oid
+
+
+def test_interrupted_upload_leaves_the_repo_as_it_was_and_can_be_repeated(
+    hub: LoopbackHub, drafter: DFlashDrafter
+) -> None:
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    before = hub.repos["me/drafter"].files()
+    drafter.fc.weight.data.zero_()
+    hub.hang_up_at = ["/commit/"]
+    with pytest.raises(OSError, match="Cannot publish to 'me/drafter': the Hub cannot be reached"):
+        drafter.push_to_hub("me/drafter", token=TOKEN)
+    assert hub.repos["me/drafter"].files() == before
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    assert not load_drafter("me/drafter").fc.weight.any()
 
 
 def test_saving_with_push_to_hub(hub: LoopbackHub, drafter: DFlashDrafter, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Plain language models as drafters: any causal LM with the target's vocabulary, drafting chains or trees."""
 
 from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter
-from hf_specdec.drafters.causal_lm.loading import is_causal_lm, load
+from hf_specdec.drafters.causal_lm.loading import load
 from hf_specdec.drafters.registry import register_family
 
 __all__ = ["CausalLMDrafter"]
 
-register_family("causal_lm", drafter=CausalLMDrafter, recognises=is_causal_lm, load=load, last_resort=True)
+register_family("causal_lm", drafter=CausalLMDrafter, load=load)

@@ -21,7 +21,9 @@ from transformers import GenerationConfig
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 
 logger = logging.getLogger(__name__)
@@ -181,6 +183,13 @@ class ChainGenerator(DraftModelGenerator):
             draft_probs=torch.stack(laws, dim=1).to(home) if laws else None,
         )
 
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        probs = None
+        if tree.draft_probs is not None:
+            drawn = tree.draft_probs.gather(-1, tree.token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            probs = torch.nn.functional.pad(drawn, (1, 0), value=1.0)
+        return NodeNotes(probs, tree.depths)  # a forward per token
+
     def _chain(self, token_ids: Tensor) -> DraftTree:
         """The chain of these tokens; its structure is cut from one that is made once per call."""
         batch, nodes = token_ids.shape
@@ -218,6 +227,7 @@ class TreeGenerator(DraftModelGenerator):
         self.width = width
         # Per row and node of the tree handed out, where the draft model's cache holds it; -1 for what it has not run.
         self.places: list[list[int]] = []
+        self.drafted: list[list[float]] = []  # log-probability of the path to each node of the latest tree
 
     def keep_accepted(self, outcome: RoundOutcome) -> None:
         assert outcome.path is not None
@@ -268,15 +278,25 @@ class TreeGenerator(DraftModelGenerator):
             partial = DraftTree.from_lists(held_ids, held_parents, device=logits.device)
             logits = self.drafter.verify(partial, root_positions, first=first).logits
             self.drafter.cache.hold(width)
+        context.lap("draft")
         kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
         self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
         home = context.root_ids.device
-        return DraftTree.from_lists(
+        tree = DraftTree.from_lists(
             [[row.token_ids[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)],
             [row.parents_among(nodes) for row, nodes in zip(rows, kept, strict=True)],
             finite=torch.tensor([row.finite for row in rows], device=home),
             device=home,
         )
+        context.lap("tree")
+        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
+        return tree
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        if tree.num_nodes == 1:  # nothing was drafted
+            return None
+        scores = torch.tensor([(row + [0.0] * tree.num_nodes)[: tree.num_nodes] for row in self.drafted])
+        return path_notes(tree, scores.to(tree.token_ids.device), tree.depths)  # a forward per level
 
 
 class Expansion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +13,10 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 from hf_specdec.drafters.fingerprint import first_difference, tokenizer_at_hand
+from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
@@ -23,7 +24,7 @@ MAX_TREE_BUDGET = 1024
 MAX_DEPTH = 256
 
 
-class CausalLMDrafter(Drafter):
+class CausalLMDrafter(PublishedDrafter):
     """A plain causal language model as drafter: speculative sampling as it was first published, and its tree.
 
     Nothing is trained for it; any model of the target's vocabulary will do, and the more often it says what the target
@@ -49,6 +50,7 @@ class CausalLMDrafter(Drafter):
         entropy_weight: of the entropy (nats) in that bound.
     """
 
+    fits = "It can draft for any target of the same vocabulary; the one it was trained for accepts most."
     option_names: ClassVar[tuple[str, ...]] = (
         "method",
         "max_depth",
@@ -94,8 +96,42 @@ class CausalLMDrafter(Drafter):
         return self
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Saves the draft model as the plain language model it is; `load_drafter` reads it back."""
+        """Saves the draft model as the plain language model it is, with records and card; `load_drafter` reads it."""
         self.model.save_pretrained(save_directory, **kwargs)
+        self.write_records(save_directory)
+
+    def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
+        self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+    @property
+    def target_name_or_path(self) -> str | None:
+        return (self.training_record or {}).get("target")
+
+    @property
+    def target_revision(self) -> str | None:
+        return (self.training_record or {}).get("target_revision")
+
+    def count_parameters(self) -> int:
+        return self.model.num_parameters()
+
+    def card_summary(self) -> str:
+        return (
+            "A plain language model as drafter: it drafts token by token, either the likeliest tree "
+            '(`method="causal_lm_tree"`, the default) or one chain (`method="causal_lm_chain"`).'
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.model.config.get_text_config(decoder=True)
+        return {
+            "Method": self.method,
+            "Model": f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size "
+            f"{config.hidden_size}",
+            "Vocabulary": str(self.model.get_input_embeddings().num_embeddings),
+        }
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return METHODS
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         drafter = TargetModel(self.model)

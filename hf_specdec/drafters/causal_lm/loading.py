@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,8 +33,13 @@ def load(config: dict[str, Any], name: str, folder: Path | None, dtype: torch.dt
         dtype: of the weights; None for the stored one.
 
     Raises:
-        ValueError: the weights are not those of the model that the config describes.
+        ValueError: transformers knows no such model, or the weights are not those that the config describes.
     """
+    if not is_causal_lm(config):
+        raise ValueError(
+            f"transformers {transformers.__version__} has no language model of architectures "
+            f"{config.get('architectures')!r} and model_type {config.get('model_type')!r}."
+        )
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     parsed.name_or_path = name
     if folder is None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import BlockMarginals
+from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 
 
 class DDTreeGenerator(TreeCandidateGenerator):
@@ -34,14 +35,21 @@ class DDTreeGenerator(TreeCandidateGenerator):
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         self.source = source
         self.tree_budget = tree_budget
+        self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:
-        logits = self.source.marginals(context)
+        logits = self.logits = self.source.marginals(context)
+        context.lap("draft")
         build = heap_tree if logits.device.type == "cpu" else level_tree
-        return build(context.root_ids, logits, self.tree_budget)
+        tree = build(context.root_ids, logits, self.tree_budget)
+        context.lap("tree")
+        return tree
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        return marginal_notes(tree, self.logits)
 
 
 def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
@@ -67,42 +75,52 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         logits: [batch, depth, vocab] float32, on the CPU.
         budget: most drafted nodes.
     """
-    logprobs, ranked_ids = (ranked.tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
+    # NumPy makes lists ten times quicker than torch.
+    logprobs, ranked_ids = (ranked.numpy().tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
     depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     # Lists and look-ups throughout: on a CPU each small tensor operation costs more than a node does.
-    token_ids = [[root] * nodes for root in root_ids.tolist()]  # padding repeats the root
-    batch = len(token_ids)
-    parents = [[-1] + [0] * (nodes - 1) for _ in range(batch)]
-    depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]
-    children: list[dict[tuple[int, int], int]] = [{} for _ in range(batch)]
-    mask = _only_roots(batch, nodes).copy()
+    roots = root_ids.tolist()
+    batch = len(roots)
+    token_ids = [[root] * nodes for root in roots]  # padding repeats the root, below the root
+    parents = [[-1] + [0] * (nodes - 1) for _ in roots]
+    depths = [[0] + [1] * (nodes - 1) for _ in roots]
+    children: list[dict[tuple[int, int], int]] = [{} for _ in roots]
+    mask = _roots_and_selves(batch, nodes).copy()
     finite = [all(math.isfinite(level[0]) for level in row) for row in logprobs]
     for row in range(batch):
         if finite[row]:
             _best_first(
                 logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row]
             )
-    index = np.arange(nodes)
-    valid = index <= np.array([[len(known)] for known in children])
+    columns = np.array([token_ids, parents, depths])
+    sizes = [1 + len(known) for known in children]
     return DraftTree(
-        token_ids=torch.from_numpy(np.array(token_ids)),
-        parents=torch.from_numpy(np.array(parents)),
-        depths=torch.from_numpy(np.array(depths)),
+        token_ids=torch.from_numpy(columns[0]),
+        parents=torch.from_numpy(columns[1]),
+        depths=torch.from_numpy(columns[2]),
         ancestor_mask=torch.from_numpy(mask),
-        valid=torch.from_numpy(valid),
+        valid=_first_nodes(tuple(sizes), nodes),
         max_depth=depth,
-        finite=torch.from_numpy(np.array(finite)),
+        finite=None if all(finite) else torch.tensor(finite),
         children=children,
     )
 
 
 @functools.lru_cache(maxsize=16)
-def _only_roots(batch: int, nodes: int) -> np.ndarray:
-    """[batch, nodes, nodes] bool: every node sees the root and nothing else."""
+def _roots_and_selves(batch: int, nodes: int) -> np.ndarray:
+    """[batch, nodes, nodes] bool: every node sees the root and itself."""
     mask = np.zeros((batch, nodes, nodes), dtype=bool)
     mask[:, :, 0] = True
+    mask[:, range(nodes), range(nodes)] = True
     return mask
+
+
+@functools.lru_cache(maxsize=16)  # nearly always all of them
+def _first_nodes(sizes: tuple[int, ...], nodes: int) -> Tensor:
+    """[batch, nodes] bool: True for the first `sizes[row]` nodes."""
+    with torch.inference_mode(False):  # it outlives the call
+        return torch.arange(nodes) < torch.tensor(sizes).unsqueeze(1)
 
 
 def _best_first(
@@ -116,24 +134,26 @@ def _best_first(
 ) -> None:
     """Fills one row of a tree, node by node in order of probability."""
     levels, ranks = len(logprobs), len(logprobs[0])
+    push, pop = heapq.heappush, heapq.heappop
     # (minus the score, rank tuple, parent node, score of the parent): the tuple orders prefixes of equal score.
     heap: list[tuple[float, tuple[int, ...], int, float]] = [(-logprobs[0][0], (0,), 0, 0.0)]
     for node in range(1, len(parents)):
         if not heap:
             return
-        negative, ranked, parent, above = heapq.heappop(heap)
+        negative, ranked, parent, above = pop(heap)
         if negative == math.inf:
             return
-        level, rank = len(ranked) - 1, ranked[-1]
-        token = ranked_ids[level][rank]
-        token_ids[node], parents[node], depths[node] = token, parent, level + 1
-        mask[node] = mask[parent]
-        mask[node, node] = True
+        depth, rank = len(ranked), ranked[-1]
+        scores = logprobs[depth - 1]
+        token_ids[node] = token = ranked_ids[depth - 1][rank]
+        parents[node], depths[node] = parent, depth
+        if parent:
+            mask[node, :node] = mask[parent, :node]
         children[parent, token] = node
         if rank + 1 < ranks:
-            heapq.heappush(heap, (-(above + logprobs[level][rank + 1]), (*ranked[:-1], rank + 1), parent, above))
-        if level + 1 < levels:
-            heapq.heappush(heap, (negative - logprobs[level + 1][0], (*ranked, 0), node, -negative))
+            push(heap, (-(above + scores[rank + 1]), (*ranked[:-1], rank + 1), parent, above))
+        if depth < levels:
+            push(heap, (negative - logprobs[depth][0], (*ranked, 0), node, -negative))
 
 
 def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:

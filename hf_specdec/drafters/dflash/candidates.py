@@ -8,8 +8,9 @@ from torch import Tensor
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import BlockMarginals
+from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 
 
@@ -28,6 +29,7 @@ class DFlashMarginals(BlockMarginals):
         self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
+        self.empty_slots = torch.full((self.block_size - 1,), own.mask_token_id, device=self.device)
         self.layer_kinds = [
             (drafter.config.window(layer), drafter.config.block_is_causal(layer))
             for layer in range(drafter.config.num_hidden_layers)
@@ -53,8 +55,8 @@ class DFlashMarginals(BlockMarginals):
             )  # fmt: skip
         self.cache.reserve(new + self.block_size)
 
-        block_ids = context.root_ids.new_full((batch, self.block_size), config.mask_token_id)
-        block_ids[:, 0] = context.root_ids
+        roots = context.root_ids.unsqueeze(1)
+        block_ids = torch.cat([roots, self.empty_slots.to(roots.device).expand(batch, -1)], dim=1)
         block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
         positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
         logits = self.drafter(
@@ -73,7 +75,7 @@ class DFlashMarginals(BlockMarginals):
             self.cache.commit_first(pending.num_committed)
         self.pending = None
         # The mask may be an id that the target can emit; a draft of it would be a guess about nothing.
-        logits[..., config.mask_token_id] = -torch.inf
+        logits.select(-1, config.mask_token_id).fill_(-torch.inf)
         return logits
 
     def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:
@@ -111,16 +113,23 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
+        self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:
-        logits = self.source.marginals(context)
+        logits = self.logits = self.source.marginals(context)
+        context.lap("draft")
         best, token_ids = logits.max(-1)
         # NaN and +inf both show in the maximum; -inf everywhere leaves nothing to draft.
         finite = best.isfinite().all(-1)
         root_ids = context.root_ids.unsqueeze(1)
         valid = finite.unsqueeze(1).expand(-1, token_ids.shape[1] + 1).clone()
         valid[:, 0] = True
-        return DraftTree.chain(torch.cat([root_ids, token_ids.to(root_ids.device)], 1), valid=valid, finite=finite)
+        tree = DraftTree.chain(torch.cat([root_ids, token_ids.to(root_ids.device)], 1), valid=valid, finite=finite)
+        context.lap("tree")
+        return tree
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        return marginal_notes(tree, self.logits)

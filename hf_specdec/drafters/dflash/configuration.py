@@ -217,8 +217,3 @@ _OPTIONAL = (
 
 def _legacy_rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
-
-
-def is_dflash(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is of the z-lab DFlash layout; its `model_type` says nothing."""
-    return "dflash_config" in config or any(name.startswith("DFlash") for name in config.get("architectures") or ())

@@ -174,6 +174,10 @@ class DFlashDrafter(PretrainedDrafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
+
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 
 
@@ -34,6 +36,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         self.embeddings: nn.Module = drafter.embed_tokens if own else target.model.get_input_embeddings()
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
+        self.path_logprobs: Tensor  # [batch, nodes], of the latest tree
         # [batch, hidden], the drafter's output at each row's last pair.
         self.last_outputs: Tensor | None = None
 
@@ -47,6 +50,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         tree = self._grow(outputs, context)
         assert self.cache is not None
         self.cache.rollback(self.cache.row_lengths)  # the nodes of the tree
+        context.lap("tree")
         return tree
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -164,16 +168,21 @@ class Eagle3Generator(TreeCandidateGenerator):
             states = drafter.recurrent(outputs)[rows, above]
             block = torch.cat([block[rows, above], itself], dim=-1)
             start += width * width
-        return _best_tree(
+        context.lap("draft")
+        tree, self.path_logprobs = _best_tree(
             root_ids, torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite, self.depth,
             self.tree_budget,
         )  # fmt: skip
+        return tree
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        return path_notes(tree, self.path_logprobs, tree.depths)  # a forward per level
 
 
 def _best_tree(
     root_ids: Tensor, scores: Tensor, token_ids: Tensor, parents: Tensor, finite: Tensor, depth: int, budget: int
-) -> DraftTree:
-    """The tree of the likeliest candidates.
+) -> tuple[DraftTree, Tensor]:
+    """The tree of the likeliest candidates, and the scores of its nodes [batch, nodes], 0 at the root.
 
     Args:
         root_ids: [batch] int64.
@@ -194,10 +203,11 @@ def _best_tree(
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
     valid = finite.unsqueeze(1).expand(-1, kept + 1).clone()
     valid[:, 0] = True
-    return DraftTree.from_parents(
+    tree = DraftTree.from_parents(
         torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
         nn.functional.pad(node_parents, (1, 0), value=-1),
         max_depth=depth,
         valid=valid,
         finite=finite,
     )
+    return tree, nn.functional.pad(scores.gather(1, best), (1, 0))

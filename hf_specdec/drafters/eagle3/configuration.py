@@ -108,8 +108,3 @@ class Eagle3Config(LlamaConfig):
     def maps_vocabulary(self) -> bool:
         """Whether draft ids differ from target ids."""
         return self.draft_vocab_size != self.vocab_size
-
-
-def is_eagle3(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is what `Eagle3Drafter.save_pretrained` writes; foreign layouts are in `hub/formats/`."""
-    return config.get("model_type") == Eagle3Config.model_type

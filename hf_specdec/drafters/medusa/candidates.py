@@ -1,12 +1,21 @@
-"""Medusa in one `generate` call: remembers each row's last target state, and asks the heads about it once a round."""
+"""Medusa in one `generate` call: remembers each row's last target state, and asks the heads about it once a round.
+
+What is made of the heads' answers is either another method's business (`ddtree`: the likeliest paths of this round) or
+the paper's static tree, whose shape is the same in every round. Source: Medusa, arXiv 2401.10774, Sections 2.1.2 (tree
+attention) and 2.3.3 (optimised tree construction).
+"""
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 
@@ -37,3 +46,66 @@ class MedusaMarginals(BlockMarginals):
         assert self.last_states is not None, "draft() before the prefill was observed"
         states = self.last_states.to(device=self.drafter.device, dtype=self.drafter.dtype)
         return self.drafter(states, self.lm_head)
+
+
+class StaticTreeGenerator(TreeCandidateGenerator):
+    """Fills a tree of fixed shape with the heads' guesses: node (i1, ..., ik) has guess number ik of head k.
+
+    Args:
+        source: gives the guesses of each round.
+        paths: ranks from the root to each node, a parent before its children, as `static_tree` gives them.
+    """
+
+    def __init__(self, source: MedusaMarginals, paths: Sequence[tuple[int, ...]]) -> None:
+        self.source = source
+        nodes = {path: node for node, path in enumerate([(), *paths])}
+        self.parents = torch.tensor([-1, *(nodes[path[:-1]] for path in paths)])
+        self.levels = torch.tensor([len(path) - 1 for path in paths])
+        self.ranks = torch.tensor([path[-1] for path in paths])
+        self.depth = max(map(len, paths))
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        logits = self.source.marginals(context)
+        batch = len(logits)
+        best, token_ids = logits.topk(int(self.ranks.max()) + 1, dim=-1)
+        finite = best[..., 0].isfinite().all(-1)
+        device = logits.device
+        drafted = token_ids[:, self.levels.to(device), self.ranks.to(device)]
+        valid = finite.unsqueeze(1).expand(-1, len(self.parents)).clone()
+        valid[:, 0] = True
+        return DraftTree.from_parents(
+            torch.cat([context.root_ids.to(device).unsqueeze(1), drafted], dim=1),
+            self.parents.to(device).expand(batch, -1),
+            self.depth,
+            valid=valid,
+            finite=finite,
+        )
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.source.observe(outcome)
+
+
+def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:
+    """The tree with the most expected accepted tokens, if guesses are right independently of each other.
+
+    A path's chance is the product of its guesses' accuracies; the likeliest `budget` paths are the tree, found by
+    adding the likeliest one that extends what is there. Medusa, Section 2.3.3.
+
+    Args:
+        accuracies: [heads][ranks], how often guess number `rank` (from 0) of a head is right; falling in `rank`.
+        budget: nodes, root not counted.
+
+    Example:
+        >>> static_tree([[0.6, 0.3], [0.5, 0.1]], 4)
+        [(0,), (0, 0), (1,), (1, 0)]
+    """
+    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][rank], (rank,)) for rank in range(len(accuracies[0]))]
+    heapq.heapify(heap)
+    paths: list[tuple[int, ...]] = []
+    while heap and len(paths) < budget:
+        chance, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[len(path)]):
+                heapq.heappush(heap, (chance * accuracy, (*path, rank)))
+    return paths

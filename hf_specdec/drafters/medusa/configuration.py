@@ -57,8 +57,3 @@ class MedusaConfig(PreTrainedConfig):
             value = getattr(self, field)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{field} is {value!r}; it must be an integer of at least {least}.")
-
-
-def is_medusa(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is what `MedusaDrafter.save_pretrained` writes."""
-    return config.get("model_type") == MedusaConfig.model_type

@@ -19,6 +19,8 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
 
 MAX_TREE_BUDGET = 1024
+STATIC_TREE = "static_tree"
+ASSUMED_RANKS = 10  # guesses of a head that the static tree considers where no accuracies were measured
 
 
 class MedusaBlock(nn.Module):
@@ -47,8 +49,11 @@ class MedusaDrafter(PretrainedDrafter):
     """Medusa-1 heads as a drafter: the target stays as it is, each head predicts one place.
 
     Drafting options:
-        method: `"ddtree"` (default), or any other method that drafts from per-position marginals.
+        method: `"ddtree"` (default), or any other method that drafts from per-position marginals; `"static_tree"` for
+            the paper's tree, whose shape is the same in every round.
         tree_budget: most drafted nodes of a tree, root not counted.
+        rank_accuracies: [heads][ranks], how often each guess of each head is right, from which the static tree is
+            built; None for an assumption. `rank_accuracies(...)` measures it.
 
     Relation to its siblings: like `dflash` it predicts all places at once, but from a single target state and without
     seeing the root, the token that the target has just chosen; that is why its marginals are flatter.
@@ -58,7 +63,7 @@ class MedusaDrafter(PretrainedDrafter):
     config: MedusaConfig
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["MedusaHead"]
-    option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget")
+    option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget", "rank_accuracies")
 
     def __init__(self, config: MedusaConfig) -> None:
         config.check()
@@ -66,6 +71,7 @@ class MedusaDrafter(PretrainedDrafter):
         self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
         self.method = "ddtree"
         self.tree_budget = 63
+        self.rank_accuracies: list[list[float]] | None = None
         self.post_init()
 
     def forward(self, states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
@@ -91,9 +97,19 @@ class MedusaDrafter(PretrainedDrafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return (model.config.get_text_config(decoder=True).num_hidden_layers,)  # after the final norm
 
-    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.medusa.candidates import MedusaMarginals
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
 
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, static_tree
+
+        if self.method == STATIC_TREE:
+            heads = range(self.config.medusa_num_heads)
+            ranks = range(min(ASSUMED_RANKS, target.model.get_input_embeddings().num_embeddings))
+            assumed = [[0.6 * 0.8**head * 0.4**rank for rank in ranks] for head in heads]
+            paths = static_tree(self.rank_accuracies or assumed, self.tree_budget)
+            return StaticTreeGenerator(MedusaMarginals(self, target), paths)
         return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self)
 
     def card_summary(self) -> str:
@@ -112,8 +128,17 @@ class MedusaDrafter(PretrainedDrafter):
         }
 
     def check_options(self) -> None:
-        if self.method not in MARGINAL_METHODS:
-            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        if self.method not in (*MARGINAL_METHODS, STATIC_TREE):
+            raise unknown_name("method", self.method, [*MARGINAL_METHODS, STATIC_TREE])
+        rates = self.rank_accuracies
+        if rates is not None and not (
+            1 <= len(rates) <= self.config.medusa_num_heads
+            and all(head and all(0 <= rate <= 1 for rate in head) for head in rates)
+        ):
+            raise ValueError(
+                f"rank_accuracies={rates!r} must be a list of shares from 0 to 1 for each of at most "
+                f"{self.config.medusa_num_heads} heads, or None."
+            )
         if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
             raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
 
@@ -135,3 +160,28 @@ class MedusaDrafter(PretrainedDrafter):
                 f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
                 f"{target_name!r} has {vocab} embeddings. {way_out}"
             )
+
+
+@torch.no_grad()
+def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: Tensor, ranks: int = 10) -> Tensor:
+    """How often each guess of each head is right on a text, for `drafter.rank_accuracies = ....tolist()`.
+
+    Args:
+        drafter: the heads.
+        model: their target.
+        input_ids: [batch, seq] int64 without padding; longer than there are heads. Text of the target's own is best.
+        ranks: guesses of each head to look at.
+
+    Returns:
+        [heads, ranks] float32, shares of the positions. Medusa, arXiv 2401.10774, Section 2.3.3.
+    """
+    states = model.get_decoder()(input_ids).last_hidden_state.to(device=drafter.device, dtype=drafter.dtype)
+    batch, seq, hidden = states.shape
+    logits = drafter(states.reshape(-1, hidden), model.get_output_embeddings()).unflatten(0, (batch, seq))
+    found = []
+    for head in range(drafter.config.medusa_num_heads):
+        ahead = head + 2  # the target's own head says the next token
+        guesses = logits[:, : seq - ahead, head].topk(ranks, dim=-1).indices
+        right = guesses == input_ids[:, ahead:].unsqueeze(-1).to(guesses.device)
+        found.append(right.float().mean((0, 1)))
+    return torch.stack(found)

@@ -16,7 +16,9 @@ from torch import Tensor
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, count_up
+from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.tree import Array, Nodes, Reading, Shape, Starts, attach, choose_starts, cut, frozen
 
@@ -110,10 +112,19 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
         nodes, finite = self.grow(context)
+        context.lap("draft")
         depth = self.num_blocks * self.slots
         tree, kept = cut(nodes, self.shape.tree_budget, depth, merge=self.merge, finite=finite)
         self.tree = tree, nodes, kept
-        return _on(tree, context.root_ids.device)
+        tree = _on(tree, context.root_ids.device)
+        context.lap("tree")
+        return tree
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        assert self.tree is not None
+        _, nodes, kept = self.tree
+        scores, numbers = self._tensor(nodes.scores), self._tensor(kept)
+        return path_notes(tree, scores.gather(1, numbers), self._tensor(nodes.forwards(kept)))
 
     def grow(self, context: DraftContext) -> tuple[Nodes, Array]:
         """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""

@@ -170,9 +170,3 @@ def default_target_layer_ids(num_target_layers: int) -> list[int]:
     # Targets of a few layers only occur in tests; they have no three such layers.
     places = (2, num_target_layers // 2, num_target_layers - 3)
     return [min(max(1, place), num_target_layers) - 1 for place in places]
-
-
-def is_specblock(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is of the SpecBlock layout; its `model_type` says nothing."""
-    named = any("SpecBlock" in name for name in config.get("architectures") or ())
-    return named or "diffspec_draft_token_num" in config

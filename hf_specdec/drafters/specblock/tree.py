@@ -141,6 +141,15 @@ class Nodes:
     def count(self) -> int:
         return int(self.token_ids.shape[1])
 
+    def forwards(self, numbers: Array) -> Array:
+        """Which forward of the round drafted each of some nodes, any shape, counted from 1; 0 for the root."""
+        states = (numbers - 1) // self.shape.width
+        made, ends = (states >= 0) * 1, 0
+        for starts in self.starts[:-1]:
+            ends += starts * self.shape.slots
+            made = made + (states >= ends) * 1
+        return made
+
     def place_of(self, node: int) -> tuple[int, int]:
         """The block that drafted a node other than the root, and the slot there, counted over all its starts."""
         state = (node - 1) // self.shape.width

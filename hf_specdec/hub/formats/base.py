@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from hf_specdec.hub.files import StoredTensor
 
+if TYPE_CHECKING:  # a checkpoint is told by its config and headers alone, without torch
+    from torch import Tensor
+
 Config = dict[str, Any]
 Headers = Mapping[str, StoredTensor]
+Shapes = dict[str, tuple[int, ...]]
+
+# Rotary tables follow from the config; some savers write them.
+ROTARY = r"rotary_emb\.inv_freq$"
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Format:
             the field, if the checkpoint makes no sense.
         pickles: files that may hold the weights where there are no safetensors; opened with `weights_only` alone.
         check: looks at the loaded tensors, those left out included; raises ValueError or warns.
+        shapes: every tensor that a drafter of these fields (ours) has, as the network in `drafters/` makes it; for
+            `inspect_drafter`, which has no network at hand. None for plain language models.
+        training: what is known of how all drafters of this layout were trained, as in a training record.
     """
 
     name: str
@@ -48,11 +56,13 @@ class Format:
     read: Callable[[Config, Headers | None], Reading | None]
     pickles: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None
+    shapes: Callable[[Config], Shapes] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 def as_it_is(fields: Config, stored: Headers | None) -> Reading:
-    """The reading of a family's own layout."""
-    return Reading(fields, {name: name for name in stored or ()})
+    """The reading of a layout whose fields and names are ours."""
+    return Reading(fields, {name: name for name in stored or () if not re.search(ROTARY, name)})
 
 
 # What a decoder layer is made of; anything else in a foreign config is either read by name or means nothing to us.
@@ -75,7 +85,36 @@ _SHAPE = (
     "max_window_layers",
     "layer_types",
 )
-_DECODERS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+# What Llama and Qwen3 configs mean by leaving a field out: the defaults of transformers' config classes.
+_DEFAULTS: dict[str, Config] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+        "attention_bias": False,
+    },
+}
 
 
 def decoder_shape(fields: Config, model_type: str | None = None) -> Config:
@@ -86,17 +125,51 @@ def decoder_shape(fields: Config, model_type: str | None = None) -> Config:
         model_type: "llama" or "qwen3"; what the config says where None.
 
     Raises:
-        ValueError: a decoder of another kind.
+        ValueError: a decoder of another kind, or a size that is no number.
     """
-    model_type = fields.get("model_type", "llama") if model_type is None else model_type
-    if model_type not in _DECODERS:
-        raise ValueError(f"model_type of the draft layers is {model_type!r}; known are {sorted(_DECODERS)}.")
-    given = {name: fields[name] for name in _SHAPE if fields.get(name) is not None}
-    config = _DECODERS[model_type](**given)
-    shape = {name: getattr(config, name) for name in _SHAPE if hasattr(config, name)}
-    if "layer_types" in given and "sliding_window" in given:
-        shape["sliding_window"] = given["sliding_window"]  # Qwen3's own config drops it without use_sliding_window
+    shape = with_defaults(fields, fields.get("model_type", "llama") if model_type is None else model_type)
     return shape | {"rope_parameters": rope_parameters(fields), "tie_word_embeddings": False}
+
+
+def with_defaults(fields: Config, model_type: str) -> Config:
+    """The fields that shape a decoder, completed as the config class of `model_type` completes them."""
+    if model_type not in _DEFAULTS:
+        raise ValueError(f"model_type of the draft layers is {model_type!r}; known are {sorted(_DEFAULTS)}.")
+    shape = _DEFAULTS[model_type] | {name: fields[name] for name in _SHAPE if fields.get(name) is not None}
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if type(shape[name]) is not int or shape[name] < 1:
+            raise ValueError(f"{name} is {shape[name]!r}; it must be a positive integer.")
+    shape.setdefault("num_key_value_heads", shape["num_attention_heads"])
+    shape.setdefault("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
+    return shape
+
+
+def attention_shapes(layer: str, shape: Config, in_size: int, *, biased: bool, normed: bool) -> Shapes:
+    """The tensors of one attention module named `layer`, with inputs `in_size` wide."""
+    heads, kv_heads = (shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    hidden = shape["hidden_size"]
+    found: Shapes = {
+        f"{layer}.q_proj.weight": (heads, in_size),
+        f"{layer}.k_proj.weight": (kv_heads, in_size),
+        f"{layer}.v_proj.weight": (kv_heads, in_size),
+        f"{layer}.o_proj.weight": (hidden, heads),
+    }
+    if biased:
+        outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": hidden}
+        found |= {f"{layer}.{name}.bias": (size,) for name, size in outputs.items()}
+    if normed:
+        found |= {f"{layer}.{name}.weight": (shape["head_dim"],) for name in ("q_norm", "k_norm")}
+    return found
+
+
+def mlp_shapes(layer: str, shape: Config) -> Shapes:
+    """The tensors of one SwiGLU module named `layer`."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    found: Shapes = {f"{layer}.{name}.weight": size for name, size in sizes.items()}
+    if shape.get("mlp_bias"):
+        found |= {f"{layer}.{name}.bias": (size[0],) for name, size in sizes.items()}
+    return found
 
 
 def rope_parameters(fields: Config) -> Config:

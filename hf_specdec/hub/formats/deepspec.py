@@ -7,8 +7,8 @@ say so. Both kinds bring embeddings and head. Source: shared facts on formats, s
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading
-from hf_specdec.hub.formats.eagle3 import eagle3_reading
+from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.eagle3 import eagle3_reading, eagle3_shapes
 
 
 def is_deepspec_dflash(fields: Config) -> bool:
@@ -56,5 +56,7 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours, stored)
 
 
-DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash)
-DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3)
+# What DeepSpec's README says of all of them.
+_TRAINING = {"chat_template": True, "thinking": False}
+DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash, shapes=dflash_shapes, training=_TRAINING)
+DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3, shapes=eagle3_shapes, training=_TRAINING)

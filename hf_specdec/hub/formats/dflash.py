@@ -1,13 +1,22 @@
-"""What the DFlash layouts beside z-lab's have in common: embeddings, head and vocabulary map may be the drafter's own.
+"""What the DFlash layouts have in common: which tensors there are.
 
-Source: shared facts on formats, sections 3.4 and 5.2. The layouts are in `speculators.py` and `deepspec.py`.
+In layouts other than z-lab's, embeddings, head and vocabulary map may be the drafter's own. Source: shared facts on
+formats, sections 1.4, 3.4 and 5.2. The layouts are in `zlab.py`, `speculators.py` and `deepspec.py`.
 """
 
 from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import Config, Headers, Reading
+from hf_specdec.hub.formats.base import (
+    Config,
+    Headers,
+    Reading,
+    Shapes,
+    attention_shapes,
+    mlp_shapes,
+    with_defaults,
+)
 
 _LEFT_OUT = re.compile(r"rotary_emb\.inv_freq$|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
 
@@ -33,3 +42,45 @@ def dflash_reading(fields: Config, block: Config, stored: Headers | None) -> Rea
     else:
         names.pop("d2t", None)  # the constructor's default: an identity map
     return Reading(fields | {"dflash_config": block}, names)
+
+
+def dflash_shapes(fields: Config) -> Shapes:
+    """The tensors of a `DFlashDrafter` whose config has these fields.
+
+    Raises:
+        ValueError: a field is missing that says how the drafter reads or fills its block.
+    """
+    _check(fields)
+    shape = with_defaults(fields, "qwen3")
+    block = fields.get("dflash_config") or {}
+    hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
+    draft_vocab = int(block.get("draft_vocab_size", vocab))
+    taps = len(block.get("target_layer_ids") or range(layers))
+    found: Shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in (f"layers.{index}" for index in range(layers)):
+        found |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        biased = bool(shape["attention_bias"])
+        found |= attention_shapes(f"{layer}.self_attn", shape, hidden, biased=biased, normed=True)
+        found |= mlp_shapes(f"{layer}.mlp", shape)
+    if block.get("own_embeddings"):
+        found["embed_tokens.weight"] = (vocab, hidden)
+    if block.get("own_head"):
+        found["lm_head.weight"] = (draft_vocab, hidden)
+    if draft_vocab != vocab:
+        found["d2t"] = (draft_vocab,)
+    return found
+
+
+def _check(fields: Config) -> None:
+    block = fields.get("dflash_config") or {}
+    for key, value in {
+        "block_size": block.get("block_size", fields.get("block_size")),
+        "dflash_config.mask_token_id": block.get("mask_token_id"),
+    }.items():
+        if type(value) is not int:
+            raise ValueError(f"{key} is {value!r}; it must be an integer.")
+    if not block.get("target_layer_ids") and fields.get("num_target_layers") is None:
+        raise ValueError(
+            "It has neither dflash_config.target_layer_ids nor num_target_layers, so the target layers it reads are "
+            "unknown; add one of them to its config.json."
+        )

@@ -9,11 +9,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from hf_specdec.hub.formats.base import (
+    Config,
+    Headers,
+    Reading,
+    Shapes,
+    attention_shapes,
+    mlp_shapes,
+    with_defaults,
+)
 
-from hf_specdec.hub.formats.base import Config, Headers, Reading
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Rotary tables follow from the config; the verifier's own weights linger in some speculators files.
 _LEFT_OUT = re.compile(r"rotary_emb\.inv_freq$|^verifier_lm_head\.weight$|^verifier_norm\.weight$|^t2d$")
@@ -59,6 +68,41 @@ def eagle3_reading(fields: Config, stored: Headers | None) -> Reading:
     return Reading(fields, names)
 
 
+def eagle3_shapes(fields: Config) -> Shapes:
+    """The tensors of an `Eagle3Drafter` whose config has these fields."""
+    shape = with_defaults({"num_hidden_layers": 1} | fields, "llama")
+    hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
+    draft_vocab = fields.get("draft_vocab_size") or vocab
+    target_hidden = fields.get("target_hidden_size") or hidden
+    taps = len(fields.get("target_layer_ids") or range(3))
+    found: Shapes = {
+        "fc.weight": (hidden, taps * target_hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
+    if fields.get("own_embeddings"):
+        found["embed_tokens.weight"] = (vocab, hidden)
+    if fields.get("norm_before_fc"):
+        found["input_norm.weight"] = (taps * target_hidden,)
+    if fields.get("fc_norm"):
+        found |= {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps)}
+    for index in range(layers):
+        layer = f"layers.{index}"
+        norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if index == 0 else [])]
+        found |= {f"{layer}.{norm}.weight": (hidden,) for norm in norms}
+        found |= attention_shapes(
+            f"{layer}.self_attn",
+            shape,
+            2 * hidden if index == 0 else hidden,
+            biased=bool(shape["attention_bias"]),
+            normed=bool(fields.get("qk_norm")),
+        )
+        found |= mlp_shapes(f"{layer}.mlp", shape)
+    if draft_vocab != vocab:
+        found["d2t"] = (draft_vocab,)
+    return found
+
+
 def check_vocabulary_maps(tensors: Mapping[str, Tensor], name: str) -> None:
     """Looks at the two vocabulary maps of a checkpoint.
 
@@ -84,9 +128,9 @@ def check_vocabulary_maps(tensors: Mapping[str, Tensor], name: str) -> None:
         return
     if t2d is None:
         return
-    reached = torch.arange(d2t.numel()) + d2t
-    if reached.tolist() != t2d.nonzero().flatten().tolist():
-        absolute = d2t.tolist() == t2d.nonzero().flatten().tolist()
+    offsets, marked = d2t.tolist(), t2d.nonzero().flatten().tolist()
+    if [index + offset for index, offset in enumerate(offsets)] != marked:
+        absolute = offsets == marked
         why = "d2t holds target ids, where offsets (target id minus draft id) belong" if absolute else "they disagree"
         raise ValueError(
             f"The vocabulary maps d2t and t2d of {name!r} do not name the same target ids: {why}. Save the drafter "

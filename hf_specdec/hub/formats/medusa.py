@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes
 
 _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
 
@@ -55,4 +55,17 @@ def read(fields: Config, stored: Headers | None) -> Reading | None:
     return Reading(ours, names)
 
 
-MEDUSA = Format("Medusa", "medusa", read, pickles=("medusa_lm_head.pt",))
+def medusa_shapes(fields: Config) -> Shapes:
+    """The tensors of a `MedusaDrafter` whose config has these fields."""
+    hidden, vocab = fields.get("hidden_size", 4096), fields.get("vocab_size", 32000)
+    found: Shapes = {}
+    for head in range(fields.get("medusa_num_heads", 5)):
+        for layer in range(fields.get("medusa_num_layers", 1)):
+            found[f"heads.{head}.blocks.{layer}.linear.weight"] = (hidden, hidden)
+            found[f"heads.{head}.blocks.{layer}.linear.bias"] = (hidden,)
+        if fields.get("own_head", True):
+            found[f"heads.{head}.lm_head.weight"] = (vocab, hidden)
+    return found
+
+
+MEDUSA = Format("Medusa", "medusa", read, pickles=("medusa_lm_head.pt",), shapes=medusa_shapes)

@@ -7,7 +7,7 @@ is named it is 10000. Source: shared facts on formats, section 4; SafeAILab/EAGL
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
 from hf_specdec.hub.formats.specforge import eagle_config
 
 
@@ -20,4 +20,11 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours | eagle_config(fields), stored)
 
 
-SAFEAILAB = Format("EAGLE-3 (SafeAILab)", "eagle3", read, pickles=("pytorch_model.bin",), check=check_vocabulary_maps)
+SAFEAILAB = Format(
+    "EAGLE-3 (SafeAILab)",
+    "eagle3",
+    read,
+    pickles=("pytorch_model.bin",),
+    check=check_vocabulary_maps,
+    shapes=eagle3_shapes,
+)

@@ -7,7 +7,7 @@ next draft step. Source: shared facts on formats, section 5.1 and A2, A6; sgl-pr
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
 
 
 def eagle_config(fields: Config) -> Config:
@@ -33,4 +33,11 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours | eagle_config(fields), stored)
 
 
-SPECFORGE = Format("EAGLE-3 (SpecForge)", "eagle3", read, pickles=("pytorch_model.bin",), check=check_vocabulary_maps)
+SPECFORGE = Format(
+    "EAGLE-3 (SpecForge)",
+    "eagle3",
+    read,
+    pickles=("pytorch_model.bin",),
+    check=check_vocabulary_maps,
+    shapes=eagle3_shapes,
+)

@@ -1,16 +1,20 @@
 """The speculators layout of vllm-project: an envelope around a nested layer config, here for EAGLE-3 and DFlash.
 
 Its layer ids are indices of `output_hidden_states`, one more than ours. The nested config leaves out what is at the
-defaults of the class it names. Source: shared facts on formats, sections 3.1, 3.2 and 3.4; vllm-project/speculators.
+defaults of the class it names; we write every field, since readers differ in what they make of a missing one. Tensors
+have our names. Source: shared facts on formats, sections 3.1, 3.2, 3.4, 10.2 and 10.3; vllm-project/speculators.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
+from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
+
+_EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def speculators_type(fields: Config) -> str | None:
@@ -42,8 +46,7 @@ def _taps(fields: Config, key: str) -> list[int] | None:
 def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     """Our fields and tensor names for an EAGLE-3 drafter in the speculators layout."""
     # Every default here is the training class's; vLLM takes a missing norm_before_residual for true.
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    ours = _common(fields) | {flag: bool(fields.get(flag, False)) for flag in flags}
+    ours = _common(fields) | {flag: bool(fields.get(flag, False)) for flag in _EAGLE3_FLAGS}
     ours |= {
         "target_layer_ids": _taps(fields, "eagle_aux_hidden_state_layer_ids"),
         "target_hidden_size": fields.get("target_hidden_size"),
@@ -76,7 +79,126 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
     return dflash_reading(ours, block, stored)
 
 
+def write_eagle3(fields: Config, target: Config) -> Config:
+    """The `config.json` for an `Eagle3Drafter` whose config has these fields.
+
+    Args:
+        fields: all fields of an `Eagle3Config`.
+        target: see `_envelope`.
+
+    Raises:
+        ValueError: the layout, or vLLM, has no way to say what a field says.
+    """
+    if not fields["norm_before_head"]:
+        raise ValueError("norm_before_head is false, and this layout always norms before the head.")
+    taps = fields["target_layer_ids"]
+    if taps is None:
+        layers = target["num_layers"]
+        if layers is None:
+            raise ValueError(
+                "The drafter reads EAGLE-3's default target layers, which depend on the number of layers of the "
+                "target: pass num_target_layers."
+            )
+        taps = [1, layers // 2 - 1, layers - 4]
+    config = _envelope("eagle3", fields, target, "Eagle3DraftModel", speculative_tokens=5) | {
+        "draft_vocab_size": fields["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": _states(taps, target),
+    }
+    config |= {flag: fields[flag] for flag in _EAGLE3_FLAGS}
+    if fields["target_hidden_size"] != fields["hidden_size"]:
+        config["target_hidden_size"] = fields["target_hidden_size"]
+    layer = _layer(fields, "qwen3" if fields["qk_norm"] else "llama")
+    return config | {"transformer_layer_config": layer | {"num_hidden_layers": fields["num_hidden_layers"]}}
+
+
+def write_dflash(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `DFlashDrafter` whose config has these fields; arguments as for `write_eagle3`."""
+    block, layers = fields["dflash_config"], fields["num_hidden_layers"]
+    for key, why in (
+        ("sample_from_anchor", "vLLM refuses DFlash drafters whose root slot predicts"),
+        ("attention_sink_bias", "this layout has no attention sinks"),
+    ):
+        if block.get(key):
+            raise ValueError(f"{key} is {block[key]!r}, and {why}.")
+    if fields.get("final_logit_softcapping") is not None:
+        raise ValueError("final_logit_softcapping is set, and this layout has no cap on logits.")
+    kinds = {(fields["windows"][layer], fields["causal"][layer]) for layer in range(layers)}
+    sliding = {causal for window, causal in kinds if window is not None}
+    if (None, True) in kinds or len(sliding) > 1 or len({window for window, _ in kinds} - {None}) > 1:
+        raise ValueError(
+            f"Its draft layers are of the kinds (window, causal inside the block) {sorted(kinds, key=str)}; this "
+            "layout has full layers that are not causal, and one kind of sliding layers."
+        )
+    if len(kinds) > 1:
+        warnings.warn(
+            "Full and sliding draft layers are mixed: vLLM masks the full ones wrongly so far "
+            "(vllm-project/vllm#56692), and will accept fewer drafts.",
+            stacklevel=2,
+        )
+    config = _envelope("dflash", fields, target, "DFlashDraftModel", speculative_tokens=fields["block_size"] - 1) | {
+        "draft_vocab_size": block.get("draft_vocab_size", fields["vocab_size"]),
+        "block_size": fields["block_size"],
+        "mask_token_id": block["mask_token_id"],
+        "aux_hidden_state_layer_ids": _states(fields["target_layer_ids"], target),
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": sliding == {False},
+    }
+    types = ["full_attention" if window is None else "sliding_attention" for window in fields["windows"]]
+    layer = _layer(fields, "qwen3") | {"num_hidden_layers": layers, "layer_types": types}
+    if sliding:
+        window = max(window for window in fields["windows"] if window is not None)
+        layer |= {"sliding_window": window, "use_sliding_window": True}
+    return config | {"transformer_layer_config": layer}
+
+
+def _envelope(kind: str, fields: Config, target: Config, architecture: str, speculative_tokens: int) -> Config:
+    """What every speculators config has around its layer config.
+
+    Args:
+        kind: "eagle3" or "dflash".
+        fields: of our config.
+        target: `id` on the Hub, `architectures` and `num_layers`; the last two may be unknown, empty or None.
+        architecture: of the drafter.
+        speculative_tokens: that vLLM drafts by default.
+    """
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
+            "verifier": {"name_or_path": target["id"], "architectures": target["architectures"]},
+        },
+        "torch_dtype": fields["torch_dtype"],
+    }
+
+
+def _layer(fields: Config, model_type: str) -> Config:
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "rope_parameters",
+    )  # fmt: skip
+    layer = {"model_type": model_type, "tie_word_embeddings": False} | {name: fields[name] for name in names}
+    if fields.get("mlp_bias"):
+        if model_type != "llama":
+            raise ValueError("mlp_bias is set beside norms of queries and keys, and no layer of this layout has both.")
+        layer["mlp_bias"] = True
+    # Readers from before rope_parameters know only the base at the top level.
+    return layer | {"rope_theta": fields["rope_parameters"]["rope_theta"]}
+
+
+def _states(taps: list[int], target: Config) -> list[int]:
+    """Indices of hidden states for 0-based layers."""
+    if target["num_layers"] is not None and max(taps) >= target["num_layers"] - 1:
+        raise ValueError(
+            f"The drafter reads target layers {taps} of {target['num_layers']}, and engines disagree about the output "
+            "of the last one: with or without the final norm."
+        )
+    return [layer + 1 for layer in taps]
+
+
 SPECULATORS = {
-    "eagle3": Format("EAGLE-3 (speculators)", "eagle3", read_eagle3, check=check_vocabulary_maps),
-    "dflash": Format("DFlash (speculators)", "dflash", read_dflash, check=check_vocabulary_maps),
+    "eagle3": Format("EAGLE-3 (speculators)", "eagle3", read_eagle3, check=check_vocabulary_maps, shapes=eagle3_shapes),
+    "dflash": Format("DFlash (speculators)", "dflash", read_dflash, check=check_vocabulary_maps, shapes=dflash_shapes),
 }

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
-from hf_specdec.drafters.dflash.configuration import default_target_layer_ids, is_dflash
+from hf_specdec.drafters.dflash.configuration import default_target_layer_ids
 from tests.methods import make_ddtree, make_dflash
 from tests.targets import PROMPTS, make_target
 
@@ -252,12 +252,6 @@ def test_block_size_is_read_from_either_place() -> None:
     assert DFlashConfig(block_size=7).block_size == 7
     assert DFlashConfig(dflash_config={"block_size": 9}).block_size == 9
     assert DFlashConfig(block_size=7, dflash_config={"block_size": 9}).block_size == 9
-
-
-def test_checkpoints_are_recognised_by_what_is_dflash_about_them() -> None:
-    assert is_dflash({"model_type": "qwen3", "dflash_config": {}})
-    assert is_dflash({"architectures": ["DFlashDraftModel"]})
-    assert not is_dflash({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]})
 
 
 @pytest.mark.parametrize("method", ["dflash", "ddtree"])

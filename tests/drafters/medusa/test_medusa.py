@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaMarginals
+from hf_specdec.drafters.medusa.candidates import static_tree
+from hf_specdec.drafters.medusa.modeling import rank_accuracies
 from tests.methods import make_medusa
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -75,3 +82,61 @@ def test_target_of_another_shape_raises() -> None:
         drafter.check_target(make_target("llama", hidden_size=48))
     with pytest.raises(ValueError, match="vocabulary of 64, but target .* has 80 embeddings"):
         drafter.check_target(make_target("llama", vocab_size=80))
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa", torch.float32)
+
+
+def test_static_tree_is_the_likeliest_paths() -> None:
+    # Against all paths there are, by brute force.
+    rates = [[0.5, 0.3, 0.1], [0.6, 0.2], [0.4, 0.35, 0.05]]
+    chances = {
+        path: math.prod(rates[level][rank] for level, rank in enumerate(path))
+        for depth in (1, 2, 3)
+        for path in itertools.product(*(range(len(level)) for level in rates[:depth]))
+    }
+    for budget in (1, 4, 9, 30):
+        paths = static_tree(rates, budget)
+        best = sorted(chances.values(), reverse=True)[:budget]
+        assert [chances[path] for path in paths] == pytest.approx(best)
+        assert all(path[:-1] in paths[:place] or len(path) == 1 for place, path in enumerate(paths))
+
+
+def test_static_tree_holds_the_heads_guesses_rank_by_rank(target: PreTrainedModel) -> None:
+    drafter = make_medusa(target, method="static_tree", rank_accuracies=[[0.6, 0.5], [0.9], [0.1]], tree_budget=5)
+    source = MedusaMarginals(drafter, TargetModel(target))
+    generator = drafter.candidate_generator(TargetModel(target))
+    features = torch.randn(1, 4, 32, dtype=target.dtype)
+    outcome = RoundOutcome(
+        torch.zeros(1, 4, dtype=torch.int64), features, torch.arange(4)[None], None, [4], [0], features
+    )
+    context = DraftContext(torch.tensor([7]), torch.tensor([4]), torch.zeros(1, 8, dtype=torch.int64), [5], [True])
+    source.observe(outcome)
+    generator.observe(outcome)
+    guesses = source.marginals(context).topk(2).indices[0]
+    tree = generator.draft(context)
+    first, second = guesses[0].tolist()
+    # (0,) (0, 0) (1,) (1, 0) and the likeliest third.
+    assert tree.parents.tolist() == [[-1, 0, 1, 0, 3, 2]]
+    third = int(guesses[1, 0])
+    assert tree.token_ids.tolist() == [[7, first, third, second, third, int(guesses[2, 0])]]
+
+
+def test_rank_accuracies_count_right_guesses(target: PreTrainedModel) -> None:
+    drafter = make_medusa(target)
+    ids = torch.randint(3, 64, (2, 12))
+    states = target.model(ids).last_hidden_state
+    rates = rank_accuracies(drafter, target, ids, ranks=64)
+    assert rates.shape == (3, 64)
+    torch.testing.assert_close(rates.sum(1), torch.ones(3))  # some guess of all is right
+    logits = drafter(states[0, 4:5].to(drafter.dtype))[0, 1]
+    rank = logits.argsort(descending=True).tolist().index(int(ids[0, 4 + 3]))
+    assert rates[1, rank] > 0
+
+
+@pytest.mark.parametrize("rates", [[[1.5]], [], [[0.1]] * 4, [[]]])
+def test_accuracies_that_make_no_sense_raise(target: PreTrainedModel, rates: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="must be a list of shares from 0 to 1 for each of at most 3 heads"):
+        make_medusa(target, rank_accuracies=rates)

@@ -1,0 +1,182 @@
+"""One measured `generate` call: its clock, its memory, and whether it wrote what plain decoding writes."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.benchmark.records import Call, Difference
+from hf_specdec.benchmark.ways import Way
+
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Clock(BaseStreamer):
+    """A streamer that writes down when tokens come and shows them to nobody; every way is measured with one."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.prompt_seen = False
+        self.started = time.perf_counter()
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        now = time.perf_counter()
+        if not self.prompt_seen:  # generate puts the prompt first
+            self.prompt_seen = True
+            return
+        self.times += [now] * max(1, value.numel() // self.batch)
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def generate(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way, temperature: float, new_tokens: int, seed: int
+) -> tuple[Tensor, float, Clock]:
+    """Runs a way once; returns the new ids [batch, new], seconds of the whole call, and its clock."""
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if not temperature:
+        # None for what would have no meaning, so that a target's own settings bring no warning.
+        sampling = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    if way.drafter is not None:
+        way.drafter.set_options(**way.settings)
+    assistant = {} if way.drafter is None else {"assistant_model": way.drafter}
+    clock = Clock(len(inputs["input_ids"]))
+    torch.manual_seed(seed)
+    _wait_for(model.device)
+    started = clock.started = time.perf_counter()
+    output = model.generate(
+        **inputs, **way.arguments, **assistant, **sampling, max_new_tokens=new_tokens, streamer=clock
+    )
+    _wait_for(model.device)
+    seconds = time.perf_counter() - started
+    return output[:, inputs["input_ids"].shape[1] :], seconds, clock
+
+
+def measure(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+    way: Way,
+    *,
+    temperature: float,
+    new_tokens: int,
+    seed: int,
+    repeat: int,
+    batch: int,
+    groups: list[str],
+) -> tuple[Call, Tensor]:
+    """Runs a way once; returns what was measured, and the new ids [batch, new]."""
+    new_ids, seconds, clock = generate(model, inputs, way, temperature, new_tokens, seed)
+    rows = len(new_ids)
+    stats = None if way.drafter is None else way.drafter.stats
+    speculation: dict[str, Any] = {}
+    if stats is not None:
+        speculation = {
+            "per_round": [list(row) for row in stats.per_step_accepted],
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_target_forwards": stats.num_target_forwards,
+            "stages_s": stats.stage_time_s,
+        }
+    return (
+        Call(
+            way=way.name,
+            temperature=temperature,
+            batch_size=rows,
+            repeat=repeat,
+            batch=batch,
+            groups=groups,
+            prompt_tokens=inputs["attention_mask"].sum(1).tolist(),
+            new_tokens=lengths(new_ids, model),
+            seconds=seconds,
+            ttft_s=clock.times[0] - clock.started,
+            token_times_s=[round(moment - clock.times[0], 6) for moment in clock.times[1:]],
+            swept_from=way.swept_from,
+            budget=way.settings.get("tree_budget") if way.swept_from else None,
+            **speculation,
+        ),
+        new_ids,
+    )
+
+
+def lengths(new_ids: Tensor, model: PreTrainedModel) -> list[int]:
+    """New tokens of each row, up to its end of text and including it."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return [new_ids.shape[1]] * len(new_ids)
+    is_end = torch.isin(new_ids, torch.tensor(ends, device=new_ids.device))
+    first = is_end.int().argmax(1)
+    return torch.where(is_end.any(1), first + 1, new_ids.shape[1]).tolist()
+
+
+def compare(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], new_ids: Tensor, plain_ids: Tensor
+) -> Difference | None:
+    """The first difference from plain decoding [batch, new], None where there is none."""
+    width = max(new_ids.shape[1], plain_ids.shape[1])
+    missing = -1  # no token: a row that ended early differs from one that goes on
+    own, plain = (
+        torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=missing) for ids in (new_ids, plain_ids)
+    )
+    differs = own != plain
+    if not bool(differs.any()):
+        return None
+    row = int(differs.any(1).int().argmax())
+    index = int(differs[row].int().argmax())
+    mask = inputs["attention_mask"][row].bool()
+    text = torch.cat([inputs["input_ids"][row][mask], plain[row, :index]])
+    with torch.no_grad():
+        top2 = model(input_ids=text[None]).logits[0, -1].float().topk(2).values.tolist()
+    return Difference(row, index, top2[0] - top2[1])
+
+
+class Memory:
+    """The most memory in use during a call, above what was held when it began.
+
+    On CUDA what the allocator handed out. On Linux without CUDA what the process had resident, which the kernel
+    forgets on request; elsewhere it cannot be told. Not for a call that is timed: what the process keeps for later is
+    given back first, and has to be asked for again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.before: int | None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+            return
+        try:
+            if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+                libc.malloc_trim(0)
+            _CLEAR_REFS.write_text("5", encoding="ascii")  # forgets the peak, see proc(5)
+            self.before = _resident("VmRSS")
+        except OSError:  # no such file on this system, or not ours to write
+            self.before = None
+
+    def peak_bytes(self) -> int | None:
+        """Bytes; None where unknown."""
+        if self.before is None:
+            return None
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self.before
+        return max(0, _resident("VmHWM") - self.before)
+
+
+def _resident(name: str) -> int:
+    for row in _STATUS.read_text(encoding="ascii").splitlines():
+        if row.startswith(f"{name}:"):
+            return int(row.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,307 @@
+"""Figures: what the calls of a run amount to. Pure functions of records; names follow vLLM's metrics.
+
+Everything is told per cell, one temperature and one batch size. Speedups are taken call by call against the baseline's
+call on the same prompts in the same repeat, so that a busy moment of the machine weighs on both; a prompt's speedup is
+the median over repeats, a method's the median over prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_specdec.benchmark.records import Call, Environment
+from hf_specdec.benchmark.ways import COMPILED, PLAIN
+from hf_specdec.decoding.stats import STAGES
+
+# What a round consists of; the rest of a call is the prefill, and what generate does before and after the loop.
+ROUND_STAGES = tuple(stage for stage in STAGES if stage != "prefill")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and how far the values around it lie.
+
+    Attributes:
+        median: of all.
+        low: first quartile; the least of fewer than four values.
+        high: third quartile; the greatest of fewer than four values.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value.
+
+        Example:
+            >>> Spread.of([3.0, 1.0, 2.0])
+            Spread(median=2.0, low=1.0, high=3.0)
+        """
+        if len(values) < 4:
+            return cls(statistics.median(values), min(values), max(values))
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One way in one cell.
+
+    Attributes:
+        way: its name.
+        tokens_per_s: all new tokens over all time, by repeat.
+        speedup: over plain eager, by prompt; None for it itself.
+        speedup_compiled: over plain compiled; None where that was not measured.
+        speedups: by prompt, over plain eager.
+        speedup_by_group: by prompt group.
+        ttft_s: time to first token.
+        tpot_s: time per further token.
+        mean_acceptance_length: tokens per round, bonus included, pooled over rounds; None without speculation.
+        unconditional: entry d-1: share of all rounds that accepted at least d tokens.
+        conditional: entry d-1: of the rounds that accepted d-1 tokens, the share that accepted the d-th too.
+        histogram: entry j: rounds that accepted exactly j.
+        draft_acceptance_rate: accepted over drafted tokens; on trees comparable at equal budgets only.
+        drafting_share: of the whole time.
+        round_s: of one round, by stage.
+        round_to_floor: a round's time over the time to read the target's weights once.
+        stages_share: what stages account for, prefill and the rest of the call included; 1 up to rounding.
+        call_s: seconds of all calls by stage, "rest" is what no stage accounts for.
+        peak_bytes: most of any call.
+        num_identical: calls that wrote what plain decoding writes, of `num_compared`.
+        num_compared: greedy calls.
+        rank: by tokens/s, the quickest first; ways whose spreads over repeats overlap share one. 0 before it is known.
+        largest_gap: between the target's two best logits at any first difference; None without one.
+    """
+
+    way: str
+    tokens_per_s: Spread
+    speedup: Spread | None
+    speedup_compiled: Spread | None
+    speedups: list[float]
+    speedup_by_group: dict[str, Spread]
+    ttft_s: Spread
+    tpot_s: Spread | None
+    mean_acceptance_length: float | None
+    unconditional: list[float]
+    conditional: list[float]
+    histogram: list[int]
+    draft_acceptance_rate: float | None
+    drafting_share: float | None
+    round_s: dict[str, float]
+    round_to_floor: float | None
+    call_s: dict[str, float]
+    peak_bytes: int | None
+    num_identical: int
+    num_compared: int
+    largest_gap: float | None
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All ways at one temperature and batch size, in the order of the run; swept ones aside, by what they vary."""
+
+    temperature: float
+    batch_size: int
+    figures: list[Figures]
+    sweeps: dict[str, list[tuple[int, Figures]]]
+    tokens_per_s_by_context: dict[str, list[tuple[int, float]]]
+
+    @property
+    def title(self) -> str:
+        how = "Greedy" if self.temperature == 0 else f"Temperature {self.temperature:g}"
+        return f"{how}, batch size {self.batch_size}"
+
+
+def cells(calls: Iterable[Call], environment: Environment) -> list[Cell]:
+    """The figures of a run.
+
+    Args:
+        calls: in any order; those of a last, smaller batch count to the size that was asked for.
+        environment: of the run.
+    """
+    by_cell: dict[tuple[float, int], list[Call]] = {}
+    for call in calls:
+        by_cell.setdefault((call.temperature, call.batch_size), []).append(call)
+    return [_cell(temperature, size, own, environment) for (temperature, size), own in by_cell.items()]
+
+
+def _cell(temperature: float, batch_size: int, calls: list[Call], environment: Environment) -> Cell:
+    by_way: dict[str, list[Call]] = {}
+    for call in calls:
+        by_way.setdefault(call.way, []).append(call)
+    plain, compiled = by_way.get(PLAIN, []), by_way.get(COMPILED, [])
+    figures: list[Figures] = []
+    sweeps: dict[str, list[tuple[int, Figures]]] = {}
+    for own in by_way.values():
+        made = figures_of(own, plain, compiled, environment)
+        if own[0].swept_from is None:
+            figures.append(made)
+        else:
+            assert own[0].budget is not None
+            sweeps.setdefault(own[0].swept_from, []).append((own[0].budget, made))
+    width = context_width(calls)
+    return Cell(
+        temperature,
+        batch_size,
+        ranked(figures),
+        {name: sorted(points, key=lambda point: point[0]) for name, points in sweeps.items()},
+        {figures.way: speed_by_context(by_way[figures.way], width) for figures in figures},
+    )
+
+
+def ranked(figures: list[Figures]) -> list[Figures]:
+    """The same with their ranks, in the same order.
+
+    A way shares the rank of the next quicker one where the two cannot be told apart: the quickest repeat of the one is
+    no slower than the slowest repeat of the other.
+    """
+    ranks: dict[str, int] = {}
+    above: Figures | None = None
+    order = sorted(figures, key=lambda own: own.tokens_per_s.median, reverse=True)
+    for place, own in enumerate(order, start=1):
+        tied = above is not None and own.tokens_per_s.high >= above.tokens_per_s.low
+        ranks[own.way] = ranks[above.way] if tied and above is not None else place
+        above = own
+    return [dataclasses.replace(own, rank=ranks[own.way]) for own in figures]
+
+
+def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], environment: Environment) -> Figures:
+    """One way's figures from its calls and those of the baselines in the same cell."""
+    is_plain = calls[0].way == PLAIN
+    seconds = sum(call.seconds for call in calls)
+    speedups = speedups_by_prompt(calls, plain)
+    by_compiled = speedups_by_prompt(calls, compiled)
+    rounds = [accepted for call in calls for row in call.per_round for accepted in row]
+    forwards = sum(call.num_target_forwards for call in calls)
+    drafted = sum(call.num_draft_tokens for call in calls)
+    stages = {stage: sum(call.stages_s.get(stage, 0.0) for call in calls) for stage in STAGES}
+    call_s = stages | {"rest": seconds - sum(stages.values())} if rounds else {}
+    round_s = {stage: stages[stage] / forwards for stage in ROUND_STAGES} if forwards else {}
+    floor_s = environment.weight_bytes / environment.copy_bytes_per_s
+    tpots = [(call.seconds - call.ttft_s) / (max(call.new_tokens) - 1) for call in calls if max(call.new_tokens) > 1]
+    gaps = [call.difference.top2_gap for call in calls if call.difference is not None]
+    compared = [call.identical for call in calls if call.identical is not None]
+    groups: dict[str, list[float]] = {}
+    for batch, speedup in speedups.items():
+        for group in _groups_of(calls, batch):
+            groups.setdefault(group, []).append(speedup)
+    peaks = [call.peak_bytes for call in calls if call.peak_bytes is not None]
+    return Figures(
+        way=calls[0].way,
+        tokens_per_s=Spread.of(rates_by_repeat(calls)),
+        speedup=None if is_plain or not speedups else Spread.of(list(speedups.values())),
+        speedup_compiled=Spread.of(list(by_compiled.values())) if by_compiled else None,
+        speedups=list(speedups.values()),
+        speedup_by_group={group: Spread.of(values) for group, values in groups.items()},
+        ttft_s=Spread.of([call.ttft_s for call in calls]),
+        tpot_s=Spread.of(tpots) if tpots else None,
+        mean_acceptance_length=1 + sum(rounds) / len(rounds) if rounds else None,
+        unconditional=acceptance_by_depth(rounds),
+        conditional=conditional_acceptance(rounds),
+        histogram=[rounds.count(accepted) for accepted in range(max(rounds) + 1)] if rounds else [],
+        draft_acceptance_rate=sum(rounds) / drafted if drafted else None,
+        drafting_share=(stages["draft"] + stages["tree"]) / seconds if rounds else None,
+        round_s=round_s,
+        round_to_floor=sum(round_s.values()) / floor_s if round_s else None,
+        call_s=call_s,
+        peak_bytes=max(peaks, default=None),
+        num_identical=sum(compared),
+        num_compared=len(compared),
+        largest_gap=max(gaps, default=None),
+    )
+
+
+def acceptance_by_depth(rounds: Sequence[int]) -> list[float]:
+    """Entry d-1: the share of all rounds that accepted at least d tokens (unconditional).
+
+    Example:
+        >>> acceptance_by_depth([0, 1, 2, 1])
+        [0.75, 0.25]
+    """
+    return [
+        sum(accepted >= depth for accepted in rounds) / len(rounds) for depth in range(1, max(rounds, default=0) + 1)
+    ]
+
+
+def conditional_acceptance(rounds: Sequence[int]) -> list[float]:
+    """Entry d-1: of the rounds that accepted d-1 tokens, the share that accepted the d-th too (conditional).
+
+    A round whose draft ended at depth d-1 counts as not having accepted the d-th.
+
+    Example:
+        >>> conditional_acceptance([0, 1, 2, 1])
+        [0.75, 0.3333333333333333]
+    """
+    reached = [sum(accepted >= depth for accepted in rounds) for depth in range(max(rounds, default=0) + 1)]
+    return [after / before for before, after in itertools.pairwise(reached)]
+
+
+def rates_by_repeat(calls: Iterable[Call]) -> list[float]:
+    """Tokens per second of each repeat: all its tokens over all its time, prefill included."""
+    tokens: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for call in calls:
+        tokens[call.repeat] = tokens.get(call.repeat, 0) + sum(call.new_tokens)
+        seconds[call.repeat] = seconds.get(call.repeat, 0.0) + call.seconds
+    return [tokens[repeat] / seconds[repeat] for repeat in tokens]
+
+
+def speedups_by_prompt(calls: Iterable[Call], baseline: Iterable[Call]) -> dict[int, float]:
+    """By batch of prompts the ratio of tokens per second to the baseline's, the median over repeats."""
+    rates = {(call.batch, call.repeat): sum(call.new_tokens) / call.seconds for call in baseline}
+    ratios: dict[int, list[float]] = {}
+    for call in calls:
+        base = rates.get((call.batch, call.repeat))
+        if base is not None:
+            ratios.setdefault(call.batch, []).append(sum(call.new_tokens) / call.seconds / base)
+    return {batch: statistics.median(values) for batch, values in ratios.items()}
+
+
+def context_width(calls: Iterable[Call]) -> int:
+    """How many tokens of context share a point of the curve: a power of two that gives four to eight points."""
+    spans = [(max(call.prompt_tokens) + 1, len(call.token_times_s)) for call in calls]
+    reach = max(start + new for start, new in spans) - min(start for start, _ in spans)
+    width = 8
+    while reach > 8 * width:
+        width *= 2
+    return width
+
+
+def speed_by_context(calls: Iterable[Call], width: int) -> list[tuple[int, float]]:
+    """(tokens of context, tokens per second) over stretches of `width` tokens, prompt included, prefill excluded."""
+    tokens: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    for call in calls:
+        before = 0.0
+        # A row's tokens arrive in bursts; the time before a burst is shared by its tokens.
+        context = max(call.prompt_tokens) + 1
+        times = call.token_times_s
+        at = 0
+        while at < len(times):
+            burst = at
+            while burst < len(times) and times[burst] == times[at]:
+                burst += 1
+            share = (times[at] - before) / (burst - at)
+            for index in range(at, burst):
+                place = (context + index) // width
+                tokens[place] = tokens.get(place, 0.0) + call.batch_size
+                seconds[place] = seconds.get(place, 0.0) + share
+            before, at = times[at], burst
+    # A stretch that few tokens fell into says little.
+    most = max(tokens.values(), default=0.0)
+    return [
+        (place * width + width // 2, tokens[place] / seconds[place])
+        for place in sorted(tokens)
+        if tokens[place] >= most / 4 and seconds[place] > 0
+    ]
+
+
+def _groups_of(calls: Iterable[Call], batch: int) -> set[str]:
+    return {group for call in calls if call.batch == batch for group in call.groups}

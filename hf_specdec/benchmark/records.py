@@ -1,0 +1,182 @@
+"""Records: what a run writes, one JSON object per line, and all that a report needs.
+
+`Environment` comes first, then a `Call` per `generate` call, `Picture`s and `Note`s. The figures are made from calls in
+`figures.py`; they are not stored, so that a report can always be made again from its records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and how it was measured.
+
+    Attributes:
+        target: name of the model.
+        device: its kind and name.
+        dtype: of the target.
+        attention: implementation of the target.
+        threads: of torch on the host.
+        versions: by package.
+        date: ISO.
+        command: that measured.
+        prompts: how many, and of which set.
+        settings: of the run.
+        copy_bytes_per_s: what a large copy on the device moves, read and written.
+        weight_bytes: of the target, read in one forward.
+        ways: name to settings, in order.
+    """
+
+    target: str
+    device: str
+    dtype: str
+    attention: str
+    threads: int
+    versions: dict[str, str]
+    date: str
+    command: str
+    prompts: str
+    settings: dict[str, Any]
+    copy_bytes_per_s: float
+    weight_bytes: int
+    ways: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an output first differs from plain decoding's.
+
+    Attributes:
+        row: of the batch.
+        index: of the new token.
+        top2_gap: between the target's two largest logits there, computed in one forward over the common text; in
+            floating-point arithmetic two ways of computing the same logits can disagree only where it is small.
+    """
+
+    row: int
+    index: int
+    top2_gap: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One `generate` call.
+
+    Attributes:
+        way: its name.
+        temperature: 0 for greedy.
+        batch_size: rows.
+        repeat: which time.
+        batch: which prompts, counted in batches.
+        groups: of the prompts.
+        prompt_tokens: of each row, without padding.
+        new_tokens: of each row, end of text included.
+        seconds: the whole call, by the host's clock.
+        ttft_s: until the first new token.
+        token_times_s: arrival of each further new token of the longest row, after the first.
+        identical: whether every row is plain decoding's; None when sampled.
+        difference: of the first row that is not.
+        peak_bytes: most memory above what was held before the call; None where that cannot be told.
+        per_round: [row][round], drafted tokens kept; empty for ways that do not report.
+        num_draft_tokens: drafted and verified.
+        num_target_forwards: after the prefill.
+        stages_s: seconds by stage.
+        swept_from: see `Way`.
+        budget: of a swept way.
+    """
+
+    way: str
+    temperature: float
+    batch_size: int
+    repeat: int
+    batch: int
+    groups: list[str]
+    prompt_tokens: list[int]
+    new_tokens: list[int]
+    seconds: float
+    ttft_s: float
+    token_times_s: list[float]
+    identical: bool | None = None
+    difference: Difference | None = None
+    peak_bytes: int | None = None
+    per_round: list[list[int]] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    num_target_forwards: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+    swept_from: str | None = None
+    budget: int | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a way did to one prompt, drawn.
+
+    Attributes:
+        way: its name.
+        title: what is seen.
+        html: self-contained.
+    """
+
+    way: str
+    title: str
+    html: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Something a drafter wants shown beside the figures: see `Drafter.report_tables`."""
+
+    way: str
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that a reader must know, such as a way that could not be measured, and why."""
+
+    text: str
+
+
+Record: TypeAlias = Environment | Call | Picture | Table | Note
+_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Environment, Call, Picture, Table, Note)}
+
+
+def write(records: Iterable[Record], path: Path) -> None:
+    """Writes records as JSON lines."""
+    path.write_text("".join(line(record) + "\n" for record in records), encoding="utf-8")
+
+
+def line(record: Record) -> str:
+    """One record as a line of JSON, its kind first."""
+    return json.dumps({"kind": type(record).__name__.lower(), **dataclasses.asdict(record)}, ensure_ascii=False)
+
+
+def read(path: Path) -> list[Record]:
+    """Reads what `write` wrote.
+
+    Raises:
+        ValueError: a line is no record of this version.
+    """
+    records: list[Record] = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            fields = json.loads(text)
+            kind = _KINDS[fields.pop("kind")]
+            if fields.get("difference"):
+                fields["difference"] = Difference(**fields["difference"])
+            records.append(kind(**fields))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is no record of hf_specdec.benchmark ({error!r}): {text[:80]!r}. Give the "
+                ".jsonl file of a run of this version."
+            ) from error
+    return records

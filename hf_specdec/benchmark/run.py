@@ -1,0 +1,187 @@
+"""The harness: every way over the same prompts, interleaved and repeated, so that a busy machine slows all alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.exc import InductorError
+from transformers import PreTrainedModel
+
+from hf_specdec.benchmark import calls
+from hf_specdec.benchmark.prompts import Prompt
+from hf_specdec.benchmark.records import Call, Note, Record, Table
+from hf_specdec.benchmark.ways import COMPILED, PLAIN, Way
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a run.
+
+    Attributes:
+        temperatures: 0 is greedy.
+        batch_sizes: rows per call.
+        new_tokens: most per row.
+        repeats: of every call.
+        sweep_prompts: prompts that swept ways are run on, with one repeat more than none.
+    """
+
+    temperatures: Sequence[float] = (0.0, 1.0)
+    batch_sizes: Sequence[int] = (1,)
+    new_tokens: int = 128
+    repeats: int = 3
+    sweep_prompts: int = 8
+
+
+def warm_up(
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], ways: Iterable[Way], new_tokens: int
+) -> Iterator[tuple[Way, str | None]]:
+    """Runs every way once on the longest prompts, so that caches and kernels are there; longer ones never come.
+
+    Yields:
+        each way, and None or why it cannot be measured here.
+    """
+    longest = max(batches, key=_length)
+    for way in ways:
+        if not way.batches and len(longest["input_ids"]) > 1:
+            yield way, "takes one prompt at a time"
+            continue
+        if way.name != COMPILED:
+            calls.generate(model, longest, way, 0.0, new_tokens, SEED)
+            yield way, None
+            continue
+        try:
+            calls.generate(model, longest, way, 0.0, new_tokens, SEED)
+        except (TorchDynamoException, InductorError) as error:
+            # A machine without a compiler: the baseline is missing, and the report says so.
+            yield way, str(error).strip().splitlines()[0]
+        else:
+            yield way, None
+
+
+def peak_bytes(model: PreTrainedModel, inputs: dict[str, Tensor], way: Way, new_tokens: int) -> int | None:
+    """The most memory that a call of a way that is warm takes above what was held before; None where unknown."""
+    memory = calls.Memory(model.device)
+    calls.generate(model, inputs, way, 0.0, new_tokens, SEED)
+    return memory.peak_bytes()
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    ways: Sequence[Way],
+    prompts: Sequence[tuple[str, Prompt]],
+    settings: Settings,
+    advance: Callable[[str], None],
+) -> Iterator[Record]:
+    """Measures.
+
+    Args:
+        model: the target.
+        tokenizer: its.
+        ways: plain eager among them.
+        prompts: text as it is tokenised, and what it was made from.
+        settings: of the run.
+        advance: told the name of a way before each of its calls.
+
+    Yields:
+        a `Call` per call, a `Note` for what could not be measured.
+    """
+    for size in settings.batch_sizes:
+        batches = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        if not batches:
+            yield Note(f"Batch size {size} was left out: there are only {len(prompts)} prompts.")
+            continue
+        if size * len(batches) < len(prompts):
+            yield Note(
+                f"Batch size {size}: {len(prompts) - size * len(batches)} prompts fill no batch and were left out."
+            )
+        inputs = [tokenise(tokenizer, [text for text, _ in batch]).to(model.device) for batch in batches]
+        usable, peaks = [], {}
+        longest = max(inputs, key=_length)
+        for way, problem in warm_up(model, inputs, ways, settings.new_tokens):
+            advance(way.name)
+            if problem is None:
+                usable.append(way)
+                if way.swept_from is None:
+                    peaks[way.name] = peak_bytes(model, longest, way, settings.new_tokens)
+            elif way.swept_from is None:
+                yield Note(f"{way.name}, batch size {size}, was not measured: {problem}.")
+        for temperature in settings.temperatures:
+            for repeat in range(settings.repeats):
+                for number, (batch, own) in enumerate(zip(batches, inputs, strict=True)):
+                    in_sweep = number * size < settings.sweep_prompts and temperature == settings.temperatures[0]
+                    groups = [prompt.group for _, prompt in batch]
+                    for call in _in_turn(
+                        model, own, [way for way in usable if in_sweep or way.swept_from is None], advance,
+                        temperature=temperature, new_tokens=settings.new_tokens, repeat=repeat, batch=number,
+                        groups=groups,
+                    ):  # fmt: skip
+                        yield replace(call, peak_bytes=peaks.get(call.way))
+
+
+def _in_turn(
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    ways: Sequence[Way],
+    advance: Callable[[str], None],
+    **details: Any,
+) -> Iterator[Call]:
+    """All ways on the same prompts, in an order that is drawn anew each time; then compares what they wrote."""
+    seed = hash((details["repeat"], details["batch"])) % 2**31
+    order = random.Random(seed).sample(ways, len(ways))
+    measured = {}
+    for way in order:
+        advance(way.name)
+        measured[way.name] = calls.measure(model, inputs, way, seed=seed, **details)
+    plain_ids = measured[PLAIN][1]
+    for way in ways:
+        call, new_ids = measured[way.name]
+        if call.temperature == 0:
+            difference = calls.compare(model, inputs, new_ids, plain_ids)
+            call = replace(call, identical=difference is None, difference=difference)
+        yield call
+
+
+def tokenise(tokenizer: Any, texts: list[str]) -> Any:
+    """Texts as left-padded inputs with an attention mask."""
+    if tokenizer.pad_token_id is None and len(texts) > 1:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer(
+        texts, return_tensors="pt", padding=len(texts) > 1, return_attention_mask=True, return_token_type_ids=False
+    )
+
+
+def tables(ways: Iterable[Way], model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]]) -> Iterator[Record]:
+    """What drafters want shown beside the figures; they may run the target on the prompts once more."""
+    seen: set[int] = set()
+    for way in ways:
+        if way.drafter is None or id(way.drafter) in seen:
+            continue
+        seen.add(id(way.drafter))
+        for title, columns, rows in way.drafter.report_tables(model, inputs):
+            yield Table(way.name, title, columns, rows)
+
+
+def _length(inputs: dict[str, Tensor]) -> int:
+    return inputs["input_ids"].shape[1]
+
+
+def device_name(device: torch.device) -> str:
+    """What the device is called; for a CPU what /proc says, where there is one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        return str(device)
+    return f"{models[0]}, {len(models)} cores" if models else str(device)

@@ -1,0 +1,250 @@
+"""hf-specdec: the library from the command line. Every subcommand is one Python call, named in its help.
+
+    hf-specdec inspect <repo or folder>                 inspect_drafter(name)
+    hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
+    hf-specdec export <drafter> --to vllm               export_drafter(load_drafter(name), folder, to="vllm")
+    hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
+    hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
+    hf-specdec train ...                                hf_specdec.training.command.main([...])
+    hf-specdec bench ...                                hf_specdec.benchmark.__main__.main([...])
+
+Each subcommand imports what it needs and nothing else: `inspect` answers without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_specdec.drafters.base import Drafter
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: without the program's name; None for those of the process.
+
+    Returns:
+        The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # These two have parsers of their own.
+    if arguments[:1] == ["train"]:
+        from hf_specdec.training.command import main as train
+
+        return _reporting(lambda: train(arguments[1:]))
+    if arguments[:1] == ["bench"]:
+        from hf_specdec.benchmark.__main__ import main as bench
+
+        return _reporting(lambda: bench(arguments[1:]))
+    chosen = _parser().parse_args(arguments)
+    return _reporting(lambda: chosen.run(chosen))
+
+
+def _reporting(run: Any) -> int:
+    """Runs a subcommand; what the user can mend is told in one line, without a traceback."""
+    try:
+        return run() or 0
+    except (OSError, ValueError) as error:
+        print(f"hf-specdec: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-specdec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    def command(name: str, run: Any, text: str, call: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}. In Python: {call}", allow_abbrev=False
+        )
+        added.set_defaults(run=run)
+        return added
+
+    inspect = command(
+        "inspect", _inspect, "what a drafter is and what is wrong with it, without loading it", "inspect_drafter(name)"
+    )
+    inspect.add_argument("drafter", help="Hub id or folder")
+    inspect.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    _where(inspect)
+
+    convert = command(
+        "convert",
+        _convert,
+        "rewrite a drafter of any format that can be loaded in the layout that this library saves, as safetensors",
+        "load_drafter(name).save_pretrained(folder)",
+    )
+    convert.add_argument("drafter", help="Hub id or folder")
+    convert.add_argument("folder", type=Path, help="where to")
+    convert.add_argument("--dtype", help="such as bfloat16; the checkpoint's by default")
+    _where(convert)
+
+    export = command(
+        "export",
+        _export,
+        "write a drafter in the layout that another engine serves",
+        "export_drafter(load_drafter(name), folder, to=engine)",
+    )
+    export.add_argument("drafter", help="Hub id or folder")
+    export.add_argument("--to", default="vllm", choices=["vllm"], help="the engine")
+    export.add_argument("--output", type=Path, help="folder to write; the drafter's name and -vllm by default")
+    export.add_argument("--target-id", help="Hub id of the target; what the drafter names by default")
+    export.add_argument("--target-architecture", help="class of the target, such as LlamaForCausalLM")
+    export.add_argument("--num-target-layers", type=int, help="layers of the target")
+    _where(export)
+
+    verify = command(
+        "verify",
+        _verify,
+        "check that a drafter leaves a target's output as it is, greedy and sampled, in about a minute",
+        "verify_lossless(model, drafter)",
+    )
+    _pair(verify)
+    verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
+    verify.add_argument("--max-new-tokens", type=int, default=48)
+    verify.add_argument("--max-time", type=float, default=60.0, metavar="SECONDS")
+    _where(verify)
+
+    generate = command(
+        "generate",
+        _generate,
+        "continue a text with a target and a drafter, and print what speculation did",
+        "model.generate(**inputs, assistant_model=drafter)",
+    )
+    _pair(generate)
+    generate.add_argument("--prompt", required=True, help="text; - reads it from stdin")
+    generate.add_argument("--max-new-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    generate.add_argument("--seed", type=int, default=0)
+    _where(generate)
+
+    for name, text in (("train", "train a drafter for a target"), ("bench", "measure ways of decoding")):
+        commands.add_parser(name, help=f"{text}; `hf-specdec {name} --help` lists its options", add_help=False)
+    return parser
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--revision", help="of the drafter: branch, tag or commit on the Hub")
+    parser.add_argument("--local-files-only", action="store_true", help="take it from the Hub cache")
+
+
+def _pair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", help="Hub id or folder")
+    parser.add_argument("drafter", help="Hub id or folder, or ngram")
+    parser.add_argument("--dtype", help="of the target; float32 on a CPU, else the checkpoint's")
+    parser.add_argument("--device", help="cuda where there is one by default")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="drafting option; may be repeated"
+    )
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from hf_specdec.hub.inspection import inspect_drafter
+
+    found = inspect_drafter(arguments.drafter, revision=arguments.revision, local_files_only=arguments.local_files_only)
+    print(json.dumps(asdict(found), indent=2) if arguments.json else found)
+    return 1 if found.problems else 0
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    drafter: Any = _load(arguments, dtype=arguments.dtype)
+    drafter.save_pretrained(arguments.folder)
+    print(f"Wrote {arguments.folder}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from hf_specdec.hub.export import export_drafter
+
+    folder = export_drafter(
+        _load(arguments),
+        arguments.output or Path(f"{Path(arguments.drafter).name}-{arguments.to}"),
+        to=arguments.to,
+        target_id=arguments.target_id,
+        target_architecture=arguments.target_architecture,
+        num_target_layers=arguments.num_target_layers,
+    )
+    print(f"Wrote {folder}; after `hf upload <repo> {folder}`: vllm serve <repo>")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from hf_specdec.verification import verify_lossless
+
+    model = _load_target(arguments)
+    drafter = _load(arguments, model)
+    report = verify_lossless(
+        model, drafter, arguments.prompts, max_new_tokens=arguments.max_new_tokens, max_time_s=arguments.max_time
+    )
+    return 0 if report else 1
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoTokenizer, TextStreamer
+
+    model = _load_target(arguments)
+    drafter = _load(arguments, model)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    settings: dict[str, Any] = {"do_sample": False}
+    if arguments.temperature:
+        settings = {"do_sample": True, "temperature": arguments.temperature}
+    torch.manual_seed(arguments.seed)
+    model.generate(
+        **tokenizer(text, return_tensors="pt").to(model.device),
+        **settings,
+        assistant_model=drafter,
+        max_new_tokens=arguments.max_new_tokens,
+        streamer=TextStreamer(tokenizer),
+    )
+    print(drafter.stats, file=sys.stderr)
+
+
+def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) -> Drafter:
+    from hf_specdec.hub.loading import load_drafter
+
+    options = dict(_option(text) for text in getattr(arguments, "option", ()))
+    if arguments.drafter == "ngram" and not Path("ngram").is_dir():
+        from hf_specdec.drafters.ngram import NGramDrafter
+
+        return NGramDrafter(**options)
+    return load_drafter(
+        arguments.drafter,
+        target,
+        revision=arguments.revision,
+        local_files_only=arguments.local_files_only,
+        **settings,
+        **options,
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A drafting option: `tree_budget=16`, `method=dflash`, `branching=[2,4,6,4]`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option {text!r} must have the form NAME=VALUE, such as tree_budget=16.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value  # a word
+
+
+def _load_target(arguments: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = arguments.dtype or ("float32" if device == "cpu" else "auto")
+    return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

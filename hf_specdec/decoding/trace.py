@@ -1,0 +1,141 @@
+"""Trace: what happened round by round in a `generate` call, for those who want to look at it.
+
+Off by default, and then nothing is recorded or copied. Set `drafter.trace = Trace()` before `generate`; afterwards it
+holds that call. It copies every tree to the host, so a traced call is no call to measure.
+Drawing it is the business of `hf_specdec.visualize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hf_specdec.decoding.acceptance import Acceptance
+from hf_specdec.decoding.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class NodeNotes:
+    """What a drafter knows of the nodes of a tree beyond the tree itself.
+
+    Attributes:
+        probs: [batch, nodes] floating, the drafter's probability of each node's token after its parent's path; None
+            where it has none. Anything at the root and at invalid nodes.
+        forwards: [batch, nodes] int64, which of the round's drafter forwards made each node, counted from 1; None
+            where nodes come from no forward.
+    """
+
+    probs: Tensor | None = None
+    forwards: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TracedRound:
+    """One round of one row. Node 0 is the root; only valid nodes are listed, parents before their children.
+
+    Attributes:
+        row: of the batch.
+        position: where the root stands in the row, prompt included, its padding too.
+        token_ids: of the nodes.
+        parents: index of each node's parent, -1 at the root.
+        path: the accepted nodes in order, root left out.
+        bonus_id: the target's own choice after the last accepted node.
+        num_kept: how many of the accepted tokens and the bonus token are in the output; fewer than all where a
+            stopping criterion cut the round short.
+        probs: see `NodeNotes`; the root's is 1.
+        forwards: see `NodeNotes`; the root's is 0.
+    """
+
+    row: int
+    position: int
+    token_ids: list[int]
+    parents: list[int]
+    path: list[int]
+    bonus_id: int
+    num_kept: int
+    probs: list[float] | None = None
+    forwards: list[int] | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        """Of the nodes; 0 at the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def tokens(self) -> list[tuple[int, bool]]:
+        """What the round added to the output: tokens, and whether each was drafted (else it is the bonus token)."""
+        tokens = [(self.token_ids[node], True) for node in self.path] + [(self.bonus_id, False)]
+        return tokens[: self.num_kept]
+
+
+@dataclass
+class Trace:
+    """Rounds of the latest call that it was used in.
+
+    Attributes:
+        prompt_ids: per row the prompt as it was given, padding included.
+        first_ids: per row the token chosen after the prefill, which nothing drafted.
+        rounds: of all rows, in the order they happened.
+    """
+
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    first_ids: list[int] = field(default_factory=list)
+    rounds: list[TracedRound] = field(default_factory=list)
+    _lengths: list[int] = field(default_factory=list, init=False, repr=False)
+
+    def begin(self, prompt_ids: Tensor, acceptance: Acceptance) -> None:
+        """Forgets the call before; takes note of the prompts [batch, seq] and of what the prefill chose."""
+        self.prompt_ids = prompt_ids.tolist()
+        self.first_ids = [tokens[-1] for tokens in acceptance.tokens]
+        self.rounds = []
+        self._lengths = [prompt_ids.shape[1] + 1] * len(prompt_ids)
+
+    def add(
+        self, tree: DraftTree, acceptance: Acceptance, active: list[bool], lengths: list[int], notes: NodeNotes | None
+    ) -> None:
+        """Records a round.
+
+        Args:
+            tree: that was verified.
+            acceptance: what the target made of it.
+            active: rows that the round was for.
+            lengths: of the rows after the round, prompt and padding included.
+            notes: what the drafter knows of the tree.
+        """
+        notes = notes or NodeNotes()
+        for row in (row for row, going in enumerate(active) if going):
+            valid = tree.valid[row].nonzero().squeeze(1).tolist()
+            index = {node: place for place, node in enumerate(valid)}
+            parents = tree.parents[row].tolist()
+            path = acceptance.path[row, 1 : len(acceptance.tokens[row])].tolist()
+            probs = forwards = None
+            if notes.probs is not None:
+                probs = [1.0, *notes.probs[row, valid[1:]].tolist()]
+            if notes.forwards is not None:
+                forwards = [0, *notes.forwards[row, valid[1:]].tolist()]
+            self.rounds.append(
+                TracedRound(
+                    row=row,
+                    position=self._lengths[row] - 1,
+                    token_ids=tree.token_ids[row, valid].tolist(),
+                    parents=[-1, *(index[parents[node]] for node in valid[1:])],
+                    path=[index[node] for node in path],
+                    bonus_id=acceptance.tokens[row][-1],
+                    num_kept=lengths[row] - self._lengths[row],
+                    probs=probs,
+                    forwards=forwards,
+                )
+            )
+            self._lengths[row] = lengths[row]
+
+    def output(self, row: int = 0) -> list[tuple[int, bool]]:
+        """What a row wrote: tokens, and whether each was drafted and accepted (else it is the target's own)."""
+        tokens = [(self.first_ids[row], False)]
+        for traced in self.rounds:
+            if traced.row == row:
+                tokens += traced.tokens
+        return tokens

@@ -1,0 +1,128 @@
+"""What shapes cannot show about a drafter and a target: whether they were meant for each other.
+
+A wrong pair still gives the target's own output, only slowly, so most of this warns, and says which side to change;
+another vocabulary is an error, since then every draft is noise. All of it is looked at where a checkpoint states it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.drafters.card import Record, is_hub_id
+from hf_specdec.drafters.fingerprint import tokenizer_at_hand, tokenizer_fingerprint
+
+
+def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
+    """Warns if the drafter names another target, or another commit of it, than the one at hand.
+
+    Args:
+        name: the drafter's, for messages.
+        config: the drafter's; `target_name_or_path` and `target_revision` are None where unknown.
+        model: the target. One from a folder has no Hub id to be compared.
+    """
+    stated, found = config.target_name_or_path, model.name_or_path
+    if not (stated and found and is_hub_id(stated) and is_hub_id(found)):
+        return
+    if stated.lower() != found.lower():
+        warnings.warn(
+            f"Drafter {name!r} was trained for target {stated!r}, but the target is {found!r}. Unless the two are "
+            f"the same weights, few drafts will be accepted: load {stated!r} as target, or a drafter trained for "
+            f"{found!r}.",
+            stacklevel=2,
+        )
+        return
+    revision, commit = config.target_revision, getattr(model.config, "_commit_hash", None)
+    if revision and commit and re.fullmatch(r"[0-9a-f]{40}", revision) and revision != commit:
+        warnings.warn(
+            f"Drafter {name!r} was trained for {stated!r} at commit {revision}, but the target was loaded at commit "
+            f"{commit}. If its weights have changed, fewer drafts will be accepted: load the target with "
+            f"revision={revision!r}, or a newer drafter.",
+            stacklevel=2,
+        )
+
+
+def check_tokenizer(name: str, config: Any, model: PreTrainedModel) -> None:
+    """Raises ValueError if the target's tokenizer is at hand and not the one recorded at training."""
+    recorded = config.target_tokenizer_sha256
+    if recorded is None:
+        return
+    tokenizer = tokenizer_at_hand(model.name_or_path)
+    if tokenizer is None:
+        return
+    found = tokenizer_fingerprint(tokenizer)
+    if found != recorded:
+        raise ValueError(
+            f"Drafter {name!r} was trained with the tokenizer of {config.target_name_or_path or 'its target'!r} "
+            f"(vocabulary sha256 {recorded[:12]}...), but target {model.name_or_path!r} has another one (sha256 "
+            f"{found[:12]}..., {len(tokenizer)} tokens): the same ids are other tokens. Use the target it was trained "
+            "for, or a drafter trained for this target."
+        )
+
+
+def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_ids: Tensor) -> None:
+    """Warns if a prompt is of another kind than the text that the drafter was trained on.
+
+    Args:
+        name: the drafter's, for messages.
+        record: its training record. `chat_template` says whether its text was in the target's chat template, and
+            `thinking` whether the target thought in it; a record without them is not compared.
+        model: the target, whose tokenizer is looked for where it was loaded from.
+        input_ids: [batch, seq] int64; the first row is looked at.
+    """
+    chat, thinking = ((record or {}).get(key) for key in ("chat_template", "thinking"))
+    if chat is None and thinking is None:
+        return
+    tokenizer = tokenizer_at_hand(model.name_or_path)
+    if tokenizer is None or not tokenizer.chat_template:
+        return
+    prompt = tokenizer.decode(input_ids[0])
+    try:
+        endings = {mode: _ending(tokenizer, mode) for mode in (True, False)}
+    except TemplateError:
+        return  # a template that wants more than one question: nothing to compare with
+    is_chat = any(_opening(ending) in prompt for ending in endings.values())
+    if chat is not None and chat != is_chat:
+        has, trained, change = (
+            ("no chat template", "in the target's chat template", "pass it through tokenizer.apply_chat_template")
+            if chat
+            else ("the chat template", "plain text", "leave the chat template out")
+        )
+        warnings.warn(
+            f"Drafter {name!r} was trained on {trained}, but the prompt has {has}: few drafts will be accepted. If you "
+            f"can, {change}; else use a drafter trained on such text.",
+            stacklevel=2,
+        )
+    modes = {mode for mode, ending in endings.items() if prompt.rstrip().endswith(ending.rstrip())}
+    # A longer ending may end in the shorter one: an empty thought is written behind the usual opening.
+    if len(modes) == 2:
+        modes = {max(modes, key=lambda mode: len(endings[mode]))}
+    if thinking is not None and endings[True] != endings[False] and modes == {not thinking}:
+        warnings.warn(
+            f"Drafter {name!r} was trained with thinking {'on' if thinking else 'off'}, but the prompt was made with "
+            f"thinking {'off' if thinking else 'on'}: few drafts will be accepted. Pass enable_thinking={thinking} to "
+            "tokenizer.apply_chat_template, or use a drafter trained the other way.",
+            stacklevel=2,
+        )
+
+
+def _ending(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> str:
+    """What the chat template puts behind the last question, with thinking on or off."""
+    question = "a question that is in no template"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=thinking,
+    )
+    return str(text).rpartition(question)[2]
+
+
+def _opening(ending: str) -> str:
+    """The part of an ending that every chat has: up to its first line break, or all of it."""
+    return ending.strip().partition("\n")[0]

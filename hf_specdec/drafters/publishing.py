@@ -1,0 +1,262 @@
+"""PublishedDrafter: a drafter with a folder or repo of its own, its records, model card and way to the Hub.
+
+What the card says is in `card.py`, the code that goes with the weights in `custom_generate.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, HfApi, ModelCard
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.card import (
+    CARD_FILE,
+    MEASUREMENTS_FILE,
+    TRAINING_FILE,
+    Record,
+    is_hub_id,
+    may_overwrite,
+    model_card,
+    read_record,
+    write_record,
+)
+from hf_specdec.drafters.custom_generate import write_custom_generate
+from hf_specdec.drafters.registry import FAMILIES
+
+
+class PublishedDrafter(Drafter):
+    """A drafter that is saved, described by a card and published.
+
+    Attributes:
+        measurements: what was measured of these very weights, see `card.py`; set it to None when they change.
+        training_record: how these weights were trained, see `card.py`.
+        fits: which targets it can draft for, a sentence of the card.
+    """
+
+    measurements: Record | None = None
+    training_record: Record | None = None
+    fits = "A drafter fits only the target it was trained for."
+
+    @property
+    @abstractmethod
+    def target_name_or_path(self) -> str | None:
+        """The target it was trained for, if known."""
+
+    @property
+    @abstractmethod
+    def target_revision(self) -> str | None:
+        """The commit or branch of that target, if known."""
+
+    @abstractmethod
+    def count_parameters(self) -> int:
+        """Numbers in its weights."""
+
+    @abstractmethod
+    def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
+        """Writes config and weights and nothing else."""
+
+    @abstractmethod
+    def card_summary(self) -> str:
+        """One or two sentences on the method, for the model card."""
+
+    def card_facts(self) -> dict[str, str]:
+        """Rows for the table at the top of the model card."""
+        return {}
+
+    def model_card(self, name: str | None = None, *, license: str | None = None, tags: Iterable[str] = ()) -> ModelCard:
+        """The card that `save_pretrained` and `push_to_hub` write.
+
+        Args:
+            name: what users will give to `load_drafter`; the last part of where it was loaded from if None.
+            license: Hub licence id; the training record's where None.
+            tags: beside the general ones and the family's.
+
+        Raises:
+            ValueError: the measurements lack a field.
+        """
+        return model_card(
+            name=name or Path(getattr(self, "name_or_path", "")).name or type(self).__name__,
+            summary=self.card_summary(),
+            fits=self.fits,
+            facts=self.card_facts() | {"Parameters": f"{self.count_parameters():,}"},
+            tags=[*(family.name for family in FAMILIES.values() if isinstance(self, family.drafter)), *tags],
+            target=self.target_name_or_path,
+            target_revision=self.target_revision,
+            license=license,
+            training=self.training_record,
+            measurements=self.measurements,
+        )
+
+    def write_records(
+        self, folder: str | os.PathLike[str], name: str | None = None, *, license: str | None = None
+    ) -> None:
+        """Writes the records and the model card beside weights that are saved already, as after a measurement.
+
+        A record that the drafter does not have is taken from the folder. A README.md that was not generated, or whose
+        marker line was removed, is left as it is.
+
+        Args:
+            folder: where the weights are.
+            name: as for `model_card`; the folder's if None.
+            license: Hub licence id for the card; the training record's where None.
+
+        Raises:
+            NotADirectoryError: there is no such folder.
+            ValueError: the measurements lack a field.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise NotADirectoryError(
+                f"Cannot write records to {str(folder)!r}: it is no folder. Save the drafter there."
+            )
+        for file, attribute in ((TRAINING_FILE, "training_record"), (MEASUREMENTS_FILE, "measurements")):
+            if getattr(self, attribute) is not None:
+                write_record(folder, file, getattr(self, attribute))
+            else:
+                setattr(self, attribute, read_record(folder, file))
+        card = folder / CARD_FILE
+        if not card.exists() or may_overwrite(card.read_text(encoding="utf-8")):
+            card.write_text(self.model_card(name or folder.resolve().name, license=license).content, encoding="utf-8")
+
+    def push_to_hub(  # gives the commit itself, a str as the host's
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        license: str | None = None,
+        tags: Iterable[str] = (),
+        tag: str | None = None,
+        max_shard_size: str | int | None = "50GB",
+    ) -> CommitInfo:
+        """Publishes config, weights, records and model card, as one commit; creates the repo where needed.
+
+        A README.md in the repo that was not generated, or whose marker line was removed, is left as it is. With the
+        drafter goes a `custom_generate/generate.py`, see `custom_generate.py`. An upload that breaks off leaves no
+        commit; the same call again sends what is missing.
+
+        Args:
+            repo_id: `owner/name`, or a name in your own namespace.
+            commit_message: subject of the commit.
+            commit_description: its body.
+            private: whether a repo that has to be created is private; None for the namespace's default.
+            token: with write access; None for the stored one.
+            revision: branch to commit to, made where needed; None for the main one.
+            create_pr: opens a pull request in place of a commit.
+            license: Hub licence id for the card; the training record's where None.
+            tags: further tags for the card.
+            tag: git tag for this commit, for `load_drafter(..., revision=tag)`; such as "v1".
+            max_shard_size: of one weight file.
+
+        Returns:
+            The commit, as the Hub answered.
+
+        Raises:
+            OSError: offline, not logged in, the Hub refused, or it has this tag already; the message says which and
+                what to do.
+            ValueError: the measurements lack a field; nothing is uploaded.
+        """
+        target = self.target_name_or_path
+        if target is not None and not is_hub_id(target):
+            warnings.warn(
+                f"The target of this drafter is recorded as {target!r}, which others cannot load: set "
+                "drafter.config.target_name_or_path to the target's Hub id before publishing.",
+                stacklevel=2,
+            )
+        api = HfApi(token=token)
+        with tempfile.TemporaryDirectory() as temporary, _hub_errors(repo_id):
+            folder = Path(temporary) / "drafter"
+            self.save_weights(folder, max_shard_size)
+            self.write_records(folder, repo_id, license=license)  # a record that cannot be used creates no repo
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision is not None and not revision.startswith("refs/pr"):
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            card = folder / CARD_FILE
+            if _card_is_ours(api, repo_id, revision, Path(temporary) / "published"):
+                card.write_text(self.model_card(repo_id, license=license, tags=tags).content, encoding="utf-8")
+            else:
+                card.unlink()
+            write_custom_generate(folder, repo_id, revision)
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message or f"Upload {type(self).__name__}",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+                # Shards of an earlier, larger upload would otherwise stay beside the new weights.
+                delete_patterns=["model*.safetensors", "model.safetensors.index.json"],
+            )
+            if tag is not None:
+                _set_tag(api, repo_id, tag, commit.oid)
+            return commit
+
+
+def _set_tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
+    try:
+        api.create_tag(repo_id, tag=tag, revision=commit)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        raise OSError(
+            f"The drafter was uploaded to {repo_id!r} as commit {commit}, but the tag {tag!r} is there already, at an "
+            "earlier commit. Tags stay where they are: choose another."
+        ) from error
+
+
+def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) -> bool:
+    """Whether a repo has no card yet, or one that we generated; downloads it to `folder`."""
+    try:
+        card = api.hf_hub_download(repo_id, CARD_FILE, revision=revision, local_dir=folder)
+    except EntryNotFoundError:
+        return True
+    return may_overwrite(Path(card).read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Says what went wrong with the Hub, and the way out, while publishing to a repo."""
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise OSError(
+            f"Cannot publish to {repo_id!r}: offline mode is on (HF_HUB_OFFLINE=1). Unset it, or use "
+            "save_pretrained(folder) and upload later."
+        ) from error
+    except LocalTokenNotFoundError as error:
+        raise OSError(
+            f"Cannot publish to {repo_id!r}: no token is stored. Run `hf auth login`, or pass token=."
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403) or isinstance(error, RepositoryNotFoundError):
+            said = f" The Hub said: {error.server_message}" if error.server_message else ""
+            raise OSError(
+                f"Cannot publish to {repo_id!r}: the Hub refused with status {status}. Log in with `hf auth login` or "
+                f"pass token=, with write access to {repo_id!r}.{said}"
+            ) from error
+        raise OSError(f"Cannot publish to {repo_id!r}: the Hub answered {error}") from error
+    except HTTPError as error:
+        raise OSError(
+            f"Cannot publish to {repo_id!r}: the Hub cannot be reached ({error}). Try again online, or use "
+            "save_pretrained(folder) and upload later."
+        ) from error

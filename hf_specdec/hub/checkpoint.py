@@ -1,0 +1,67 @@
+"""A checkpoint before its weights are read: which format it is of, and a config that is safe to build from.
+
+Needs neither torch nor transformers, so that `inspect_drafter` and `load_drafter` begin alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_headers, read_json, weight_files
+from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.formats.medusa import MEDUSA
+from hf_specdec.hub.formats.safeailab import SAFEAILAB
+from hf_specdec.hub.recognition import recognise
+
+MAX_MODULES = 1024  # layers or heads of a drafter
+_COUNTS = ("num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
+
+
+def read_config(
+    folder: Path, source: Source, families: Iterable[tuple[Callable[[dict[str, Any]], bool], Format]] = ()
+) -> tuple[Format, dict[str, Any]]:
+    """The format of a checkpoint, and its `config.json`.
+
+    Args:
+        folder: where `config.json` is.
+        source: what the user asked for; the headers of weights are fetched from it where the config leaves doubt.
+        families: as for `recognise`.
+
+    Raises:
+        OSError: a file is not there.
+        ValueError: it is no drafter, is quantised, or is of a size that no drafter has.
+    """
+    name = source.name
+    fields = read_json(folder / CONFIG_FILE, name)
+
+    def tensor_names() -> Collection[str]:
+        pickles = [*SAFEAILAB.pickles, *MEDUSA.pickles]
+        source.locate(["model*.safetensors", INDEX_FILE, *pickles], revision=folder.name)
+        try:
+            return read_headers(weight_files(folder, name, pickles), name)
+        except FileNotFoundError:
+            return ()  # no weights: what the config lacks is the better thing to say
+
+    format = recognise(fields, name, tensor_names, families)
+    if "quantization_config" in fields:
+        raise ValueError(
+            f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
+            "load the checkpoint that it was made from."
+        )
+    fields.pop("transformers_weights", None)  # would have the host look for weights in a file of its choice
+    _check_counts(fields, name)
+    return format, fields
+
+
+def _check_counts(fields: dict[str, Any], name: str) -> None:
+    """Raises ValueError if a config asks for more modules than any drafter has; building them would take forever."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _check_counts(value, name)
+        elif key in _COUNTS and isinstance(value, int) and value > MAX_MODULES:
+            raise ValueError(
+                f"{CONFIG_FILE} of {name!r} has {key}={value}, more than the {MAX_MODULES} that are built. The "
+                "checkpoint is damaged or hostile: nothing was loaded."
+            )

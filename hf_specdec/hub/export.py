@@ -1,0 +1,105 @@
+"""export_drafter: a drafter in the layout that another engine serves. What each layout says is in `formats/`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from safetensors.torch import save_file
+
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.card import is_hub_id
+from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE
+from hf_specdec.hub.formats.speculators import write_dflash, write_eagle3
+
+Engine = Literal["vllm"]
+# Why the others are not served elsewhere.
+_NOT_SERVED = {
+    "specblock": "no engine but the authors' own fork of SGLang knows SpecBlock",
+    "medusa": "vLLM serves Medusa heads as they were published (method medusa in --speculative-config)",
+    "causal_lm": "a plain language model is served as it is (method draft_model in --speculative-config)",
+    "ngram": "vLLM has its own (method ngram in --speculative-config)",
+}
+
+
+def export_drafter(
+    drafter: Drafter,
+    folder: str | os.PathLike[str],
+    *,
+    to: Engine = "vllm",
+    target_id: str | None = None,
+    target_architecture: str | None = None,
+    num_target_layers: int | None = None,
+) -> Path:
+    """Writes a drafter so that another engine serves it: `vllm serve <repo of this folder>` brings the target itself.
+
+    EAGLE-3 and DFlash drafters are written in the speculators layout; `load_drafter` reads it, too.
+
+    Args:
+        drafter: as `load_drafter` gives it.
+        folder: where to; made if needed. Upload it with `hf upload`.
+        to: the engine.
+        target_id: Hub id of the target, which the engine loads; None for the one that the drafter names.
+        target_architecture: class of the target, such as "LlamaForCausalLM"; engines only report it.
+        num_target_layers: layers of the target; needed where the drafter reads EAGLE-3's default layers, and elsewhere
+            to refuse layers that engines read differently.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the engine cannot serve such a drafter, the target has no Hub id, or the layout cannot say what the
+            drafter does; the message says which, and nothing is written.
+    """
+    if to not in get_args(Engine):
+        raise unknown_name("engine", to, get_args(Engine))
+    name = getattr(drafter, "name_or_path", "") or type(drafter).__name__
+    write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+    if isinstance(drafter, Eagle3Drafter):
+        write, fields = write_eagle3, drafter.config.to_dict()
+    elif isinstance(drafter, DFlashDrafter):
+        write, fields = write_dflash, _dflash_fields(drafter)
+    else:
+        family = type(drafter).__module__.split(".")[2]
+        why = _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
+        raise ValueError(f"{name!r} cannot be exported to {to}: {why}. EAGLE-3 and DFlash drafters can.")
+    target_id = target_id or drafter.config.target_name_or_path
+    if target_id is None or not is_hub_id(target_id):
+        raise ValueError(
+            f"{name!r} names {target_id!r} as its target, but {to} loads the target by its Hub id, of the form "
+            "'owner/name': pass target_id."
+        )
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.state_dict().items()}
+    fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
+    target = {
+        "id": target_id,
+        "architectures": [target_architecture] if target_architecture else [],
+        "num_layers": num_target_layers or getattr(drafter.config, "num_target_layers", None),
+    }
+    try:
+        config = write(fields, target)
+    except ValueError as error:
+        raise ValueError(f"{name!r} cannot be exported to {to}: {error}") from error
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return folder
+
+
+def _dflash_fields(drafter: DFlashDrafter) -> dict[str, Any]:
+    """The config, with what follows from several of its fields spelled out layer by layer."""
+    config = drafter.config
+    layers = range(config.num_hidden_layers)
+    return config.to_dict() | {
+        "block_size": config.block_size,
+        "target_layer_ids": config.target_layer_ids,
+        "windows": [config.window(layer) for layer in layers],
+        "causal": [config.block_is_causal(layer) for layer in layers],
+    }

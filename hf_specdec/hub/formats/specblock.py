@@ -1,0 +1,70 @@
+"""SpecBlock as its authors publish it, which is also how `SpecBlockDrafter` is saved: fields and names are ours.
+
+The vocabulary map lies in `vocab_mapping.pt` or among the weights. Source: shared facts on formats, section 7;
+shiweijiezero/SpecBlock.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hf_specdec.hub.formats.base import (
+    ROTARY,
+    Config,
+    Format,
+    Headers,
+    Reading,
+    Shapes,
+    attention_shapes,
+    mlp_shapes,
+    with_defaults,
+)
+
+# A frozen copy of the target's embedding: official checkpoints leave it out, some savers do not.
+_LEFT_OUT = re.compile(rf"{ROTARY}|^input_layer\.embed_tokens\.")
+_RANK_FEATURES, _RANK_HIDDEN = 15, 256  # of the rank head, Appendix B
+
+
+def is_specblock(config: Config) -> bool:
+    """Whether a `config.json` is of the SpecBlock layout; its `model_type` says nothing."""
+    named = any("SpecBlock" in name for name in config.get("architectures") or ())
+    return named or "diffspec_draft_token_num" in config
+
+
+def read(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a SpecBlock drafter."""
+    return Reading(fields, {name: name for name in stored or () if not _LEFT_OUT.search(name)})
+
+
+def shapes(fields: Config) -> Shapes:
+    """The tensors of a `SpecBlockDrafter` whose config has these fields."""
+    shape = with_defaults(fields, "llama")
+    hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
+    shape["head_dim"] = fields.get("draft_head_dim") or hidden // shape["num_attention_heads"]
+    draft_vocab = fields.get("draft_vocab_size") or vocab
+    taps = len(fields.get("target_layer_ids") or range(3))
+    classes = fields.get("rank_classes", 4)
+    found: Shapes = {
+        "input_layer.condition_proj.weight": (hidden, taps * (fields.get("target_hidden_size") or hidden)),
+        "input_layer.position_queries.weight": (fields.get("diffspec_draft_token_num", 7), hidden),
+        "input_layer.fuse.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+        "rank_head.0.weight": (_RANK_HIDDEN, hidden + _RANK_FEATURES),
+        "rank_head.2.weight": (classes, _RANK_HIDDEN),
+        "d2t": (draft_vocab,),
+        "t2d": (vocab,),
+    }
+    found |= {f"input_layer.{name}_norm.weight": (hidden,) for name in ("condition", "token", "query")}
+    for index in range(layers):
+        layer = f"layers.{index}"
+        found |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        biased, normed = bool(shape["attention_bias"]), bool(fields.get("qk_norm"))
+        found |= attention_shapes(f"{layer}.self_attn", shape, hidden, biased=biased, normed=normed)
+        found |= mlp_shapes(f"{layer}.mlp", shape)
+    if fields.get("layer_wise_shift", True):
+        found |= {f"shift_proj.{index}.weight": (hidden, 2 * hidden) for index in range(layers - 1)}
+    return found
+
+
+SPECBLOCK = Format("specblock", "specblock", read, shapes=shapes)

@@ -1,0 +1,186 @@
+"""inspect_drafter: what a checkpoint is, and what is wrong with it, from its config and the headers of its weights.
+
+Reads no weights and needs neither torch nor transformers; weights on the Hub are not downloaded. It looks at what
+`load_drafter` looks at before it loads; what only the target can tell is left to `load_drafter(..., target=model)`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_specdec.hub.checkpoint import read_config
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
+from hf_specdec.hub.formats.base import Format
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+# Of our fields, what a reader wants to see first; nested ones are looked for by their last part.
+_FACTS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor",
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norm_before_head", "medusa_num_heads",
+    "medusa_num_layers", "diffspec_draft_token_num", "rank_classes", "rope_parameters",
+)  # fmt: skip
+
+
+@dataclass
+class Inspection:
+    """What was found; `str()` of it is the report that `hf-specdec inspect` prints.
+
+    Attributes:
+        name: the folder or Hub id that was looked at.
+        format: the layout's name; None where it is none that is known.
+        family: what `load_drafter` would load it as, a folder under `hf_specdec/drafters/`; None where it would not.
+        target: the target that the checkpoint names.
+        target_revision: the revision of it, where named.
+        facts: sizes and settings in our terms, whatever the layout calls them.
+        tensors: name in the file -> shape.
+        dtypes: number type, by safetensors' name -> tensors stored in it.
+        files: weight files.
+        problems: why it would not load, or would draft badly; empty where nothing was found.
+    """
+
+    name: str
+    format: str | None = None
+    family: str | None = None
+    target: str | None = None
+    target_revision: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers stored in all tensors."""
+        return sum(map(math.prod, self.tensors.values()))
+
+    def __str__(self) -> str:
+        target = self.target or "not named"
+        rows = {
+            "format": self.format or "unknown",
+            "loads as": self.family or "nothing",
+            "target": f"{target} at {self.target_revision}" if self.target_revision else target,
+        }
+        rows |= {name: str(value) for name, value in self.facts.items()}
+        if self.tensors:
+            types = ", ".join(f"{count} {kind}" for kind, count in self.dtypes.items())
+            rows["weights"] = f"{self.num_parameters:,} numbers in {len(self.tensors)} tensors ({types})"
+            rows["files"] = ", ".join(self.files)
+            largest = sorted(self.tensors.items(), key=lambda item: -math.prod(item[1]))[:3]
+            rows["largest"] = ", ".join(f"{name} {list(shape)}" for name, shape in largest)
+        width = max(map(len, rows)) + 2
+        lines = [self.name, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
+        if not self.problems:
+            return "\n".join([*lines, "  no problems found"])
+        return "\n".join([*lines, "problems:", *(f"  - {problem}" for problem in self.problems)])
+
+
+def inspect_drafter(
+    path_or_repo: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Inspection:
+    """Looks at a drafter without loading it.
+
+    Args:
+        path_or_repo: a local folder, or a Hub id `owner/name`.
+        revision: branch, tag or commit on the Hub.
+        token: for private repos; None for the stored one.
+        local_files_only: looks at the Hub cache, never asks the Hub.
+        cache_dir: of the Hub client.
+
+    Raises:
+        OSError: there is no such folder or repo, or the Hub cannot be asked. What is wrong with the files of a
+            checkpoint that is there is reported, not raised.
+        ValueError: the name is neither a folder nor a Hub id.
+    """
+    source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir)
+    found = Inspection(source.name)
+    folder = source.locate([CONFIG_FILE])
+    try:
+        format, fields = read_config(folder, source)
+        found.format, found.family = format.name, format.family
+        headers = _headers(source, folder, format)
+        _describe(found, format, fields, headers)
+    except (OSError, ValueError) as error:
+        found.problems.append(str(error))
+    return found
+
+
+def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
+    """What the weight files hold; those on the Hub are read through their first bytes alone."""
+    patterns = ["model*.safetensors", INDEX_FILE, *format.pickles]
+    if Path(source.name).expanduser().is_dir() or source.local_files_only:
+        source.locate(patterns, revision=folder.name)  # refuses links out of the folder
+        return read_headers(weight_files(folder, source.name, format.pickles), source.name)
+    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    if is_offline_mode():
+        folder = source.locate(patterns, revision=folder.name)
+        return read_headers(weight_files(folder, source.name, format.pickles), source.name)
+    try:
+        repo = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=folder.name)
+    except NotASafetensorsRepoError as error:
+        raise ValueError(
+            "There are no safetensors weights in the repo; a pickle is looked into only in a local folder."
+        ) from error
+    return {
+        name: StoredTensor(tuple(tensor.shape), tensor.dtype, Path(file))
+        for file, content in repo.files_metadata.items()
+        for name, tensor in content.tensors.items()
+    }
+
+
+def _describe(found: Inspection, format: Format, fields: dict[str, Any], headers: dict[str, StoredTensor]) -> None:
+    """Fills in what config and headers tell."""
+    found.tensors = {name: tensor.shape for name, tensor in headers.items()}
+    found.dtypes = dict(Counter(tensor.dtype for tensor in headers.values()).most_common())
+    found.files = sorted({tensor.file.name for tensor in headers.values()})
+    try:
+        reading = format.read(fields, headers)
+    except ValueError as error:
+        found.problems.append(f"{CONFIG_FILE}: {error}")
+        return
+    assert reading is not None, "a format can always be read once the headers are there"
+    ours = reading.fields
+    found.target, found.target_revision = ours.get("target_name_or_path"), ours.get("target_revision")
+    nested = ours.get("dflash_config") or {}
+    found.facts = {
+        name: {**ours, **nested}[name] for name in _FACTS if {**ours, **nested}.get(name) not in (None, False)
+    }
+    if format.shapes is not None:
+        stored = {ours: headers[theirs] for theirs, ours in reading.names.items()}
+        try:
+            found.problems += _differences(format.shapes(ours), stored)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            found.problems.append(f"{CONFIG_FILE} describes no {format.name} drafter: {error}")
+
+
+def _differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """What is missing, too much, or of another shape or type than the config makes it."""
+    problems = [f"missing weight {name} {list(shape)}" for name, shape in expected.items() if name not in stored]
+    problems += [
+        f"unknown weight {name} {list(tensor.shape)}" for name, tensor in stored.items() if name not in expected
+    ]
+    for name, shape in expected.items():
+        if name in stored and stored[name].shape != shape:
+            problems.append(f"{name} is {list(stored[name].shape)}, but {CONFIG_FILE} makes it {list(shape)}")
+    tables = ("d2t", "t2d")
+    problems += [
+        f"{name} is stored as {tensor.dtype}, which is not one of {', '.join(_FLOATING)}"
+        for name, tensor in stored.items()
+        if name not in tables and tensor.dtype not in _FLOATING
+    ]
+    most = 12
+    return problems[:most] + ([f"and {len(problems) - most} more"] if len(problems) > most else [])

@@ -1,0 +1,109 @@
+"""Tensors of a checkpoint: loading them, and comparing what files hold with what a network needs.
+
+The files themselves are the business of `files.py`. A pickle is opened with `weights_only`, in this module alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_specdec.hub.files import StoredTensor
+
+# safetensors' names of the types a drafter may be stored in.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of tables that a network looks things up in; such a tensor must be of the very type.
+WHOLE_DTYPES = {"I64": torch.int64, "BOOL": torch.bool}
+
+
+def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
+    """Loads a weight file to host memory; a pickle with `weights_only`, which runs nothing that is in it.
+
+    Tensors of a pickle may be views that claim any shape: check shapes before copying one.
+
+    Raises:
+        ValueError: a pickle is damaged or holds anything but tensors by name.
+    """
+    return load_file(file) if file.suffix == ".safetensors" else _unpickle(file, name, "cpu")
+
+
+def pickle_header(file: Path, name: str) -> dict[str, StoredTensor]:
+    """What a pickle holds, by shape and type; its numbers are not read.
+
+    Raises:
+        ValueError: as `load_tensors`.
+    """
+    return {key: describe(tensor, file) for key, tensor in _unpickle(file, name, "meta").items()}
+
+
+def describe(tensor: Tensor, file: Path) -> StoredTensor:
+    """The description that a tensor would have in the header of a safetensors file."""
+    names = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
+    return StoredTensor(tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), file)
+
+
+def _unpickle(file: Path, name: str, device: str) -> dict[str, Tensor]:
+    try:
+        content = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # damage shows as errors of many kinds; whatever it is, nothing was run
+        raise ValueError(
+            f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as plain tensors: it is damaged, or "
+            f"holds objects whose loading would run code ({type(error).__name__}). Nothing in it was run: use a "
+            "drafter saved as safetensors."
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise ValueError(f"{file.name} of {name!r} must hold tensors by name, but holds something else.")
+    return {str(key): tensor for key, tensor in content.items()}
+
+
+def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
+    """Compares what a network needs with what the files hold.
+
+    Args:
+        expected: the network's state dict, on any device.
+        stored: headers, without those that the format lets a file have in addition.
+        name: what the user asked for.
+        kind: what it was recognised as.
+
+    Raises:
+        ValueError: a tensor is missing, not expected, or of another shape or an unsupported type; names them.
+    """
+    problems = []
+    if missing := [key for key in expected if key not in stored]:
+        problems.append(f"missing: {_some(missing)}")
+    if unexpected := [key for key in stored if key not in expected]:
+        problems.append(f"not part of it: {_some(unexpected)}")
+    shapes = [
+        f"{key} is {list(stored[key].shape)} in {stored[key].file.name}, but config.json makes it {list(tensor.shape)}"
+        for key, tensor in expected.items()
+        if key in stored and stored[key].shape != tuple(tensor.shape)
+    ]
+    if shapes:
+        problems.append(f"of another shape: {_some(shapes)}")
+    tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
+    wrong = [
+        f"{key} is {stored[key].dtype}, not {tensor.dtype}"
+        for key, tensor in tables.items()
+        if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
+    ]
+    if wrong:
+        problems.append(f"of another type: {_some(wrong)}")
+    types = [
+        f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
+    ]
+    if types:
+        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {_some(types)}")
+    if problems:
+        raise ValueError(
+            f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
+            f"{'; '.join(problems)}. Nothing was loaded: check that weights and config.json are of one checkpoint."
+        )
+
+
+def _some(items: Sequence[str], most: int = 5) -> str:
+    rest = len(items) - most
+    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,81 @@
+"""The same pictures as coloured text for a terminal; legible without colours too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_specdec.decoding.trace import Trace, TracedRound
+from hf_specdec.visualize.text import pieces
+from hf_specdec.visualize.tree import label
+
+_ACCEPTED, _BONUS, _BOLD, _FAINT, _END = "\x1b[30;42m", "\x1b[4;31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_FORWARDS = ("\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[34m", "\x1b[31m")
+
+
+def terminal_text(trace: Trace, tokenizer: Any, row: int = 0, *, colour: bool = True) -> str:
+    """What a row wrote: drafted and accepted tokens on green, the target's own in red and underlined.
+
+    Args:
+        trace: of the call.
+        tokenizer: the target's.
+        row: of the batch.
+        colour: without, what was drafted stands in brackets.
+    """
+    prompt = tokenizer.decode(trace.prompt_ids[row], skip_special_tokens=True)
+    parts = [f"{_FAINT}{prompt}{_END}" if colour else prompt]
+    for text, drafted in pieces(trace, tokenizer, row):
+        if colour:
+            # Codes end before a line break: a terminal would fill the rest of the line.
+            style = _ACCEPTED if drafted else _BONUS
+            parts.append("\n".join(f"{style}{part}{_END}" if part else "" for part in text.split("\n")))
+        else:
+            parts.append(f"[{text}]" if drafted else text)
+    return "".join(parts)
+
+
+def terminal_tree(
+    traced: TracedRound, decode: Callable[[int], str], *, colour: bool = True, most_children: int = 6
+) -> str:
+    """A round's draft tree, a node per line: accepted ones ticked and bold, coloured by the forward that made them.
+
+    Args:
+        traced: the round.
+        decode: a token id as text.
+        colour: whether to use colours.
+        most_children: shown below one node; accepted ones always are.
+    """
+    taken = set(traced.path)
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(traced.parents):
+        below.setdefault(parent, []).append(node)
+
+    lines: list[str] = []
+
+    def write(node: int, lead: str, branch: str) -> None:
+        name = label(decode(traced.token_ids[node]))
+        notes = []
+        if node and traced.probs is not None:
+            notes.append(f"{traced.probs[node]:.2f}")
+        if node and traced.forwards is not None:
+            notes.append(f"forward {traced.forwards[node]}")
+        text = name + (" ✓" if node in taken else "") + (f"  ({', '.join(notes)})" if notes else "")
+        if colour:
+            style = _BOLD if node in taken or node == 0 else ""
+            if node and traced.forwards is not None:
+                style += _FORWARDS[(traced.forwards[node] - 1) % len(_FORWARDS)]
+            text = f"{style}{text}{_END}" if style else text
+        lines.append(lead + branch + text)
+        children = below.get(node, [])
+        shown = [child for rank, child in enumerate(children) if rank < most_children or child in taken]
+        hidden = len(children) - len(shown)
+        deeper = lead + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        for index, child in enumerate(shown):
+            last = index == len(shown) - 1 and not hidden
+            write(child, deeper, "└─ " if last else "├─ ")
+        if hidden:
+            lines.append(f"{deeper}└─ … {hidden} more")
+
+    write(0, "", "")
+    lines.append(f"bonus token: {label(decode(traced.bonus_id))}")
+    return "\n".join(lines)

@@ -1,0 +1,23 @@
+"""Writes the cards of the bundled drafters from their records, here and beside the weights.
+
+    python model_cards/generate.py
+
+Run it whenever a drafter was trained or measured anew; `tests/test_model_cards.py` fails until then.
+"""
+
+from pathlib import Path
+
+from hf_specdec import load_drafter
+
+CARDS = Path(__file__).parent
+BUNDLED = CARDS.parent / "examples" / "tiny-code"
+
+for config in sorted(BUNDLED.glob("*/config.json")):
+    folder = config.parent
+    if folder.name == "target":
+        continue
+    name = f"tiny-code-{folder.name}"
+    drafter = load_drafter(folder)
+    (CARDS / f"{name}.md").write_text(drafter.model_card(name).content, encoding="utf-8")
+    drafter.write_records(folder)  # a README.md that somebody edited stays
+    print(f"{name}: {'measured' if drafter.measurements else 'not measured'}")

@@ -1,0 +1,207 @@
+"""The whole command on a tiny random target: what it measures, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.exc import InductorError
+from transformers import CompileConfig
+
+from hf_specdec.benchmark import calls, records, ways
+from hf_specdec.benchmark.__main__ import main
+from hf_specdec.benchmark.calls import compare, generate, lengths
+from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
+from hf_specdec.benchmark.ways import ASSISTED, COMPILED, PLAIN, Way
+from hf_specdec.drafters.ngram import NGramDrafter
+from tests.methods import make_dflash
+from tests.scripted import right_for
+from tests.targets import make_target, one_prompt, ragged_prompts, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target()
+    target.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    make_dflash(target).save_pretrained(folder / "drafter")
+    prompts = [{"prompt": "abcd" * (index + 2), "group": ["even", "odd"][index % 2]} for index in range(3)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    return folder
+
+
+def bench(folder: Path, output: Path, *arguments: str) -> list[Record]:
+    """Runs the command with settings that take a second; returns the records."""
+    common = {
+        "--target": str(folder / "target"), "--prompts": str(folder / "prompts.jsonl"), "--dtype": "float64",
+        "--device": "cpu", "--output": str(output), "--new-tokens": "6", "--repeats": "2",
+    }  # fmt: skip
+    assert main([*(part for pair in common.items() for part in pair), *arguments]) == 0
+    return records.read(output / "report.jsonl")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            NGramDrafter, "report_tables", lambda self, model, prompts: [("own", ["prompts"], [[str(len(prompts))]])]
+        )
+        eager = CompileConfig(backend="eager")  # building kernels takes minutes
+        eager._compile_all_devices = True
+        patch.setattr(ways, "CompileConfig", lambda: eager)
+        return bench(
+            folder, tmp_path_factory.mktemp("out"), "--drafter", "ngram", "--drafter", str(folder / "drafter"),
+            "--draft-model", str(folder / "target"), "--batch-size", "1", "2", "--budgets", "2", "4",
+            "--sweep-prompts", "1",
+        )  # fmt: skip
+
+
+def test_every_way_meets_every_prompt_equally_often(made: list[Record]) -> None:
+    own = [call for call in made if isinstance(call, Call) and call.swept_from is None]
+    counts = Counter((call.way, call.temperature, call.batch_size) for call in own)
+    # Three prompts, two repeats; as pairs there is one batch, and stock assisted generation takes no pairs.
+    for way in (PLAIN, COMPILED, "ngram", "ddtree", "dflash"):
+        for temperature in (0.0, 1.0):
+            assert counts[way, temperature, 1] == 6
+            assert counts[way, temperature, 2] == 2
+    assert counts[ASSISTED, 0.0, 1] == 6
+    assert counts[ASSISTED, 0.0, 2] == 0
+    notes = " ".join(note.text for note in made if isinstance(note, Note))
+    assert "stock assisted, batch size 2, was not measured: takes one prompt at a time" in notes
+    assert "Batch size 2: 1 prompts fill no batch" in notes
+
+
+def test_greedy_output_is_compared_and_is_plain_decodings(made: list[Record]) -> None:
+    for call in made:
+        if isinstance(call, Call):
+            assert call.identical is (None if call.temperature else True), call.way
+
+
+def test_a_call_says_what_it_took_and_leaves_nothing_out(made: list[Record]) -> None:
+    for call in made:
+        if isinstance(call, Call):
+            assert call.new_tokens == [6] * call.batch_size
+            assert len(call.token_times_s) == 5
+            assert 0 < call.ttft_s < call.seconds
+            assert call.token_times_s == sorted(call.token_times_s)
+            assert call.ttft_s + call.token_times_s[-1] <= call.seconds
+            drafted = call.way not in (PLAIN, COMPILED, ASSISTED)
+            assert bool(call.per_round) == drafted
+            assert sum(call.stages_s.values()) < call.seconds
+            assert len(call.groups) == len(call.prompt_tokens) == call.batch_size
+
+
+def test_swept_ways_run_on_few_prompts_and_greedily(made: list[Record]) -> None:
+    swept = [call for call in made if isinstance(call, Call) and call.swept_from is not None]
+    assert {call.way for call in swept} == {"ngram @ 2", "ngram @ 4", "ddtree @ 2", "ddtree @ 4"}
+    assert {(call.temperature, call.batch) for call in swept} == {(0.0, 0)}
+    assert {call.budget for call in swept} == {2, 4}
+
+
+def test_a_run_says_where_and_how_it_was_made(made: list[Record]) -> None:
+    environment = made[0]
+    assert isinstance(environment, Environment)
+    assert environment.dtype == "float64"
+    assert environment.prompts.startswith("3 of ")
+    assert environment.command.startswith("hf-specdec bench ")
+    assert environment.versions["torch"] == torch.__version__
+    assert environment.weight_bytes > 0
+    assert environment.copy_bytes_per_s > 0
+    assert environment.ways["ngram"]["tree_budget"] == NGramDrafter().tree_budget
+
+
+def test_drafters_are_drawn_and_show_tables_of_their_own(made: list[Record]) -> None:
+    drawn = [picture for picture in made if isinstance(picture, Picture)]
+    assert {picture.way for picture in drawn} == {"ngram", "ddtree", "dflash"}
+    assert all("<svg" in picture.html and "class='shaded'" in picture.html for picture in drawn)
+    assert [table for table in made if isinstance(table, Table)] == [Table("ngram", "own", ["prompts"], [["3"]])]
+
+
+def test_a_report_can_be_made_again_from_its_records(
+    made: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records.write(made, tmp_path / "run.jsonl")
+    assert main(["--from-records", str(tmp_path / "run.jsonl"), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").read_text().count("<section>") >= 4
+    assert str(tmp_path / "report.md") in capsys.readouterr().out
+
+
+def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plainly = calls.generate
+
+    def fails(model: Any, inputs: Any, way: Way, *args: Any) -> Any:
+        if way.name == COMPILED:
+            raise InductorError(RuntimeError("No working C++ compiler found"), None)
+        return plainly(model, inputs, way, *args)
+
+    monkeypatch.setattr(calls, "generate", fails)
+    made = bench(folder, tmp_path, "--drafter", "ngram", "--temperature", "0", "--budgets")
+    assert COMPILED not in {call.way for call in made if isinstance(call, Call)}
+    notes = [note.text for note in made if isinstance(note, Note)]
+    assert notes == [f"{COMPILED}, batch size 1, was not measured: RuntimeError: No working C++ compiler found."]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "nowhere/at-all/drafter"], "nowhere/at-all/drafter"),
+        (["--drafter", "ngram:tree_budget=0"], "tree_budget"),
+        ([], "No --drafter was given"),
+        (["--drafter", "ngram", "--prompts", "gsm"], "Unknown prompt set 'gsm'"),
+        (["--drafter", "ngram", "--chat", "on"], "has no chat template"),
+        (["--from-records", "nothing.jsonl"], "nothing.jsonl"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_measured(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    common = ["--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
+    assert main([*common, "--output", str(tmp_path / "out"), "--no-compiled", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_difference_is_found_and_measured_by_the_targets_two_best_logits() -> None:
+    target, inputs = make_target(), one_prompt()
+    prompt_length = inputs["input_ids"].shape[1]
+    plain = target.generate(**inputs, max_new_tokens=6, do_sample=False)[:, prompt_length:]
+    assert compare(target, inputs, plain, plain) is None
+    other = plain.clone()
+    other[0, 4] = (other[0, 4] + 1) % 64
+    difference = compare(target, inputs, other, plain)
+    assert difference is not None
+    assert (difference.row, difference.index) == (0, 4)
+    with torch.no_grad():
+        logits = target(torch.cat([inputs["input_ids"], plain[:, :4]], dim=1)).logits[0, -1].float().topk(2).values
+    assert difference.top2_gap == pytest.approx(float(logits[0] - logits[1]))
+    shorter = compare(target, inputs, plain[:, :3], plain)
+    assert shorter is not None
+    assert shorter.index == 3
+
+
+def test_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
+    model = make_target()
+    ids = torch.tensor([[5, 6, 2, 0, 0], [5, 6, 7, 8, 9]])
+    assert lengths(ids, model) == [5, 5]
+    model.generation_config.eos_token_id = 2
+    try:
+        assert lengths(ids, model) == [3, 5]
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+def test_the_clock_sees_every_token_of_batches_and_of_bursts() -> None:
+    target, inputs = make_target(), ragged_prompts()
+    script = target.generate(**inputs, max_new_tokens=12, do_sample=False)
+    for way in (Way(PLAIN, "plain"), Way("own", "drafter", drafter=right_for([2, 0, 1], script))):
+        new_ids, seconds, clock = generate(target, inputs, way, 0.0, 9, seed=0)
+        assert new_ids.tolist() == script[:, 9 : 9 + 9].tolist()
+        assert len(clock.times) == 9
+        assert 0 < clock.times[-1] - clock.started <= seconds

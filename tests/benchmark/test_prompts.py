@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, check_chat, load_prompts, render
+from tests.targets import tiny_tokenizer
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return str(path)
+
+
+def test_groups_take_turns_so_that_a_limit_leaves_each_its_share(tmp_path: Path) -> None:
+    lines = [{"prompt": f"a{index}", "group": "a"} for index in range(3)] + [{"turns": ["b0", "b1"], "category": "b"}]
+    source = write(tmp_path / "own.jsonl", *lines)
+    assert load_prompts(source) == [Prompt("a0", "a"), Prompt("b0", "b"), Prompt("a1", "a"), Prompt("a2", "a")]
+    assert load_prompts(source, 2) == [Prompt("a0", "a"), Prompt("b0", "b")]
+
+
+def test_without_a_group_the_source_or_the_files_name_is_it(tmp_path: Path) -> None:
+    source = write(tmp_path / "own.jsonl", {"prompt": "x", "source": "torch/nn.py"}, {"prompt": "y"})
+    assert load_prompts(source) == [Prompt("x", "torch"), Prompt("y", "own")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "x"}', "{"], "own.jsonl, line 2 is not JSON"),
+        (['{"text": ""}'], "line 1 has no prompt"),
+        (["[1]"], "line 1 has no prompt"),
+        ([], "holds no prompts"),
+    ],
+)
+def test_a_file_that_is_no_prompt_set_raises(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(path))
+
+
+def test_a_file_that_is_missing_and_a_name_that_nobody_knows_raise() -> None:
+    with pytest.raises(FileNotFoundError, match=r"no prompt file 'nowhere/own.jsonl'"):
+        load_prompts("nowhere/own.jsonl")
+    with pytest.raises(ValueError, match="Unknown prompt set 'gsm'. Did you mean 'gsm8k'"):
+        load_prompts("gsm")
+
+
+def test_a_named_set_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def offline(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(
+        OSError, match=r"'gsm8k' \(openai/gsm8k, split 'test'\) cannot be read: .*give --prompts a JSONL"
+    ):
+        load_prompts("gsm8k")
+
+
+def test_a_named_set_without_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[bench\]'"):
+        load_prompts("alpaca")
+
+
+# What a row of each set looks like, as its dataset card says.
+ROWS = {
+    "spec-bench": {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+    "mt-bench": {"prompt": ["first", "second"], "prompt_id": 1, "category": "writing", "reference": []},
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "first", "test": ""},
+    "gsm8k": {"question": "first", "answer": "1"},
+    "math-500": {"problem": "first", "solution": "1"},
+    "alpaca": {"instruction": "first", "input": "", "output": ""},
+    "nq": {"question": "first", "answer": ["1"]},
+    "wmt-23": {"de-en": {"de": "first", "en": "zuerst"}},
+    "cnn-dm": {"article": "first", "highlights": "", "id": "1"},
+}
+
+
+@pytest.mark.parametrize("name", NAMED_SETS)
+def test_every_named_set_finds_its_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        asked.append((args, kwargs))
+        return [ROWS[name]]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (prompt,) = load_prompts(name)
+    assert prompt.text.endswith("first")
+    assert prompt.group == {"spec-bench": "mt_bench", "mt-bench": "writing"}.get(name, name)
+    assert asked[0][1]["split"] == NAMED_SETS[name].split
+
+
+def test_a_chat_template_wraps_the_prompt_and_is_told_about_thinking() -> None:
+    tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer()._tokenizer)
+    tokenizer.chat_template = "<{{ messages[0].content }}>{% if enable_thinking is false %}no{% endif %}"
+    prompt = Prompt("ab", "own")
+    assert render(prompt, tokenizer, chat=False, thinking="default") == "ab"
+    assert render(prompt, tokenizer, chat=True, thinking="default") == "<ab>"
+    assert render(prompt, tokenizer, chat=True, thinking="off") == "<ab>no"
+    check_chat(tokenizer, "target", chat=True, thinking="on")
+    with pytest.raises(ValueError, match="--thinking off is a setting of the chat template, but --chat is off"):
+        check_chat(tokenizer, "target", chat=False, thinking="off")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="knows no enable_thinking"):
+        check_chat(tokenizer, "target", chat=True, thinking="on")
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="'target' has no chat template"):
+        check_chat(tokenizer, "target", chat=True, thinking="default")

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from hf_specdec.benchmark import ways
+from hf_specdec.drafters.registry import WEIGHTLESS
+from tests.methods import make_dflash, make_medusa
+from tests.targets import make_target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like the folder of the bundled model: a target, two drafters, and something that is none."""
+    folder = tmp_path_factory.mktemp("bundled")
+    target = make_target()
+    target.save_pretrained(folder / "target")
+    make_dflash(target, tree_budget=7).save_pretrained(folder / "a-drafter")
+    make_medusa(target).save_pretrained(folder / "b-heads")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text('{"architectures": ["Something"]}')
+    (folder / "notes").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> PreTrainedModel:
+    return type(make_target()).from_pretrained(folder / "target")
+
+
+def test_every_checkpoint_in_a_folder_gives_a_row_per_method_without_being_listed(
+    folder: Path, target: PreTrainedModel
+) -> None:
+    found, passed_over = ways.discover(folder, target)
+    named = [way.name for way in ways.distinct(found)]
+    assert sorted(named) == sorted(
+        ["dflash (a-drafter)", "ddtree (a-drafter)", "dflash (b-heads)", "ddtree (b-heads)", *WEIGHTLESS]
+    )
+    assert list(passed_over) == ["broken"]
+    assert "broken" in passed_over["broken"], "the reason names the folder"
+
+
+def test_ways_of_one_drafter_share_it_and_set_their_own_options(folder: Path, target: PreTrainedModel) -> None:
+    loaded = ways.load(f"{folder / 'a-drafter'}:tree_budget=5", target)
+    assert {way.settings["method"] for way in loaded} == {"dflash", "ddtree"}
+    assert {way.settings["tree_budget"] for way in loaded} == {5}
+    assert len({id(way.drafter) for way in loaded}) == 1
+    assert sum(way.leads for way in loaded) == 1
+    (chosen,) = ways.load(f"{folder / 'a-drafter'}:method=dflash", target)
+    assert chosen.settings["method"] == "dflash"
+    assert chosen.leads
+
+
+def test_a_sweep_varies_the_budget_of_leading_methods_only(folder: Path, target: PreTrainedModel) -> None:
+    own = ways.distinct([*ways.load(str(folder / "a-drafter"), target), *ways.load("ngram", target)])
+    swept = ways.sweep([*ways.baselines(), *own], [2, 4])
+    assert [(way.name, way.swept_from, way.settings["tree_budget"]) for way in swept] == [
+        ("ddtree @ 2", "ddtree", 2),
+        ("ddtree @ 4", "ddtree", 4),
+        ("ngram @ 2", "ngram", 2),
+        ("ngram @ 4", "ngram", 4),
+    ]
+
+
+def test_the_same_way_twice_raises_and_another_setting_is_another_row(target: PreTrainedModel) -> None:
+    two = [*ways.load("ngram", target), *ways.load("ngram:tree_budget=3", target)]
+    assert [way.name for way in ways.distinct(two)] == ["ngram", "ngram tree_budget=3"]
+    with pytest.raises(ValueError, match="'ngram.*' is asked for twice"):
+        ways.distinct([*two, *ways.load("ngram", target)])
+
+
+def test_options_are_python_values_and_unknown_ones_raise(target: PreTrainedModel) -> None:
+    assert ways.parse("me/x:branching=[2, 4, 6],device=cuda:1,rate=0.5") == (
+        "me/x",
+        {"branching": [2, 4, 6], "device": "cuda:1", "rate": 0.5},
+    )
+    with pytest.raises(ValueError, match="after the colon options are expected"):
+        ways.parse("me/x:31")
+    with pytest.raises(ValueError, match="Unknown drafting option 'tree_budgt'. Did you mean 'tree_budget'"):
+        ways.load("ngram:tree_budgt=3", target)

@@ -1,0 +1,199 @@
+"""export_drafter: the config that vLLM reads, field by field from the facts on formats, and the way back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from hf_specdec import export_drafter, inspect_drafter, load_drafter
+from hf_specdec.drafters.ngram import NGramDrafter
+from tests.hub.test_formats import LAYERS, TREE, run
+from tests.methods import make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock
+from tests.targets import make_target
+
+TARGET = {"target_id": "owner/target", "target_architecture": "LlamaForCausalLM", "num_target_layers": LAYERS}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS)
+
+
+def exported(drafter: Any, folder: Path, **settings: Any) -> dict[str, Any]:
+    export_drafter(drafter, folder, **{**TARGET, **settings})
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    return json.loads((folder / "config.json").read_text())
+
+
+def envelope(kind: str, architecture: str, tokens: int) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
+            "verifier": {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+
+
+def test_eagle3_config_is_field_by_field_what_vllm_reads(target: PreTrainedModel, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    drafter = make_eagle3(target, target_layer_ids=[1, 3, 4], rope_parameters=rope, max_position_embeddings=256)
+    assert exported(drafter.to(torch.bfloat16), tmp_path) == envelope("eagle3", "Eagle3DraftModel", 5) | {
+        "draft_vocab_size": 32,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "vocab_size": 64,
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 256,
+            "attention_bias": False,
+            "rope_theta": 500000.0,
+            "rope_parameters": rope,
+            "tie_word_embeddings": False,
+        },
+        "torch_dtype": "bfloat16",
+    }
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {"fc.weight", "layers.0.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"} <= set(tensors)
+    assert list(tensors["lm_head.weight"].shape) == [32, 32]
+    assert "embed_tokens.weight" not in tensors
+
+
+def test_dflash_config_is_field_by_field_what_vllm_reads(target: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = make_dflash(target, dflash_config={"target_layer_ids": [-1, 5]})
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    assert exported(drafter, tmp_path) == envelope("dflash", "DFlashDraftModel", 4) | {
+        "draft_vocab_size": 64,
+        "block_size": 5,
+        "mask_token_id": 1,
+        "aux_hidden_state_layer_ids": [0, 6],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "vocab_size": 64,
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "max_position_embeddings": 512,
+            "rope_theta": 10000.0,
+            "rope_parameters": rope,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "torch_dtype": "float32",
+    }
+    assert set(load_file(tmp_path / "model.safetensors")) == set(drafter.state_dict())
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+DRAFTERS: dict[str, Any] = {
+    "eagle3, default layers": (make_eagle3, {"target_layer_ids": None}),
+    "eagle3, every flag": (
+        make_eagle3,
+        {
+            "target_layer_ids": [-1, 3],
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "norm_output": True,
+            "own_embeddings": True,
+            "qk_norm": True,
+            "draft_vocab_size": None,
+        },
+    ),
+    "eagle3, a norm per tap, biases, two layers": (
+        make_eagle3,
+        {"fc_norm": True, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+    ),
+    "dflash": (make_dflash, {}),
+    "dflash, own head over a draft vocabulary": (
+        make_dflash,
+        {"dflash_config": {"own_embeddings": True, "own_head": True, "draft_vocab_size": 32}},
+    ),
+    "dflash, sliding layers": (make_dflash, SLIDING),
+    "dflash, sliding layers, not causal": (make_dflash, SLIDING | {"is_causal": False}),
+    "dflash, use_swa": (make_dflash, {"dflash_config": {"use_swa": True, "swa_window_size": 5}}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_exported_drafter_reads_back_tensor_for_tensor_and_drafts_the_same(
+    name: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    make, settings = DRAFTERS[name]
+    drafter = make(target, **settings)
+    for parameter in drafter.parameters():
+        if parameter.dim() == 1:  # norms start as ones, which hides whether they are used
+            parameter.data += 0.5 * torch.randn_like(parameter)
+    if make is make_eagle3:
+        drafter.set_options(**TREE)
+    elif drafter.config.maps_vocabulary:
+        drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
+    exported(drafter, tmp_path)
+    found = inspect_drafter(tmp_path)
+    assert not found.problems
+    assert found.format == ("EAGLE-3 (speculators)" if make is make_eagle3 else "DFlash (speculators)")
+    options = {option: getattr(drafter, option) for option in drafter.option_names}
+    loaded = load_drafter(tmp_path, target, **options)
+    for key, tensor in drafter.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[key], tensor, rtol=0, atol=0)
+    assert loaded.config.target_name_or_path == "owner/target"
+    assert run(target, loaded) == run(target, drafter)
+
+
+def test_mixed_layers_warn(target: PreTrainedModel, tmp_path: Path) -> None:
+    mixed = make_dflash(target, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    with pytest.warns(UserWarning, match="mixed: vLLM masks the full ones wrongly so far"):
+        exported(mixed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "arguments", "message"),
+    [
+        (make_eagle3, {}, {"target_id": None}, "names None as its target, but vllm loads the target by its Hub id"),
+        (make_eagle3, {}, {"target_id": "/here/target"}, "names '/here/target' as its target"),
+        (make_eagle3, {"target_layer_ids": None}, {"num_target_layers": None}, "layers of the target: pass num_target"),
+        (make_eagle3, {"target_layer_ids": [7]}, {}, "reads target layers .7. of 8, and engines disagree"),
+        (make_eagle3, {"norm_before_head": False}, {}, "norm_before_head is false, and this layout always norms"),
+        (make_dflash, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
+        (make_dflash, {"final_logit_softcapping": 30.0}, {}, "this layout has no cap on logits"),
+        (make_dflash, {"is_causal": True}, {}, r"of the kinds .*\[\(None, True\)\]; this layout has full layers"),
+        (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads as they were published"),
+        (make_specblock, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
+        (make_causal_lm, {}, {}, "a plain language model is served as it is"),
+        (lambda target: NGramDrafter(), {}, {}, "vLLM has its own"),
+        (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
+    ],
+)
+def test_what_cannot_be_exported_raises_and_writes_nothing(
+    make: Any, settings: Any, arguments: Any, message: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_drafter(make(target, **settings), tmp_path / "out", **{**TARGET, **arguments})
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,153 @@
+"""inspect_drafter: what it prints is what load_drafter finds, from config and headers alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from hf_specdec import inspect_drafter, load_drafter
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import FAMILIES
+from hf_specdec.hub.formats.base import _DEFAULTS, as_it_is, with_defaults
+from hf_specdec.hub.recognition import recognise
+from tests.hub.loopback_hub import LoopbackHub
+from tests.hub.test_formats import CASES, LAYERS, as_medusa, build, save
+from tests.methods import METHODS, make_medusa
+from tests.targets import make_target
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_report_on_a_published_layout_is_what_is_loaded(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    case = CASES[name]
+    save(tmp_path, *case.write(build(case, target), **copy.deepcopy(case.written)), case.file)
+    found = inspect_drafter(tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    assert found.problems == []
+    assert found.format == case.format
+    assert isinstance(loaded, FAMILIES[str(found.family)].drafter)
+    assert found.target == loaded.config.target_name_or_path
+    assert found.facts["hidden_size"] == loaded.config.hidden_size
+    assert found.files == [case.file]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_report_on_what_this_library_saves_is_what_is_loaded(
+    method: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter: Any = METHODS[method](target)
+    if not hasattr(drafter, "save_pretrained"):
+        pytest.skip(f"{method} has nothing to save")
+    drafter.save_pretrained(tmp_path)
+    found = inspect_drafter(tmp_path)
+    assert found.problems == []
+    assert type(load_drafter(tmp_path)) is type(drafter) is FAMILIES[str(found.family)].drafter
+    if isinstance(drafter, PretrainedDrafter):
+        assert {name: list(shape) for name, shape in found.tensors.items()} == {
+            name: list(tensor.shape) for name, tensor in drafter.state_dict().items()
+        }
+
+
+def test_medusa_heads_in_a_pickle_are_counted_without_reading_them(target: PreTrainedModel, tmp_path: Path) -> None:
+    save(tmp_path, {"medusa_num_heads": 2}, as_medusa(make_medusa(target, medusa_num_heads=5)), "medusa_lm_head.pt")
+    found = inspect_drafter(tmp_path)
+    assert (found.format, found.family, found.problems) == ("Medusa", "medusa", [])
+    assert found.facts["medusa_num_heads"] == 5
+    assert found.dtypes == {"F32": 15}
+
+
+@pytest.mark.parametrize("kind", ["a drafter", "a plain language model", "hostile"])
+def test_command_answers_without_torch_and_transformers(kind: str, folder_of: Any) -> None:
+    # In another process, for this one has both. `inspect` is promised to answer at once.
+    code = (
+        "import sys; from hf_specdec.cli import main; status = main(['inspect', sys.argv[1]]); "
+        "heavy = {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules); print('loaded', sorted(heavy)); "
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder_of(kind))], capture_output=True, text=True)
+    assert "loaded []" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == (1 if kind == "hostile" else 0)
+
+
+@pytest.fixture
+def folder_of(folder: Path, target: PreTrainedModel, tmp_path: Path) -> Any:
+    def make(kind: str) -> Path:
+        if kind == "a plain language model":
+            target.save_pretrained(tmp_path / "model")
+            return tmp_path / "model"
+        if kind == "hostile":
+            (folder / "model.safetensors").write_bytes((10 * 2**30).to_bytes(8, "little") + b"{}")
+        return folder
+
+    return make
+
+
+def test_problems_are_told(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["norm.weight"]
+    tensors |= {"fc.weight": tensors["fc.weight"][:, :3].contiguous(), "other": torch.zeros(2, dtype=torch.int8)}
+    save_file(tensors, folder / "model.safetensors")
+    found = inspect_drafter(folder)
+    assert found.problems == [
+        "missing weight norm.weight [32]",
+        "unknown weight other [2]",
+        "fc.weight is [32, 3], but config.json makes it [32, 64]",
+        "other is stored as I8, which is not one of F64, F32, F16, BF16",
+    ]
+    assert "problems:\n  - missing weight norm.weight [32]" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a positive integer"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, more than the 1024 that are built"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
+        ({"block_size": None}, "block_size is None"),
+        ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": None}, "neither"),
+    ],
+)
+def test_configs_that_make_no_sense_are_told(folder: Path, change: dict[str, Any], problem: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    found = inspect_drafter(folder)
+    assert len(found.problems) == 1
+    assert problem in found.problems[0]
+
+
+def test_folder_that_is_not_there_raises() -> None:
+    with pytest.raises(FileNotFoundError, match="no folder './absent'"):
+        inspect_drafter("./absent")
+
+
+def test_weights_on_the_hub_are_not_downloaded(hub: LoopbackHub, folder: Path) -> None:
+    hub.add("owner/drafter", folder)
+    found = inspect_drafter("owner/drafter")
+    assert (found.format, found.problems) == ("dflash", [])
+    assert found.tensors["fc.weight"] == (32, 64)
+    assert not any("model.safetensors" in file.name for file in (folder.parent / "cache").rglob("*"))
+
+
+@pytest.mark.parametrize("model_type", _DEFAULTS)
+def test_absent_fields_mean_what_the_config_classes_of_the_host_mean(model_type: str) -> None:
+    defaults = CONFIG_MAPPING[model_type]()
+    assert with_defaults({}, model_type).items() <= vars(defaults).items()
+
+
+def test_own_layouts_are_known_by_their_prefix() -> None:
+    found = recognise({"model_type": "hf_specdec_eagle3"}, "it")
+    assert (found.family, found.read) == ("eagle3", as_it_is)

@@ -1,0 +1,160 @@
+"""verify_lossless: sound pairs pass, and setups that bend the output in any of several ways are caught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec import verify_lossless
+from hf_specdec.decoding import loop
+from hf_specdec.decoding.acceptance import Acceptance, FollowTarget
+from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.verification import Difference, LosslessReport, _first_difference
+from tests.methods import METHODS, make_causal_lm_chain
+from tests.scripted import StubDrafter, fixed_tree
+from tests.targets import make_target, one_prompt
+
+PROMPT = one_prompt()["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa", torch.float32, initializer_range=0.15)
+
+
+def check(target: PreTrainedModel, drafter: Drafter, **settings: Any) -> LosslessReport:
+    return verify_lossless(target, drafter, [PROMPT], max_new_tokens=16, verbose=False, **settings)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_passes(method: str, target: PreTrainedModel) -> None:
+    report = check(target, METHODS[method](target))
+    assert report.lossless, str(report)
+    assert report.num_tokens == 16
+    assert report.replays
+    assert all(replay.logprob_error < 1e-3 for replay in report.replays)
+
+
+def test_verdict_is_printed(target: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify_lossless(target, METHODS["ddtree"](target), [PROMPT], max_new_tokens=4, max_time_s=0.0)
+    assert report
+    printed = capsys.readouterr().out
+    assert printed.startswith("LOSSLESS: DFlashDrafter (ddtree) drafting for LlamaForCausalLM")
+    assert "1 prompts, 4 tokens" in printed
+    assert "sigma (bound 4.75)" in printed
+
+
+def test_random_state_is_left_alone(target: PreTrainedModel) -> None:
+    before = torch.random.get_rng_state()
+    check(target, METHODS["ngram"](target))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Relaxed(FollowTarget):
+    """Likes what was drafted: a drafted token counts for more than the target says."""
+
+    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any) -> Acceptance:
+        bent = logits.clone()
+        for node in range(1, tree.num_nodes):
+            rows = torch.arange(len(bent))
+            bent[rows, tree.parents[:, node], tree.token_ids[:, node]] += 1.0
+        return super().__call__(tree, bent, sequences)
+
+
+def drafts_near_misses(target: PreTrainedModel) -> StubDrafter:
+    """A chain of what the target likes second best."""
+
+    def draft(context: DraftContext) -> DraftTree:
+        prefix = context.sequences[:, : context.lengths[0]]
+        second = target(prefix, use_cache=False).logits[:, -1].topk(2).indices[:, 1]
+        return DraftTree.chain(torch.stack([context.root_ids, second], dim=1))
+
+    return StubDrafter(draft)
+
+
+def test_relaxed_acceptance_is_caught_in_both_modes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(target, drafts_near_misses(target))
+    monkeypatch.setattr(loop, "FollowTarget", Relaxed)
+    report = check(target, drafts_near_misses(target))
+    assert not report.greedy
+    assert not report.sampled
+    assert str(report).startswith("NOT LOSSLESS: ")
+    assert "NOT a near tie" in str(report)
+
+
+def test_drafts_that_were_not_drawn_from_their_law_are_caught(target: PreTrainedModel) -> None:
+    honest = make_causal_lm_chain(target, seed=1)
+    assert check(target, honest).drawn_sigma is not None
+
+    make = honest.candidate_generator
+
+    def lying(model: TargetModel) -> Any:
+        generator: Any = make(model)
+        draft = generator.draft
+
+        def likeliest(context: DraftContext) -> DraftTree:
+            tree = draft(context)
+            if tree.draft_probs is None:
+                return tree
+            token_ids = torch.cat([tree.token_ids[:, :1], tree.draft_probs.argmax(-1)], dim=1)
+            return replace(tree, token_ids=token_ids, children=None)
+
+        generator.draft = likeliest
+        return generator
+
+    honest.candidate_generator = lying  # type: ignore[method-assign]
+    report = check(target, honest)
+    assert report.greedy
+    assert not report.sampled
+    assert report.drawn_sigma is not None
+    assert report.drawn_sigma > 4.75
+
+
+def test_mask_that_shows_a_node_its_siblings_is_caught(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = fixed_tree([3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 2, 3])
+    assert check(target, drafter)
+    visible: Callable[..., Tensor] = TargetModel._visible_entries
+    monkeypatch.setattr(TargetModel, "_visible_entries", lambda self, tree: torch.ones_like(visible(self, tree)))
+    report = check(target, drafter)
+    assert not report.lossless
+    assert max(replay.logprob_error for replay in report.replays) > 0.1
+
+
+def test_difference_within_rounding_is_a_near_tie() -> None:
+    assert Difference(3, 1, 2, gap=1e-6, rounding=1e-6).is_near_tie
+    assert not Difference(3, 1, 2, gap=1e-3, rounding=1e-6).is_near_tie
+    assert not Difference(3, 1, 2, gap=math.inf, rounding=1e-6).is_near_tie
+    report = LosslessReport("t", "d", differences={0: Difference(3, 1, 2, gap=1e-6, rounding=1e-6)})
+    assert report.lossless
+    assert "identical up to 1 near ties" in str(report)
+
+
+@torch.no_grad()
+def test_gap_is_the_targets_own(target: PreTrainedModel) -> None:
+    plain = target.generate(PROMPT, max_new_tokens=4, do_sample=False)[0, PROMPT.shape[1] :].tolist()
+    other = [*plain[:2], (plain[2] + 1) % 64, 5]
+    difference = _first_difference(target, PROMPT, plain, other)
+    logits = target(torch.cat([PROMPT, torch.tensor([plain[:2]])], 1)).logits[0, -1]
+    assert difference.position == 2
+    assert difference.gap == pytest.approx(float(logits[plain[2]] - logits[other[2]]), rel=1e-4)
+    assert not difference.is_near_tie
+    assert math.isinf(_first_difference(target, PROMPT, plain, plain[:3]).gap)
+
+
+def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="no tokenizer of target '' is at hand: pass tokenizer="):
+        verify_lossless(target, METHODS["ngram"](target), ["hello"])
+    with pytest.raises(ValueError, match=r"A prompt has shape \[3\]; prompts must be texts or ids of shape"):
+        verify_lossless(target, METHODS["ngram"](target), [torch.tensor([1, 2, 3])])
