@@ -80,7 +80,7 @@ class AdaptiveDrafter(Drafter):
         drafter: to adapt, on its target's device.
         target: that it serves.
         policy: when to update what; a `CostAwareBandit` by default.
-        fail_safe: when to go back; None never does.
+        fail_safe: when to go back to good weights; a `FailSafe` by default.
         learning_rate: of AdamW.
         kl_weight: lambda of Section 3.4: weight of the divergence from the drafter as it is now.
         steps_per_update: gradient steps on a buffer.
