@@ -60,13 +60,15 @@ def header_prompts(tokenizer: Any, count: int, length: int) -> list[torch.Tensor
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    prompts = []
-    for file in sorted((Path(spec.origin).parent / "include").rglob("*.h")):
-        ids = tokenizer(file.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
+    files = sorted((Path(spec.origin).parent / "include").rglob("*.h"))
+    prompts: list[torch.Tensor] = []
+    for index in torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist():
+        ids = tokenizer(files[index].read_text(encoding="utf-8", errors="ignore"))["input_ids"]
         if len(ids) > 6 * length:
             prompts.append(torch.tensor([ids[4 * length : 5 * length]]))  # past the licence and the includes
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
-    return [prompts[index] for index in order[:count]]
+        if len(prompts) == count:
+            break
+    return prompts
 
 
 def serve(name: str, model: Any, prompts: list[torch.Tensor], arguments: argparse.Namespace, console: Console) -> Pass:
