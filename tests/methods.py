@@ -16,6 +16,7 @@ from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
+from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
@@ -142,6 +143,31 @@ def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     return drafter
 
 
+def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBoundDrafter:
+    """Exit heads on `target` with random updates, low enough a threshold that they draft; `settings` as above."""
+    names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers")
+    options = {"threshold": 0.1} | {name: settings.pop(name) for name in names if name in settings}
+    depth, vocab = target.config.num_hidden_layers, target.get_input_embeddings().num_embeddings
+    shape = {
+        "num_target_layers": depth,
+        "hidden_size": target.config.hidden_size,
+        "vocab_size": vocab,
+        "exit_layers": list(range(1, depth)),
+        "d_max": depth - 1,
+        "lora_rank": 3,
+        "w_max": 5,
+    }
+    torch.manual_seed(seed)
+    drafter = SpecBoundDrafter(SpecBoundConfig(**shape | settings)).eval().to(target.dtype)
+    for head in drafter.heads.values():
+        if drafter.config.head == "lora":
+            torch.nn.init.normal_(head.lora_B, std=0.05)
+        else:
+            head.weight.data.copy_(target.get_output_embeddings().weight[: drafter.config.draft_vocab_size])
+    drafter.set_options(**options)
+    return drafter
+
+
 METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
@@ -152,4 +178,5 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "medusa": make_medusa,
     "medusa_static": make_medusa_static,
     "specblock": make_specblock,
+    "specbound": make_specbound,
 }

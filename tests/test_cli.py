@@ -91,10 +91,11 @@ def test_what_is_wrong_is_told_in_one_line(
     assert message in printed
 
 
-def test_train_hands_its_arguments_on(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_train_and_bench_have_their_own_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--help"])
-    assert "usage: hf-specdec train" in capsys.readouterr().out
+        main([command, "--help"])
+    assert f"usage: hf-specdec {command}" in capsys.readouterr().out
 
 
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,12 +161,14 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
     made: list[Record] = [environment, *notes]
     # A generate call reports on its own settings where they come with warnings; here it is called thousands of times.
     transformers.logging.set_verbosity_error()
-    with Progress(console=console, transient=True) as progress:
+    # Drawn between calls only: a thread that draws it would take its time from what is measured.
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=_num_calls(settings, compared, len(rendered)))
 
         def advance(way: str) -> None:
             progress.update(task, description=way)
             progress.advance(task)
+            progress.refresh()
 
         made += run(model, tokenizer, compared, rendered, settings, advance)
         inputs = [tokenise(tokenizer, [text]).to(model.device) for text, _ in rendered]

@@ -8,7 +8,8 @@ and rollback is forgetting the rest. The same cache serves targets and drafters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -202,6 +203,15 @@ class TreeCache(Cache):
         For drafters whose rounds take several forwards. Commit and rollback end the round.
         """
         self._extent.held += nodes
+
+    @contextmanager
+    def behind(self, nodes: int) -> Iterator[None]:
+        """Lets forwards write behind the first `nodes` nodes of the round, and see them, while the context is open."""
+        before, self._extent.held = self._extent.held, nodes
+        try:
+            yield
+        finally:
+            self._extent.held = before
 
     def commit(self, path: Tensor, counts: Sequence[int]) -> None:
         """Keeps the first nodes of `path` at the end of each row and forgets all other nodes of the round.

@@ -152,14 +152,14 @@ class _Decoding:
         entries = self.target.cache.get_seq_length()
         # Cache entry e holds token e - entry_offset of a row; not 0 where a cache came with only the new tokens.
         self.entry_offset = entries - prompt_length
-        # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
-        self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
-
         positions, valid = self.target.prompt_positions()
         new = positions.shape[1]  # fewer than the prompt where a cache was continued
         token_ids = prompt[:, -new:]
         if prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
             token_ids = torch.nn.functional.pad(token_ids, (new - prompt_length, 0))
+        acceptance = self.judge(DraftTree.root_only(token_ids[:, -1]), output)  # the first token goes out here
+        # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
+        self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
         generator.observe(
             RoundOutcome(
                 token_ids=token_ids,
@@ -171,7 +171,6 @@ class _Decoding:
                 target_logits=output.logits,
             )
         )
-        acceptance = self.judge(DraftTree.root_only(token_ids[:, -1]), output)
         self.lap("prefill")
         if self.trace is not None:
             self.trace.begin(prompt, acceptance)
@@ -180,6 +179,7 @@ class _Decoding:
         """Draft, verify, accept, commit."""
         active = self.sequences.active
         self.root_positions = self.target.root_positions()
+        layers_run = self.target.num_layers_run
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,
@@ -201,6 +201,7 @@ class _Decoding:
         )
         self.lap("verify")
         self.stats.num_target_forwards += 1
+        self.stats.num_layers_run += self.target.num_layers_run - layers_run
         roots = self.root_ids
         acceptance = self.judge(tree, output)
         self.lap("accept")

@@ -24,6 +24,8 @@ class SpeculationStats:
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: rounds that verified nothing because the drafter's output was NaN or infinite.
         num_target_forwards: forwards of the target after the prefill; rows of a batch share them.
+        num_layers_run: forwards of single decoder layers of the target in rounds, over any number of rows and nodes;
+            a drafter that runs some of them itself shares them with the verification.
         total_time_s: seconds of the whole call, prefill included.
         stopwatch: times the stages of the call.
     """
@@ -33,6 +35,7 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
     num_target_forwards: int = 0
+    num_layers_run: int = 0
     total_time_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -76,6 +79,17 @@ class SpeculationStats:
         """Mean tokens per round (tau): 1 + mean accepted, bonus included, prefill excluded; 0 without rounds."""
         steps = self.num_spec_steps
         return 1 + self.num_accepted_draft_tokens / steps if steps else 0.0
+
+    @property
+    def layers_per_token(self) -> float:
+        """Layers of the target run per committed token of a row; plain decoding runs all its layers. 0 without rounds.
+
+        A layer that several rows share counts for each of them, as a target forward does in plain decoding.
+        """
+        if not self.num_spec_steps:
+            return 0.0
+        per_round = self.num_layers_run / self.num_target_forwards
+        return per_round / self.mean_acceptance_length
 
     @property
     def draft_acceptance_rate(self) -> float:

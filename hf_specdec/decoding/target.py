@@ -1,15 +1,18 @@
 """TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
 
-Knows how host models want their masks (one tensor, or one per layer type), where their decoder layers are, and how to
-read hidden states from chosen layers. It changes nothing in the model: taps are forward hooks that live as long as one
-`generate` call. The tree's meaning is in `tree.py`, the stored keys and values in `cache.py`.
+Knows how host models want their masks (one tensor, or one per layer type) and how to read hidden states from chosen
+layers; running a few layers only is the business of `slices.py`. It changes nothing in the model: taps are forward
+hooks that live as long as one `generate` call. The tree's meaning is in `tree.py`, the stored keys and values in
+`cache.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +23,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.pending import PendingChain
+from hf_specdec.decoding.slices import LayerSlices, decoder_layers
 from hf_specdec.decoding.tree import DraftTree
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+_SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
 
 
 @dataclass(frozen=True)
@@ -44,23 +50,6 @@ class TargetOutput:
     hidden_states: tuple[Tensor, ...] | None
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal language model, whatever its family calls them.
-
-    Raises:
-        ValueError: no list of `num_hidden_layers` layers is found in the decoder.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in (model.get_decoder(), model.base_model):
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return child
-    raise ValueError(
-        f"{type(model).__name__} has no list of {count} decoder layers in its decoder, so its hidden states cannot be "
-        "tapped. Open an issue that names the model class."
-    )
-
-
 class TargetModel:
     """A host model bound to the needs of one `generate` call.
 
@@ -68,6 +57,9 @@ class TargetModel:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
         feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
             what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+
+    Attributes:
+        num_layers_run: forwards of single decoder layers since the prefill, over any number of rows and nodes.
 
     Raises:
         ValueError: the target cannot verify trees; the message says why and what to do.
@@ -85,6 +77,10 @@ class TargetModel:
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
         self.cache: TreeCache
+        self.prompt_mask: Tensor | None
+        self.prompt_starts: Tensor | None
+        self.num_layers_run = 0
+        self._template: DraftTree | None = None
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
 
     @staticmethod
@@ -113,6 +109,51 @@ class TargetModel:
                 f"Target {name} takes no position_ids, so the nodes of a draft tree cannot be placed; speculative "
                 "decoding needs a target with position_ids (rotary or learned positions)."
             )
+
+    @classmethod
+    def check_slices(cls, model: PreTrainedModel) -> None:
+        """Raises ValueError unless layers of `model` run in slices give the logits of its whole forward.
+
+        The family must be known, and the model itself is tried on six tokens, once in its life.
+        """
+        slices = LayerSlices(model)
+        if model not in _SLICES_ARE_EXACT:
+            apart, largest = cls(model)._try_slices(slices.num_layers)
+            # Batches of other sizes may round differently in low precision; a missing scale is off by far more.
+            share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+            if not apart <= share * largest:
+                raise ValueError(
+                    f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
+                    f"from those of its whole forward (up to {largest:.3g}), so this model does something around its "
+                    f"layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
+                    "(hf_specdec/decoding/slices.py) does not describe. Draft with a method that runs whole forwards."
+                )
+            _SLICES_ARE_EXACT.add(model)
+
+    @torch.no_grad()
+    def _try_slices(self, num_layers: int) -> tuple[float, float]:
+        """Largest difference of logits between a chain run in slices and a whole forward, and the largest logit."""
+        embeddings = self.model.get_input_embeddings()
+        device = embeddings.weight.device
+        token_ids = torch.arange(1, 7, device=None if device.type == "meta" else device) % embeddings.num_embeddings
+        token_ids, known = token_ids.unsqueeze(0), 3
+        whole = self.model(input_ids=token_ids, use_cache=False).logits
+        self.begin_alone(token_ids[:, :known], room=3)
+        chain = self.begin_chain(self.root_positions(), 3)
+        for node, layer in zip(range(known, token_ids.shape[1]), (num_layers // 2, 1, 0), strict=True):
+            chain.extend(token_ids[:, node])
+            chain.advance(layer)
+        difference = (chain.finish() - whole[:, known:]).float().abs().max()
+        return difference.item(), whole.float().abs().max().item()
+
+    def begin_alone(self, token_ids: Tensor, room: int) -> None:
+        """Begins rounds of up to `room` nodes behind [1, seq] tokens, outside of `generate`: to try or time a round."""
+        self.cache = TreeCache(self.config.num_hidden_layers)
+        self.model(input_ids=token_ids, past_key_values=self.cache, use_cache=True)
+        self.prompt_mask, self.last_entry = None, token_ids.shape[1] + room
+        self.prompt_starts = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+        self.position_offset = self.prompt_starts
+        self.begin_rounds(token_ids.shape[1] + room)
 
     @contextmanager
     def tapping(self) -> Iterator[None]:
@@ -183,7 +224,7 @@ class TargetModel:
         if attention_mask is not None and not bool(attention_mask[:, :length].all()):
             self.prompt_mask = attention_mask[:, :length].to(device=device, dtype=torch.bool)
         # Where each row's prompt begins; None where its entries are no interval, as with gaps in the mask.
-        self.prompt_starts: Tensor | None = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.prompt_starts = torch.zeros(batch, dtype=torch.int64, device=device)
         if self.prompt_mask is not None:
             self.prompt_starts = length - self.prompt_mask.sum(1)
             if not bool(
@@ -224,6 +265,42 @@ class TargetModel:
         """[batch] int64 position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths
 
+    def position_ids(self, tree: DraftTree, root_positions: Tensor) -> Tensor:
+        """[batch, nodes] int64 position ids of a tree's nodes; nodes beyond the last output token stay in range."""
+        position_ids = root_positions.unsqueeze(1) + tree.depths
+        if self.cache.longest + tree.max_depth > self.last_entry:
+            # Such nodes are never kept, but learned positions may have no embedding for them.
+            last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
+            position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        return position_ids
+
+    @functools.cached_property
+    def slices(self) -> LayerSlices:
+        """Its layers, to be run a few at a time."""
+        return LayerSlices(self.model)
+
+    def begin_chain(self, root_positions: Tensor, width: int) -> PendingChain:
+        """A chain of up to `width` nodes, root included, whose drafter runs this target's own layers.
+
+        Handed back with the tree (`DraftTree.pending`), its nodes go on from where they stand when they are verified.
+
+        Raises:
+            ValueError: the slices of this family are not known to be exact.
+        """
+        return PendingChain(self, root_positions, width)
+
+    def chain_template(self, batch: int, width: int) -> DraftTree:
+        """The shape of a chain of `width` nodes, its tokens all zero; made once, since rounds ask for the same."""
+        if self._template is None or self._template.token_ids.shape != (batch, width):
+            zeros = torch.zeros(batch, width, dtype=torch.int64, device=self.cache.lengths.device)
+            self._template = DraftTree.chain(zeros)
+        return self._template
+
+    @property
+    def all_entries_visible(self) -> bool:
+        """Whether a node that comes last may see every entry there is: no padding, no shorter rows, no windows."""
+        return self.cache.batch == 1 and self.prompt_mask is None and not any(self.windows.values())
+
     def verify(
         self,
         tree: DraftTree,
@@ -235,7 +312,9 @@ class TargetModel:
     ) -> TargetOutput:
         """One forward over all nodes of a tree, each seeing the committed prefix and its own ancestors only.
 
-        Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
+        Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4. Nodes that
+        have passed some layers already (`tree.pending`) run the others only, unless something of all layers is asked
+        for.
 
         Args:
             tree: what to verify.
@@ -245,14 +324,13 @@ class TargetModel:
             output_attentions: also return attention weights.
             output_hidden_states: also return hidden states of all layers.
         """
+        if tree.pending is not None and not (output_attentions or output_hidden_states or self.feature_layers):
+            return TargetOutput(tree.pending.finish().to(torch.float32), None, None, None)
         self.cache.reserve(tree.num_nodes)
+        self.num_layers_run += self.config.num_hidden_layers
         for states in self._taps.values():
             states.clear()  # a logits processor may have run the target in between
-        position_ids = root_positions.unsqueeze(1) + tree.depths
-        if self.cache.longest + tree.max_depth > self.last_entry:
-            # Such nodes are never kept, but learned positions may have no embedding for them.
-            last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
-            position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        position_ids = self.position_ids(tree, root_positions)
         token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
@@ -263,8 +341,7 @@ class TargetModel:
             extra["output_hidden_states"] = True
         # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
         on_cpu = position_ids.device.type == "cpu"
-        own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
-        with torch.inference_mode() if on_cpu else nullcontext(), own_attention:
+        with torch.inference_mode() if on_cpu else nullcontext(), self.own_attention():
             outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=mask,
@@ -281,12 +358,25 @@ class TargetModel:
             outputs.get("hidden_states"),
         )
 
+    def own_attention(self) -> AbstractContextManager[None]:
+        """Layers attend with `tree_attention` meanwhile, where it can be used."""
+        return tree_attention(self.config) if self.uses_tree_attention else nullcontext()
+
+    def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, tuple[Tensor, Spans | None]]:
+        """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on, with their spans.
+
+        By layer type where the target takes a dict, else one for all layers under the key "all".
+        """
+        return {
+            kind: (self._additive(tree, window).unsqueeze(1)[:, :, first:], self._spans(tree, window, first))
+            for kind, window in self.windows.items()
+        }
+
     def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
-        masks = {}
-        for kind, window in self.windows.items():
-            mask = self._additive(tree, window).unsqueeze(1)[:, :, first:]
-            spans = self._spans(tree, window, first)
-            masks[kind] = mask if spans is None else attach(mask, spans)
+        masks = {
+            kind: mask if spans is None else attach(mask, spans)
+            for kind, (mask, spans) in self.attention_masks(tree, first).items()
+        }
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
     def _additive(self, tree: DraftTree, window: int | None) -> Tensor:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_specdec.decoding.pending import PendingChain
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class DraftTree:
         draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the law that the token of node i + 1 was
             drawn from, at random; the acceptance rule takes it at its word. None for tokens chosen in any other way.
             Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens, never on its own.
+        pending: where the nodes stand that have passed some of the target's layers already, or None: then they have
+            passed none. Such a tree is a chain with the very nodes of `pending`.
     """
 
     token_ids: Tensor
@@ -45,6 +51,7 @@ class DraftTree:
     finite: Tensor | None = None
     children: list[dict[tuple[int, int], int]] | None = None
     draft_probs: Tensor | None = None
+    pending: PendingChain | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -143,11 +150,13 @@ class DraftTree:
         *,
         valid: Tensor | None = None,
         finite: Tensor | None = None,
+        children: list[dict[tuple[int, int], int]] | None = None,
         draft_probs: Tensor | None = None,
+        pending: PendingChain | None = None,
     ) -> DraftTree:
         """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix.
 
-        `draft_probs`, where the tokens were drawn at random: see `DraftTree.draft_probs`.
+        The other arguments are attributes of the tree.
         """
         batch, nodes = token_ids.shape
         steps = torch.arange(nodes, device=token_ids.device)
@@ -155,7 +164,7 @@ class DraftTree:
         if valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
-        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, draft_probs=draft_probs)
+        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, children, draft_probs, pending)
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:

@@ -10,7 +10,7 @@ import os
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,9 +29,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     """
 
     # The target that was compared with, and whether a prompt was.
-    _paired: tuple[weakref.ref[PreTrainedModel], bool] | None = None
-    # Further files of the format that hold tensors; see `side_tensors`.
-    side_files: ClassVar[tuple[str, ...]] = ()
+    _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
 
     @property
     def target_name_or_path(self) -> str | None:
@@ -45,10 +43,11 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         return self.num_parameters()
 
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
-        super().save_pretrained(folder, max_shard_size=max_shard_size)
+        super().save_pretrained(folder, state_dict=self.main_tensors(), max_shard_size=max_shard_size)
+        self.write_side_files(folder)
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
-        compared, with_prompt = (None, False) if self._paired is None else (self._paired[0](), self._paired[1])
+        compared, with_prompt = (None, False) if self._compared is None else (self._compared[0](), self._compared[1])
         name = self.name_or_path or type(self).__name__
         if compared is not model:
             check_tokenizer(name, self.config, model)
@@ -57,7 +56,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         if input_ids is not None and not with_prompt:
             check_mode(name, self.training_record, model, input_ids)
             with_prompt = True
-        self._paired = weakref.ref(model), with_prompt
+        self._compared = weakref.ref(model), with_prompt
 
     @classmethod
     def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
@@ -71,6 +70,13 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             ValueError: a file is damaged or holds something else.
         """
         return {}
+
+    def write_side_files(self, folder: Path) -> None:
+        """Writes `side_files` beside weights that were just saved; most formats have none."""
+
+    def main_tensors(self) -> dict[str, Tensor] | None:
+        """What goes into the main weight files; None for all there is."""
+        return None
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +129,12 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
         measured = folder / MEASUREMENTS_FILE
         replaced = _weights_digest(folder) if self.measurements is None and measured.is_file() else None
-        super().save_pretrained(folder, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        tensors = self.main_tensors() if state_dict is None else state_dict
+        super().save_pretrained(folder, is_main_process=is_main_process, state_dict=tensors, **kwargs)
         if not is_main_process:
             return
+        if state_dict is None:  # weights of the caller's choice, as of a trainer's checkpoint, stay in one place
+            self.write_side_files(folder)
         if replaced is not None and replaced != _weights_digest(folder):
             measured.unlink()
             warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=2)
@@ -137,12 +146,12 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 def _weights_digest(folder: Path) -> list[tuple[str, str]]:
     """Name and SHA-256 of every weight file in a folder."""
     digests = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(folder.rglob("*.safetensors")):
         digest = hashlib.sha256()
         with file.open("rb") as data:
             while part := data.read(1 << 24):
                 digest.update(part)
-        digests.append((file.name, digest.hexdigest()))
+        digests.append((file.relative_to(folder).as_posix(), digest.hexdigest()))
     return digests
 
 

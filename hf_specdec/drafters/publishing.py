@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
@@ -48,6 +49,8 @@ class PublishedDrafter(Drafter):
         fits: which targets it can draft for, a sentence of the card.
     """
 
+    # Files of the format that hold tensors, beside the main weights; see `PretrainedDrafter.side_tensors`.
+    side_files: ClassVar[tuple[str, ...]] = ()
     measurements: Record | None = None
     training_record: Record | None = None
     fits = "A drafter fits only the target it was trained for."
@@ -204,7 +207,7 @@ class PublishedDrafter(Drafter):
                 revision=revision,
                 create_pr=create_pr,
                 # Shards of an earlier, larger upload would otherwise stay beside the new weights.
-                delete_patterns=["model*.safetensors", "model.safetensors.index.json"],
+                delete_patterns=["model*.safetensors", "model.safetensors.index.json", *self.side_files],
             )
             if tag is not None:
                 _set_tag(api, repo_id, tag, commit.oid)

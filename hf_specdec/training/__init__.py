@@ -5,6 +5,7 @@ Nothing here is imported by `hf_specdec` itself; it needs the extra `hf_specdec[
 
 from hf_specdec.training.dflash import DFlashStep
 from hf_specdec.training.specblock import SpecBlockStep
+from hf_specdec.training.specbound import SpecBoundStep
 from hf_specdec.training.trainer import DrafterTrainer
 
-__all__ = ["DFlashStep", "DrafterTrainer", "SpecBlockStep"]
+__all__ = ["DFlashStep", "DrafterTrainer", "SpecBlockStep", "SpecBoundStep"]

@@ -157,6 +157,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     trainer.train(resume_from_checkpoint=last)
     training_minutes = (time.time() - training_started) / 60
     evaluation = trainer.evaluate()
+    if recipe.finish is not None:
+        recipe.finish(drafter, target, held_out)
 
     text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
     drafter.training_record = {

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.target import decoder_layers
+from hf_specdec.decoding.slices import decoder_layers
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Recipe:
         eval_batch_size: rows per evaluation batch; None takes the training batch size.
         adapting: makes the step with which a drafter learns while it serves, from the drafter and its target; None
             where the method has none.
+        finish: from the trained drafter, the target and held-out rows, sets what is measured rather than trained; the
+            drafter is saved afterwards.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Recipe:
     recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
+    finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
 
 
 RECIPES: dict[str, Recipe] = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.decoding.target import decoder_layers
+from hf_specdec.decoding.slices import decoder_layers
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
 from hf_specdec.drafters.specblock.quality import rank_classes

@@ -52,6 +52,10 @@ class TrainingStep(ABC):
             training: random choices are allowed; without it the result depends on the batch alone.
         """
 
+    def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
+        """What logs and evaluation report of many batches, whose `correct` and `labelled` were joined."""
+        return acceptance_metrics(correct, labelled)
+
 
 class AdaptiveStep(TrainingStep):
     """A step with which a drafter can also learn while it serves, see `hf_specdec/adaptation/`.

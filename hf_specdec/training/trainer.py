@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_specdec.training.data import collate
-from hf_specdec.training.step import TrainingStep, acceptance_metrics
+from hf_specdec.training.step import TrainingStep
 
 
 class DrafterTrainer(Trainer):
@@ -36,7 +36,7 @@ class DrafterTrainer(Trainer):
         args = args if args is not None else TrainingArguments()
         args.remove_unused_columns = False
         kwargs.setdefault("data_collator", collate)
-        kwargs.setdefault("compute_metrics", _metrics_of_prediction)
+        kwargs.setdefault("compute_metrics", self._metrics_of_prediction)
         super().__init__(model=drafter, args=args, **kwargs)
         self.step = step
         target = step.reader.model
@@ -67,12 +67,11 @@ class DrafterTrainer(Trainer):
             correct = torch.cat([entry.flatten(0, -2) for entry, _ in self._pending])
             labelled = torch.cat([entry.flatten(0, -2) for _, entry in self._pending])
             self._pending.clear()
-            logs |= {name: round(value, 4) for name, value in acceptance_metrics(correct, labelled).items()}
+            logs |= {name: round(value, 4) for name, value in self.step.metrics(correct, labelled).items()}
         super().log(logs, *args, **kwargs)
 
-
-def _metrics_of_prediction(prediction: EvalPrediction) -> dict[str, float]:
-    # Where batches differ in their number of blocks the host fills up with -100, which is neither a label nor a hit.
-    correct = torch.from_numpy(np.asarray(prediction.predictions)) > 0
-    labelled = torch.from_numpy(np.asarray(prediction.label_ids)) > 0
-    return acceptance_metrics(correct, labelled)
+    def _metrics_of_prediction(self, prediction: EvalPrediction) -> dict[str, float]:
+        # Where batches differ in their number of blocks the host fills up with -100, neither a label nor a hit.
+        correct = torch.from_numpy(np.asarray(prediction.predictions)) > 0
+        labelled = torch.from_numpy(np.asarray(prediction.label_ids)) > 0
+        return self.step.metrics(correct, labelled)

@@ -53,8 +53,9 @@ def dflash_shapes(fields: Config) -> Shapes:
     _check(fields)
     shape = with_defaults(fields, "qwen3")
     block = fields.get("dflash_config") or {}
-    hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
-    draft_vocab = int(block.get("draft_vocab_size", vocab))
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    vocab: int = shape["vocab_size"]
+    draft_vocab: int = block.get("draft_vocab_size", vocab)
     taps = len(block.get("target_layer_ids") or range(layers))
     found: Shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in (f"layers.{index}" for index in range(layers)):

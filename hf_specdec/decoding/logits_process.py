@@ -1,0 +1,65 @@
+"""LogitsProcessor subclasses for drafting: what is done to logits before a draft token is chosen from them.
+
+They shape drafts only. The target's own logits go through the processors of the call and nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
+    """Flattens the logits of an exit head, the more the shallower its layer, and says whether they suffice to exit.
+
+    Shallow layers are confident of wrong tokens; a temperature above 1 takes that away where it is worst and leaves the
+    last layer as it is. SpecBound, Section 2.2, Eq. 1 and 2.
+
+    Args:
+        layer: l, layers passed at the exit, from 1.
+        num_layers: L of the target.
+        alpha: strength of the annealing; 0 for none.
+        threshold: tau, the least top probability to exit with.
+
+    Raises:
+        ValueError: the layer is beyond the target, alpha negative, or the threshold outside (0, 1).
+
+    Example:
+        >>> exit_rule = AnnealedConfidenceLogitsProcessor(5, 20, alpha=0.2, threshold=0.55)
+        >>> exit_rule.temperature
+        1.15
+        >>> confidence, token_ids = exit_rule.confidence(torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]]))
+        >>> confidence >= exit_rule.threshold, token_ids
+        (tensor([ True, False]), tensor([0, 1]))
+    """
+
+    def __init__(self, layer: int, num_layers: int, *, alpha: float, threshold: float) -> None:
+        if not 1 <= layer <= num_layers:
+            raise ValueError(f"layer={layer!r} must be from 1 to {num_layers}, the layers of the target.")
+        check_annealing(alpha, threshold)
+        self.threshold = threshold
+        self.temperature = 1 + alpha * (1 - layer / num_layers)
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        """[batch, vocab] logits divided by T_l = 1 + alpha (1 - l / L); the prefix is not looked at."""
+        return scores / self.temperature
+
+    def confidence(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Annealed top probability of each row and its token: [batch] float and [batch] int64.
+
+        A row exits where the first reaches `threshold`; NaN reaches nothing.
+        """
+        confidence, token_ids = torch.softmax(self(None, scores), dim=-1).max(-1)
+        return confidence, token_ids
+
+
+def check_annealing(alpha: float, threshold: float) -> None:
+    """Raises ValueError, naming value and range, if annealing is negative or a threshold not a probability."""
+    if not 0 <= alpha < float("inf"):
+        raise ValueError(f"alpha={alpha!r} must be 0 (no annealing) or more; 0.2 is usual.")
+    if not 0 < threshold < 1:
+        raise ValueError(
+            f"threshold={threshold!r} must be between 0 and 1, both excluded: it is the least top probability of an "
+            "exit. 0.55 is usual."
+        )

@@ -1,0 +1,115 @@
+"""Exit heads on disk: one PEFT LoRA adapter per exit layer, on the target's own head.
+
+`<checkpoint>/exit-layer-04/` is what `PeftModel.from_pretrained(target, checkpoint, subfolder="exit-layer-04")` opens:
+the target with the head that its 4th layer exits through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from peft import LoraConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SIDE_FILES = ("exit-layer-*/adapter_config.json", f"exit-layer-*/{SAFETENSORS_WEIGHTS_NAME}")
+_PARTS = ("lora_A", "lora_B")
+
+
+def folder_of(layer: int) -> str:
+    """The folder of an exit layer's adapter within a checkpoint.
+
+    Example:
+        >>> folder_of(4)
+        'exit-layer-04'
+    """
+    return f"exit-layer-{layer:02d}"
+
+
+def write_adapter(folder: Path, down: Tensor, up: Tensor, *, head_module: str, base_model: str | None) -> None:
+    """Writes one adapter.
+
+    Args:
+        folder: made if needed.
+        down: [rank, hidden], `lora_A`.
+        up: [vocab, rank], `lora_B`.
+        head_module: name of the target's head.
+        base_model: name of the target, if known.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = len(down)
+    LoraConfig(
+        r=rank,
+        lora_alpha=rank,  # their quotient scales the update: 1
+        target_modules=[head_module],
+        base_model_name_or_path=base_model,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    parts = {"lora_A": down, "lora_B": up}
+    save_file(
+        {f"base_model.model.{head_module}.{part}.weight": tensor.contiguous().cpu() for part, tensor in parts.items()},
+        folder / SAFETENSORS_WEIGHTS_NAME,
+        metadata={"format": "pt"},
+    )
+
+
+def remove_adapters(checkpoint: Path, keep: Sequence[int]) -> None:
+    """Removes what earlier saves left of exit layers other than `keep`; reading the checkpoint would find them."""
+    kept = {folder_of(layer) for layer in keep}
+    for pattern in SIDE_FILES:
+        for file in checkpoint.glob(pattern):
+            if file.parent.name not in kept:
+                file.unlink()
+    for folder in checkpoint.glob("exit-layer-*"):
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
+    """The adapters of a checkpoint, by their names in the drafter's state dict; none where there is no such folder.
+
+    Args:
+        checkpoint: its folder.
+        name: what the user asked for, for messages.
+
+    Raises:
+        ValueError: an adapter is no plain LoRA of one module, or is damaged; names the file.
+    """
+    found: dict[str, Tensor] = {}
+    for folder in sorted(checkpoint.glob("exit-layer-*")):
+        where = f"{folder.name} of {name!r}"
+        layer = folder.name.removeprefix("exit-layer-")
+        if not layer.isdigit():
+            raise ValueError(f"{where} is named after no layer; a drafter keeps its adapters in {folder_of(4)!r}, ...")
+        try:
+            config = LoraConfig.from_pretrained(str(folder))
+            tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+        except (OSError, ValueError, TypeError, SafetensorError, HFValidationError) as error:
+            raise ValueError(
+                f"{where} cannot be read as a PEFT LoRA adapter ({type(error).__name__}: {error}). Copy or download "
+                "the checkpoint again."
+            ) from error
+        parts = {part: [key for key in tensors if key.endswith(f".{part}.weight")] for part in _PARTS}
+        if len(tensors) != 2 or any(len(keys) != 1 for keys in parts.values()):
+            raise ValueError(
+                f"{where} holds {', '.join(sorted(tensors)) or 'no tensors'}; an exit head is the lora_A and lora_B "
+                "of one module, the target's head."
+            )
+        rank = config.r**0.5 if config.use_rslora else config.r
+        scale = config.lora_alpha / rank
+        found[f"heads.{int(layer)}.lora_A"] = tensors[parts["lora_A"][0]]
+        update = tensors[parts["lora_B"][0]]
+        found[f"heads.{int(layer)}.lora_B"] = update if scale == 1 else (update.float() * scale).to(update.dtype)
+    return found
+
+
+def sample_of(weight: Tensor, count: int = 32) -> Tensor:
+    """[count] float32: values of a matrix at places that depend on its size alone."""
+    flat = weight.detach().flatten()
+    return flat[torch.arange(count, device=flat.device) * (flat.numel() // count)].float().cpu()

@@ -1,0 +1,362 @@
+"""Calibration: exit layers, threshold and both bounds from what the heads do on a few prompts, and what they cost here.
+
+The target continues the prompts alone. One forward over its text then tells, at every position and exit layer, how
+confident the head is and whether it is right; layers and heads are timed on the machine. Every choice of options is
+judged by the paper's speedup model (SpecBound, Eq. 3 to 5): tokens committed, times the time of a plain token, over the
+time of the rounds. Where Eq. 5 assumes one acceptance rate, one depth and layers that cost the same for any number of
+tokens, the rounds here are laid along the text with the exits, hits and times that were measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.slices import LayerSlices
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.fingerprint import tokenizer_at_hand
+
+if TYPE_CHECKING:
+    from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
+
+THRESHOLDS = tuple(round(0.3 + 0.05 * step, 2) for step in range(14))
+WIDTHS = (2, 3, 4, 6, 8, 10, 12, 16)
+MOST_EXITS = 4
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on the machine that calibrates.
+
+    Attributes:
+        layer: {nodes run together: one decoder layer}.
+        head: one exit head and its decision, by exit layer.
+        rest: what a plain token costs beside its layers; a round is taken to cost the same.
+    """
+
+    layer: dict[int, float]
+    head: dict[int, float]
+    rest: float
+
+    def layer_of(self, nodes: int) -> float:
+        """One layer over `nodes` nodes, between those that were timed."""
+        return float(np.interp(nodes, list(self.layer), list(self.layer.values())))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured and chosen.
+
+    Attributes:
+        accuracy: {exit layer: share of positions where its head is right}.
+        exits: {exit layer: {threshold: (share of positions that would exit there, accuracy of these)}}.
+        layer_ms: one decoder layer on one token, in milliseconds.
+        head_ms: mean of the exit heads.
+        token_ms: one token of plain decoding.
+        chosen: the drafting options set.
+        predicted_speedup: of these options on these prompts.
+        prompts: how many, and how many tokens each was continued by.
+    """
+
+    accuracy: dict[int, float]
+    exits: dict[int, dict[float, tuple[float, float]]]
+    layer_ms: float
+    head_ms: float
+    token_ms: float
+    chosen: dict[str, Any]
+    predicted_speedup: float
+    prompts: tuple[int, int]
+
+    @property
+    def summary(self) -> str:
+        """One line for the model card."""
+        count, tokens = self.prompts
+        return (
+            f"on {count} prompts of {tokens} new tokens; a layer took {self.layer_ms:.2f} ms, a head "
+            f"{self.head_ms:.2f} ms, a plain token {self.token_ms:.1f} ms; predicted speedup "
+            f"{self.predicted_speedup:.2f}x"
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """For the drafter's config: JSON, with the summary."""
+        record = asdict(self) | {"summary": self.summary, "prompts": list(self.prompts)}
+        record["accuracy"] = {str(layer): round(value, 4) for layer, value in self.accuracy.items()}
+        record["exits"] = {
+            str(layer): {str(threshold): [round(value, 4) for value in pair] for threshold, pair in table.items()}
+            for layer, table in self.exits.items()
+        }
+        return record | {
+            name: round(getattr(self, name), 4) for name in ("layer_ms", "head_ms", "token_ms", "predicted_speedup")
+        }
+
+    def __str__(self) -> str:
+        shown = [threshold for threshold in THRESHOLDS if round(threshold * 100) % 10 == 0]
+        head = "".join(f"{threshold:>14.2f}" for threshold in shown)
+        lines = [f"exits by threshold: share of positions, accuracy\n{'layer':>6}{'right':>8}{head}"]
+        for layer, table in self.exits.items():
+            cells = "".join(f"{table[threshold][0]:>8.0%}{table[threshold][1]:>6.0%}" for threshold in shown)
+            lines.append(f"{layer:>6}{self.accuracy[layer]:>8.0%}{cells}")
+        options = ", ".join(f"{name} {value}" for name, value in self.chosen.items())
+        return "\n".join([*lines, f"chosen: {options}", self.summary])
+
+
+def calibrate(
+    drafter: SpecBoundDrafter,
+    target: PreTrainedModel,
+    prompts: Sequence[str | Sequence[int] | Tensor],
+    *,
+    new_tokens: int = 64,
+    thresholds: Sequence[float] = THRESHOLDS,
+    widths: Sequence[int] = WIDTHS,
+) -> Calibration:
+    """What `SpecBoundDrafter.calibrate` does, and describes."""
+    rows = [_token_ids(prompt, target) for prompt in prompts]
+    if not rows:
+        raise ValueError("calibrate() got no prompts; a dozen that are like the text to come will do.")
+    texts, token_s = continue_alone(target, rows, new_tokens)
+    confidence, right = exits_of(drafter, target, rows, texts)
+    times = measure_times(drafter, target, texts[0], token_s, max(widths))
+    best: tuple[float, dict[str, Any]] = (0.0, {})
+    lengths = [len(text) - len(row) for row, text in zip(rows, texts, strict=True)]
+    for layers in _choices(drafter.config.exit_layers):
+        for threshold in thresholds:
+            depths, hits, asked = exits_at(layers, threshold, confidence, right)
+            for width in widths:
+                predicted = predicted_speedup(
+                    depths, hits, asked, lengths, width, times, drafter.config.num_target_layers, token_s
+                )
+                if predicted > best[0]:
+                    options = {
+                        "threshold": threshold,
+                        "w_max": width,
+                        "d_max": layers[-1],
+                        "use_exit_layers": list(layers),
+                    }
+                    best = predicted, options
+    exits = {
+        layer: {
+            threshold: _share_and_accuracy(confidence[layer] >= threshold, right[layer]) for threshold in thresholds
+        }
+        for layer in drafter.config.exit_layers
+    }
+    result = Calibration(
+        accuracy={layer: float(right[layer].mean()) for layer in drafter.config.exit_layers},
+        exits=exits,
+        layer_ms=1e3 * times.layer_of(1),
+        head_ms=1e3 * statistics.mean(times.head.values()),
+        token_ms=1e3 * token_s,
+        chosen=best[1] | {"alpha": drafter.alpha},
+        predicted_speedup=best[0],
+        prompts=(len(rows), new_tokens),
+    )
+    drafter.set_options(**best[1])
+    drafter.config.calibration = result.to_record()
+    return result
+
+
+def _token_ids(prompt: str | Sequence[int] | Tensor, target: PreTrainedModel) -> list[int]:
+    if isinstance(prompt, str):
+        tokenizer = tokenizer_at_hand(target.name_or_path)
+        if tokenizer is None:
+            raise ValueError(
+                f"calibrate() got text, but the tokenizer of {target.name_or_path!r} is not on this machine; give "
+                "token ids."
+            )
+        return list(tokenizer(prompt)["input_ids"])
+    return torch.as_tensor(prompt).flatten().tolist()
+
+
+def continue_alone(
+    target: PreTrainedModel, rows: Sequence[list[int]], new_tokens: int
+) -> tuple[list[list[int]], float]:
+    """Greedy continuations by the target alone, prompts included, and the median time of a token in seconds."""
+    texts, seconds = [], []
+    for row in [rows[0], *rows]:  # the first one twice: once to warm up
+        prompt = torch.tensor([row], device=target.device)
+        arguments: dict[str, Any] = {
+            "attention_mask": torch.ones_like(prompt),
+            "do_sample": False,
+            "pad_token_id": target.generation_config.pad_token_id or 0,
+        }
+        started = time.perf_counter()
+        target.generate(prompt, max_new_tokens=1, **arguments)
+        first = time.perf_counter()
+        text = target.generate(prompt, max_new_tokens=new_tokens, **arguments)[0].tolist()
+        ended = time.perf_counter()
+        texts.append(text)
+        if len(text) > len(row) + 1:
+            seconds.append(((ended - first) - (first - started)) / (len(text) - len(row) - 1))
+    if len(seconds) < 2:
+        raise ValueError("The target ends every continuation at once; give prompts that it continues.")
+    return texts[1:], statistics.median(seconds[1:])
+
+
+@torch.no_grad()
+def exits_of(
+    drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Sequence[list[int]], texts: Sequence[list[int]]
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """Per exit layer the annealed confidence and whether the head is right, at all positions that were continued."""
+    slices = LayerSlices(target)
+    all_exits = drafter.exit_rules(drafter.config.exit_layers)
+    states: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            states[layer] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    found: dict[int, list[Tensor]] = {layer: [] for layer in all_exits}
+    hits: dict[int, list[Tensor]] = {layer: [] for layer in all_exits}
+    handles = [slices.layers[layer - 1].register_forward_hook(keep(layer)) for layer in all_exits]
+    try:
+        for row, text in zip(rows, texts, strict=True):
+            target.get_decoder()(input_ids=torch.tensor([text[:-1]], device=target.device), use_cache=False)
+            labels = torch.tensor(text[len(row) :])
+            for layer, rule in all_exits.items():
+                logits = drafter.exit_logits(layer, states[layer][0, len(row) - 1 :], slices)
+                confidence, likeliest = rule.confidence(logits)
+                ids = likeliest if drafter.draft_ids is None else drafter.draft_ids[likeliest]
+                found[layer].append(confidence.cpu())
+                hits[layer].append(ids.cpu() == labels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return (
+        {layer: torch.cat(parts).double().numpy() for layer, parts in found.items()},
+        {layer: torch.cat(parts).numpy() for layer, parts in hits.items()},
+    )
+
+
+@torch.inference_mode()
+def measure_times(
+    drafter: SpecBoundDrafter, target: PreTrainedModel, text: Sequence[int], token_s: float, widest: int
+) -> Times:
+    """Times layers over several numbers of nodes, and every head, behind a text that the cache holds."""
+    bound = TargetModel(target)
+    slices = bound.slices
+    bound.begin_alone(torch.tensor([list(text)], device=target.device), room=widest)
+    node = torch.tensor([text[-1]], device=target.device)
+    layer_s = {}
+    for nodes in sorted({1, 2, widest // 2, widest} - {0}):
+
+        def run(nodes: int = nodes) -> None:
+            chain = bound.begin_chain(bound.root_positions(), nodes)
+            for _ in range(nodes):
+                chain.extend(node)
+            chain.advance(slices.num_layers)
+
+        layer_s[nodes] = _seconds(run, target.device) / slices.num_layers
+    chain = bound.begin_chain(bound.root_positions(), 1)
+    chain.extend(node)
+    state = chain.advance(1)
+    head_s = {
+        layer: _seconds(lambda: rule.confidence(drafter.exit_logits(layer, state, slices))[0].tolist(), target.device)  # noqa: B023
+        for layer, rule in drafter.exit_rules(drafter.config.exit_layers).items()
+    }
+    return Times(layer_s, head_s, max(0.0, token_s - slices.num_layers * layer_s[1]))
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
+    seconds = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
+
+
+def _choices(layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for count in range(1, min(len(layers), MOST_EXITS) + 1):
+        yield from itertools.combinations(layers, count)
+
+
+def _share_and_accuracy(exits: np.ndarray, right: np.ndarray) -> tuple[float, float]:
+    return float(exits.mean()), float(right[exits].mean()) if exits.any() else 0.0
+
+
+def exits_at(
+    layers: Sequence[int], threshold: float, confidence: dict[int, np.ndarray], right: dict[int, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
+    """Per position the first exit that a threshold allows.
+
+    Args:
+        layers: exits in use, ascending.
+        threshold: tau.
+        confidence: per exit layer [positions], annealed.
+        right: per exit layer [positions] bool.
+
+    Returns:
+        [positions] layer of the exit, 0 where there is none; [positions] whether the token drafted there is right; and
+        per layer of `layers` [positions] whether its head was asked.
+    """
+    depths = np.zeros(len(confidence[layers[0]]), dtype=int)
+    hits = np.zeros(len(depths), dtype=bool)
+    asked: dict[int, np.ndarray] = {}
+    for layer in layers:
+        waiting = depths == 0
+        asked[layer] = waiting
+        leaving = waiting & (confidence[layer] >= threshold)
+        depths[leaving] = layer
+        hits[leaving] = right[layer][leaving]
+    return depths, hits, asked
+
+
+def predicted_speedup(
+    depths: np.ndarray,
+    hits: np.ndarray,
+    asked: Mapping[int, np.ndarray],
+    lengths: Sequence[int],
+    width: int,
+    times: Times,
+    num_layers: int,
+    token_s: float,
+) -> float:
+    """Lays rounds along the text and compares their time with that of as many plain tokens (Eq. 5).
+
+    A round drafts until a position without an exit, or the width; it commits up to the first wrong draft, and one token
+    more. After a wrong draft it is taken to go on as the text does, which counts rather too much waste than too little.
+
+    Args:
+        depths: [positions] exit layer, 0 for none.
+        hits: [positions] bool, whether the draft is right.
+        asked: per exit layer in use [positions] bool, whether its head was asked.
+        lengths: positions of each text, in order.
+        width: w_max.
+        times: measured.
+        num_layers: L.
+        token_s: seconds of a plain token.
+    """
+    # A position without an exit runs on in the verification; its layers are counted there.
+    draft_s = (depths * times.layer_of(1) + sum(mask * times.head[layer] for layer, mask in asked.items())).tolist()
+    deep_s = [num_layers * times.layer_of(nodes) + times.rest for nodes in range(width + 1)]
+    exits, right = depths.tolist(), hits.tolist()
+    total_s, committed, start = 0.0, 0, 0
+    for length in lengths:
+        end = start + length
+        root = start
+        while root < end:
+            last, kept = root, 0
+            while last < end - 1 and last - root < width - 1 and exits[last]:
+                total_s += draft_s[last]
+                if right[last] and kept == last - root:
+                    kept += 1
+                last += 1
+            if last - root < width - 1 and not exits[last]:
+                total_s += draft_s[last]  # asked its heads in vain
+            total_s += deep_s[last - root + 1]
+            committed += kept + 1
+            root += kept + 1
+        start = end
+    return committed * token_s / total_s

@@ -1,0 +1,161 @@
+"""SpecBound in one `generate` call: bounded speculation with cached states.
+
+A round runs the root, then each drafted token, through shallow layers one at a time. A position drafts the next token
+at the first exit layer whose annealed confidence reaches the threshold. The draft ends at a difficult position, one
+that finds no exit up to d_max, or when w_max positions are taken; the last of these asks no head, since the target is
+about to decode it. Then all positions go through their remaining layers together: that is the verification, which
+`TargetModel.verify` runs, and it decodes the last position as well. A round of w positions so runs at most
+(w - 1) d_max + L = w d_max + (L - d_max) layers (Eq. 3), and keeps one hidden state per position.
+With d_max = L, the ablation of Figure 4, a difficult position is decoded alone and the draft goes on behind it.
+Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; which states are kept and brought up is in
+`decoding/pending.py`. In the paper rows stand alone; here the rows of a batch pass layers together, each leaves at its
+own exit, and the draft goes on while some row has found one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.pending import PendingChain
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """What the last position of a chain drafts.
+
+    Attributes:
+        found: per row, whether it found an exit; where it did not, its tokens mean nothing.
+        token_ids: [batch] int64, target ids.
+        law: [batch, vocab] float32, what they were drawn from; None for the likeliest tokens.
+        finite: per row, False where no exit was found and a head gave NaN or infinite logits.
+    """
+
+    found: list[bool]
+    token_ids: Tensor
+    law: Tensor | None
+    finite: list[bool]
+
+
+class EarlyExitGenerator(TreeCandidateGenerator):
+    """Drafts chains with the target's own layers.
+
+    Args:
+        drafter: heads and options.
+        target: of the call.
+    """
+
+    def __init__(self, drafter: SpecBoundDrafter, target: TargetModel) -> None:
+        self.drafter, self.target = drafter, target
+        self.width = drafter.w_max
+        self.rules = drafter.exit_rules()
+        self.is_unbounded = drafter.d_max == drafter.config.num_target_layers
+        self.draft_ids = drafter.draft_ids
+        self.vocab_size = drafter.config.vocab_size
+
+    @torch.inference_mode()  # cheaper than no_grad, and what outlives the round is the target's cache alone
+    def draft(self, context: DraftContext) -> DraftTree:
+        device = context.root_ids.device
+        chain = self.target.begin_chain(context.root_positions, self.width)
+        chain.extend(context.root_ids)
+        going = list(context.active)
+        columns, laws = [context.root_ids], []
+        children: list[dict[tuple[int, int], int]] = [{} for _ in going]
+        finite = [True] * len(going)
+        while chain.num_nodes < self.width:
+            drafted = self.next_tokens(chain, going, context.choice)
+            if chain.num_nodes == 1:
+                finite = drafted.finite
+            going = drafted.found
+            if not any(going):
+                break
+            for row, token in enumerate(drafted.token_ids.tolist()):
+                if going[row]:
+                    children[row][chain.num_nodes - 1, token] = chain.num_nodes
+            token_ids = drafted.token_ids.to(device)
+            columns.append(token_ids)
+            if drafted.law is not None:
+                laws.append(drafted.law)
+            chain.extend(token_ids)
+        lengths = [1 + len(drafted_below) for drafted_below in children]
+        valid = None
+        if min(lengths) < chain.num_nodes:
+            valid = torch.arange(chain.num_nodes, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+        return DraftTree.chain(
+            torch.stack(columns, dim=1),
+            valid=valid,
+            finite=None if all(finite) else torch.tensor(finite, device=device),
+            children=children,
+            draft_probs=torch.stack(laws, dim=1).to(device) if laws else None,
+            pending=chain,
+        )
+
+    def next_tokens(self, chain: PendingChain, going: list[bool], choice: ChoiceRule) -> NextTokens:
+        """Runs the last position from exit to exit, until every row that is `going` has left or d_max is reached."""
+        found, finite = [False] * len(going), [True] * len(going)
+        logits, token_ids = None, None
+        for layer, rule in self.rules.items():
+            here = self.drafter.exit_logits(layer, chain.advance(layer), self.target.slices)
+            confidence, likeliest = rule.confidence(here)
+            leaving = []
+            for row, value in enumerate(confidence.tolist()):
+                waiting = going[row] and not found[row]
+                # A decision that looked at the token drawn later would give drafts another law than they carry.
+                leaving.append(waiting and value >= rule.threshold)
+                if waiting:
+                    finite[row] = leaving[row] or (finite[row] and value == value)
+            if any(leaving):
+                if self.draft_ids is not None:
+                    likeliest, here = self.draft_ids[likeliest], self.everywhere(here) if choice.do_sample else here
+                found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, likeliest)
+                if found == going:
+                    break
+        if self.is_unbounded and found != going:
+            here = self.target.slices.logits(chain.advance(self.target.slices.num_layers)).float()
+            leaving = [row and not left for row, left in zip(going, found, strict=True)]
+            if not choice.do_sample:  # else the logits of exits may be of a reduced vocabulary
+                logits = None
+            found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, here.argmax(-1))
+        if token_ids is None or logits is None:
+            return NextTokens(found, torch.zeros(len(going), dtype=torch.int64), None, finite)
+        if choice.do_sample:
+            return NextTokens(found, *self.draw(logits, found, choice), finite)
+        return NextTokens(found, token_ids, None, finite)
+
+    def everywhere(self, logits: Tensor) -> Tensor:
+        """[batch, draft_vocab] -> [batch, vocab], with no chance for what the heads cannot say."""
+        assert self.draft_ids is not None
+        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
+
+    def draw(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
+        """Tokens [batch] drawn as the call draws its own, and their law [batch, vocab]; not annealed."""
+        if not all(found):  # rows without an exit are not drafted for, but drawn in the same call
+            logits = logits.where(torch.tensor(found, device=logits.device).unsqueeze(1), 0.0)
+        scores = choice.warpers(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits)
+        # A warper may forbid all that a reduced vocabulary can say; anything may then be drafted.
+        law = torch.softmax(scores.where((scores > -torch.inf).any(1, keepdim=True), 0.0), dim=-1)
+        return torch.multinomial(law, num_samples=1).squeeze(1), law
+
+
+def _joined(
+    found: list[bool],
+    leaving: list[bool],
+    logits: Tensor | None,
+    new_logits: Tensor,
+    token_ids: Tensor | None,
+    new_token_ids: Tensor,
+) -> tuple[list[bool], Tensor, Tensor]:
+    """Rows that have left, with their logits and tokens, after those `leaving` now."""
+    left = [before or now for before, now in zip(found, leaving, strict=True)]
+    if token_ids is None or (len(found) == 1 and leaving[0]):
+        return left, new_logits, new_token_ids
+    mask = torch.tensor(leaving, device=new_token_ids.device)
+    if logits is not None:
+        new_logits = new_logits.where(mask.unsqueeze(1), logits)
+    return left, new_logits, new_token_ids.where(mask, token_ids)

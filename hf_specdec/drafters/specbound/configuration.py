@@ -1,0 +1,158 @@
+"""SpecBoundConfig: where the exit heads are, of what kind, and the defaults of bounded speculation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_specdec.decoding.logits_process import check_annealing
+
+ARCHITECTURE = "SpecBoundDrafter"
+HEAD_KINDS = ("lora", "full")
+MAX_WIDTH = 1024
+# Section 3.1 of the paper: 10 of Vicuna-7B's 32 layers.
+PAPER_WIDTH, PAPER_DEPTH_SHARE, PAPER_ALPHA, PAPER_THRESHOLD = 8, 10 / 32, 0.2, 0.55
+
+
+class SpecBoundConfig(PreTrainedConfig):
+    """Exit heads over a frozen target. Layers are counted as in the paper: exit layer l has passed l layers, from 1.
+
+    Args:
+        num_target_layers: L, decoder layers of the target.
+        hidden_size: the target's.
+        vocab_size: embeddings of the target.
+        exit_layers: layers with a head, ascending, each below L.
+        head: "lora" (the target's final norm and head plus a low-rank update per layer) or "full" (the target's final
+            norm and a head of its own per layer, as in the paper).
+        lora_rank: of "lora".
+        draft_vocab_size: tokens that the heads can say; None for the whole vocabulary.
+        head_module: name of the target's head within the target, which the adapters update.
+        w_max: default of the drafting option: positions run through shallow layers per round, root included.
+        d_max: default of the drafting option: deepest layer to exit at; None for the paper's share of L.
+        alpha: default of the drafting option: strength of the annealing.
+        threshold: default of the drafting option: least annealed top probability to exit with.
+        use_exit_layers: default of the drafting option: those of `exit_layers` that are asked; None for all.
+        target_head_sample: some values of the target's head, by which another target is told apart; None if not known.
+        calibration: what `SpecBoundDrafter.calibrate` measured when it set the defaults; None before.
+        target_name_or_path: the target it was trained for, if known.
+        target_revision: the commit or branch of that target.
+        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
+    """
+
+    model_type = "hf_specdec_specbound"
+
+    def __init__(
+        self,
+        num_target_layers: int = 32,
+        hidden_size: int = 4096,
+        vocab_size: int = 32000,
+        exit_layers: Sequence[int] = (4, 7, 10),
+        head: str = "lora",
+        lora_rank: int = 64,
+        draft_vocab_size: int | None = None,
+        head_module: str = "lm_head",
+        w_max: int = PAPER_WIDTH,
+        d_max: int | None = None,
+        alpha: float = PAPER_ALPHA,
+        threshold: float = PAPER_THRESHOLD,
+        use_exit_layers: Sequence[int] | None = None,
+        target_head_sample: list[float] | None = None,
+        calibration: dict[str, Any] | None = None,
+        target_name_or_path: str | None = None,
+        target_revision: str | None = None,
+        target_tokenizer_sha256: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.num_target_layers = num_target_layers
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.exit_layers = list(exit_layers)
+        self.head = head
+        self.lora_rank = lora_rank
+        self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.head_module = head_module
+        self.w_max = w_max
+        self.d_max = paper_depth(num_target_layers, exit_layers) if d_max is None else d_max
+        self.alpha = alpha
+        self.threshold = threshold
+        self.use_exit_layers = None if use_exit_layers is None else list(use_exit_layers)
+        self.target_head_sample = target_head_sample
+        self.calibration = calibration
+        self.target_name_or_path = target_name_or_path
+        self.target_revision = target_revision
+        self.target_tokenizer_sha256 = target_tokenizer_sha256
+        self.architectures = [ARCHITECTURE]
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, if no heads can be built from this config."""
+        for field in ("num_target_layers", "hidden_size", "vocab_size", "lora_rank", "draft_vocab_size"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}; it must be an integer of at least 1.")
+        if self.head not in HEAD_KINDS:
+            raise ValueError(f"head is {self.head!r}; it must be one of {list(HEAD_KINDS)}.")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but the target's vocabulary has {self.vocab_size} "
+                "tokens; leave it out to draft all of them."
+            )
+        check_exit_layers(self.exit_layers, self.num_target_layers)
+        self.check_drafting(self.w_max, self.d_max, self.alpha, self.threshold, self.use_exit_layers)
+
+    def check_drafting(
+        self, w_max: Any, d_max: Any, alpha: Any, threshold: Any, use_exit_layers: Sequence[int] | None
+    ) -> None:
+        """Raises ValueError, naming the option and its range, if these heads cannot draft with such options."""
+        if not isinstance(w_max, int) or not 1 <= w_max <= MAX_WIDTH:
+            raise ValueError(f"w_max={w_max!r} must be an integer from 1 to {MAX_WIDTH}: positions per round.")
+        if not isinstance(d_max, int) or not 1 <= d_max <= self.num_target_layers:
+            raise ValueError(
+                f"d_max={d_max!r} must be an integer from 1 to {self.num_target_layers}, the layers of the target; "
+                "that many are no bound."
+            )
+        check_annealing(alpha, threshold)
+        if use_exit_layers is not None:
+            check_exit_layers(use_exit_layers, self.num_target_layers)
+            if unknown := [layer for layer in use_exit_layers if layer not in self.exit_layers]:
+                raise ValueError(
+                    f"use_exit_layers={list(use_exit_layers)} asks for exits at {unknown}, but there are heads for "
+                    f"{self.exit_layers} only."
+                )
+        chosen = self.exit_layers if use_exit_layers is None else use_exit_layers
+        if chosen[0] > d_max:
+            raise ValueError(
+                f"No exit is left: d_max={d_max}, but the first exit layer in use is {chosen[0]}. Raise d_max, or use "
+                f"a shallower head of {self.exit_layers}."
+            )
+
+
+def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
+    """Raises ValueError, naming the list and the rule, unless exit layers ascend and lie within the target."""
+    if not layers or not all(isinstance(layer, int) for layer in layers):
+        raise ValueError(f"exit layers {layers!r} must be a list of at least one integer.")
+    if any(earlier >= later for earlier, later in itertools.pairwise(layers)):
+        raise ValueError(f"exit layers {list(layers)} must ascend, each named once: {sorted(set(layers))}.")
+    if layers[0] < 1 or layers[-1] >= num_target_layers:
+        raise ValueError(
+            f"exit layers {list(layers)} must be from 1 to {num_target_layers - 1}: they count layers passed, and the "
+            f"target has {num_target_layers}."
+        )
+
+
+def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
+    """The paper's share of the depth, in whole layers, and at least the first exit.
+
+    Example:
+        >>> paper_depth(32, [4, 7, 10]), paper_depth(24, [9, 13])
+        (10, 9)
+    """
+    return max(round(PAPER_DEPTH_SHARE * num_target_layers), 1, *exit_layers[:1])
+
+
+def is_specbound(config: dict[str, Any]) -> bool:
+    """Whether a `config.json` is what `SpecBoundDrafter.save_pretrained` writes."""
+    return config.get("model_type") == SpecBoundConfig.model_type

@@ -1,0 +1,325 @@
+"""SpecBoundDrafter: exit heads on shallow layers of a frozen target, which drafts for itself.
+
+Source: SpecBound, Sections 2.2, 2.3 and 3.1. A head is the target's final norm, then the target's head with a low-rank
+update of its own ("lora", the default), or a matrix of its own ("full", as in the paper). The drafter has no layers:
+which of the target's it runs, and when, is in `candidates.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
+from hf_specdec.decoding.slices import LayerSlices
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.specbound.adapters import (
+    SIDE_FILES,
+    folder_of,
+    read_adapters,
+    remove_adapters,
+    sample_of,
+    write_adapter,
+)
+from hf_specdec.drafters.specbound.configuration import SpecBoundConfig
+from hf_specdec.drafters.vocabulary import check_draft_to_target
+
+if TYPE_CHECKING:
+    from hf_specdec.drafters.specbound.calibration import Calibration
+
+# Two heads whose samples point this much the same way are one head, whatever dtype or quantisation it was loaded in.
+LEAST_LIKENESS = 0.8
+
+
+class ExitHead(nn.Module):
+    """What one exit layer adds to the target's head.
+
+    Args:
+        config: of the drafter.
+    """
+
+    def __init__(self, config: SpecBoundConfig) -> None:
+        super().__init__()
+        hidden, rank = config.hidden_size, config.lora_rank
+        if config.head == "lora":
+            self.lora_A = nn.Parameter(torch.zeros(rank, hidden))
+            self.lora_B = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        else:
+            self.weight = nn.Parameter(torch.zeros(config.draft_vocab_size, hidden))
+
+
+class SpecBoundDrafter(PretrainedDrafter):
+    """Exit heads as a drafter: drafts a chain by early exit, and lets the same tokens go on to the last layer.
+
+    Drafting options:
+        threshold: tau, the least annealed top probability to exit with; between 0 and 1.
+        alpha: strength of the annealing (Eq. 1); 0 for none.
+        w_max: positions that a round runs, root included; it commits at most as many tokens.
+        d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft. L is no bound:
+            such a token is then decoded alone and the draft goes on.
+        use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
+
+    Relation to its siblings: the only one that needs no network, no cache and no forward of its own, and whose work is
+    not lost when drafts are rejected only late; but a draft costs layers of the target, so it gains less per round.
+    """
+
+    config_class = SpecBoundConfig
+    config: SpecBoundConfig
+    d2t: Tensor
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["ExitHead"]
+    option_names: ClassVar[tuple[str, ...]] = ("method", "threshold", "alpha", "w_max", "d_max", "use_exit_layers")
+    side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
+
+    def __init__(self, config: SpecBoundConfig) -> None:
+        config.check()
+        super().__init__(config)
+        self.heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers})
+        # As published elsewhere: target id = draft id + d2t[draft id].
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.method = "specbound"
+        self.threshold: float = config.threshold
+        self.alpha: float = config.alpha
+        self.w_max: int = config.w_max
+        self.d_max: int = config.d_max
+        self.use_exit_layers: Sequence[int] | None = config.use_exit_layers
+        self._merged: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
+        self._paired: weakref.ref[PreTrainedModel] | None = None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ExitHead):
+            # As LoRA begins: the update is zero, and its first gradient is not.
+            if self.config.head == "lora":
+                nn.init.normal_(module.lora_A, std=self.config.hidden_size**-0.5)
+                nn.init.zeros_(module.lora_B)
+            else:
+                nn.init.normal_(module.weight, std=0.02)
+        elif module is self:
+            nn.init.zeros_(self.d2t)
+
+    @property
+    def exits(self) -> list[int]:
+        """Exit layers in use, ascending: those asked for, up to d_max."""
+        layers = self.config.exit_layers if self.use_exit_layers is None else self.use_exit_layers
+        return [layer for layer in layers if layer <= self.d_max]
+
+    def exit_rules(self, layers: Sequence[int] | None = None) -> dict[int, AnnealedConfidenceLogitsProcessor]:
+        """The annealed confidence threshold per exit layer; of those in use where None."""
+        depth = self.config.num_target_layers
+        return {
+            layer: AnnealedConfidenceLogitsProcessor(layer, depth, alpha=self.alpha, threshold=self.threshold)
+            for layer in (self.exits if layers is None else layers)
+        }
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """[draft_vocab] int64 target ids that the heads can say; None for the whole vocabulary."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Sets the draft vocabulary: [draft_vocab] int64, ascending target ids.
+
+        Raises:
+            ValueError: another number of ids, not ascending, or outside the target's vocabulary.
+        """
+        size = self.config.draft_vocab_size
+        ascending = bool((target_ids.diff() > 0).all())
+        if target_ids.shape != (size,) or not ascending:
+            raise ValueError(
+                f"A draft vocabulary for draft_vocab_size={size} is {size} ascending ids, but got "
+                f"{list(target_ids.shape)} of them, {'' if ascending else 'not '}ascending."
+            )
+        self.d2t.copy_(target_ids - torch.arange(size))
+        check_draft_to_target(self.d2t, self.config.vocab_size, self.name_or_path or type(self).__name__)
+
+    def forward(self, layer: int, states: Tensor, slices: LayerSlices) -> Tensor:
+        """What the head of an exit layer says.
+
+        Args:
+            layer: an exit layer.
+            states: [..., hidden] after that many layers of the target.
+            slices: the target's; its final norm and, for "lora", its head are used.
+
+        Returns:
+            [..., draft_vocab] logits.
+        """
+        head: Any = self.heads[str(layer)]
+        normed = slices.norm(states)
+        if self.config.head == "full":
+            return nn.functional.linear(normed.to(head.weight.dtype), head.weight)
+        lm_head, up = slices.lm_head, head.lora_B
+        ids = self.draft_ids
+        if ids is None:
+            logits = lm_head(normed.to(lm_head.weight.dtype))
+        else:
+            weight, up = lm_head.weight[ids].to(up.dtype), up[ids]
+            bias = None if lm_head.bias is None else lm_head.bias[ids].to(up.dtype)
+            logits = nn.functional.linear(normed.to(up.dtype), weight, bias)
+        low = nn.functional.linear(normed.to(up.dtype), head.lora_A)
+        return slices.shape_logits(logits + nn.functional.linear(low, up))
+
+    def exit_logits(self, layer: int, states: Tensor, slices: LayerSlices) -> Tensor:
+        """`forward` in float32, with heads of a reduced vocabulary gathered and merged once per target.
+
+        Args:
+            layer: an exit layer.
+            states: [batch, hidden] on the target's device.
+            slices: the target's.
+        """
+        if self.config.head == "full" or self.draft_ids is None:
+            return self(layer, states, slices).float()
+        weight, bias = self._merged_head(layer, slices)
+        return slices.shape_logits(nn.functional.linear(slices.norm(states), weight, bias).float())
+
+    def _merged_head(self, layer: int, slices: LayerSlices) -> tuple[Tensor, Tensor | None]:
+        """[draft_vocab, hidden] with the low-rank update added in, and the bias."""
+        head: Any = self.heads[str(layer)]
+        lm_head = slices.lm_head
+        made_from = (lm_head.weight, head.lora_A, head.lora_B, self.d2t)
+        versions = tuple((tensor.data_ptr(), tensor._version) for tensor in made_from)
+        if layer not in self._merged or self._merged[layer][0] != versions:
+            ids = self.draft_ids
+            with torch.no_grad():
+                weight = torch.addmm(lm_head.weight[ids], head.lora_B[ids], head.lora_A)
+                self._merged[layer] = versions, weight, None if lm_head.bias is None else lm_head.bias[ids]
+        return self._merged[layer][1:]
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.specbound.candidates import EarlyExitGenerator
+
+        return EarlyExitGenerator(self, target)
+
+    def calibrate(
+        self,
+        prompts: Sequence[str | Sequence[int] | Tensor],
+        target: PreTrainedModel | None = None,
+        **settings: Any,
+    ) -> Calibration:
+        """Sets exit layers, threshold, w_max and d_max by what the heads do on these prompts, and cost on this machine.
+
+        The target continues each prompt greedily; see `calibration.py` for what is measured and how choices are
+        compared (Eq. 5 with measured times). The annealing stays as it is. What was measured is kept in
+        `config.calibration`, which `save_pretrained` saves with the new options, and printing the result shows it.
+
+        Args:
+            prompts: texts, or token ids [seq]; a dozen like those to come.
+            target: None for the one that this drafter was last paired with.
+            settings: `new_tokens` per prompt (64); `thresholds` and `widths` to choose among.
+
+        Raises:
+            ValueError: no target, no prompts, or a target that does not fit.
+        """
+        from hf_specdec.drafters.specbound.calibration import calibrate
+
+        target = target if target is not None else self._paired() if self._paired is not None else None
+        if target is None:
+            raise ValueError("calibrate() needs a target: pass target=, or generate once with this drafter before.")
+        self.check_target(target)
+        return calibrate(self, target, prompts, **settings)
+
+    # On disk.
+
+    @classmethod
+    def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
+        return read_adapters(folder, name)
+
+    def main_tensors(self) -> dict[str, Tensor] | None:
+        if self.config.head != "lora":
+            return None
+        return {name: tensor for name, tensor in self.state_dict().items() if ".lora_" not in name}
+
+    def write_side_files(self, folder: Path) -> None:
+        if self.config.head != "lora":
+            return
+        remove_adapters(folder, keep=self.config.exit_layers)
+        for layer in self.config.exit_layers:
+            head: Any = self.heads[str(layer)]
+            write_adapter(
+                folder / folder_of(layer),
+                head.lora_A.detach(),
+                head.lora_B.detach(),
+                head_module=self.config.head_module,
+                base_model=self.config.target_name_or_path,
+            )
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As for every drafter; the drafting options of this moment become the checkpoint's defaults."""
+        for option in ("threshold", "alpha", "w_max", "d_max", "use_exit_layers"):
+            setattr(self.config, option, getattr(self, option))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    # What it says of itself, and what it refuses.
+
+    def card_summary(self) -> str:
+        return (
+            "SpecBound exit heads: the target drafts for itself. A token leaves at the first exit layer whose annealed "
+            "confidence reaches a threshold, drafted tokens keep their hidden states, and one pass through the "
+            "remaining layers verifies all of them. The heads are LoRA adapters on the target's own head."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        heads = f"LoRA of rank {config.lora_rank}" if config.head == "lora" else "a matrix each"
+        facts = {
+            "Method": "specbound",
+            "Exit layers": f"{', '.join(map(str, config.exit_layers))} of {config.num_target_layers}; heads: {heads}",
+            "Draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size}",
+            "Drafting": f"exits at {', '.join(map(str, self.exits))}, threshold {self.threshold}, alpha {self.alpha}, "
+            f"w_max {self.w_max}, d_max {self.d_max}",
+        }
+        if config.calibration is not None:
+            facts["Calibrated"] = config.calibration["summary"]
+        return facts
+
+    def check_options(self) -> None:
+        if self.method != "specbound":
+            raise unknown_name("method", self.method, ("specbound",))
+        self.config.check_drafting(self.w_max, self.d_max, self.alpha, self.threshold, self.use_exit_layers)
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        """Compares sizes and a sample of the target's head, and tries once whether its layers can be run in slices."""
+        config, target = self.config, model.config.get_text_config(decoder=True)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        trained_for = config.target_name_or_path
+        way_out = "Exit heads fit only the target they were trained on: " + (
+            f"use {trained_for!r} as target, or train heads for this one."
+            if trained_for
+            else "train heads for this target."
+        )
+        embeddings = model.get_input_embeddings().num_embeddings
+        for what, needed, found in (
+            ("hidden states of size", config.hidden_size, target.hidden_size),
+            ("a depth of", config.num_target_layers, target.num_hidden_layers),
+            ("a vocabulary of", config.vocab_size, embeddings),
+        ):
+            if needed != found:
+                raise ValueError(
+                    f"Drafter {name!r} was trained for {what} {needed}, but target {target_name!r} has {found}. "
+                    f"{way_out}"
+                )
+        check_draft_to_target(self.d2t, embeddings, name)
+        weight = model.get_output_embeddings().weight
+        if config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
+            likeness = nn.functional.cosine_similarity(
+                sample_of(weight), torch.tensor(config.target_head_sample), dim=0
+            ).item()
+            if not likeness >= LEAST_LIKENESS:
+                raise ValueError(
+                    f"Drafter {name!r} holds adapters trained for another target: values of the head of "
+                    f"{target_name!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
+                    f"(at least {LEAST_LIKENESS} is asked). {way_out}"
+                )
+        TargetModel.check_slices(model)
+        self._paired = weakref.ref(model)

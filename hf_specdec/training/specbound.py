@@ -1,0 +1,215 @@
+"""The SpecBound training step: all exit heads at once, on hidden states that the frozen target computed once.
+
+A position's label is what the target itself says there: its likeliest token ("ce"), or its whole distribution ("kl"),
+so every position of any text teaches something. Source: SpecBound, Section 3.1 and Appendix C. The heads are in
+`hf_specdec/drafters/specbound/`, the target's states in `features.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.decoding.slices import LayerSlices
+from hf_specdec.drafters.specbound.adapters import sample_of
+from hf_specdec.drafters.specbound.configuration import HEAD_KINDS, PAPER_DEPTH_SHARE, SpecBoundConfig
+from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.losses import LossName, ce_loss, kl_loss
+from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.specblock import frequent_tokens
+from hf_specdec.training.step import StepOutput, TrainingStep
+
+LOSSES: tuple[LossName, ...] = ("ce", "kl")
+
+
+class SpecBoundStep(TrainingStep):
+    """Loss of one batch of rows for a `SpecBoundDrafter`: the mean over heads and positions.
+
+    Args:
+        drafter: the drafter in training.
+        target: the frozen target it drafts for.
+        num_positions: positions per row and step, drawn with replacement; evenly spaced in evaluation.
+        loss: "ce" with the target's likeliest token, or "kl" to its distribution. Of a reduced vocabulary only the
+            part that the heads can say is compared; positions whose label is outside are left out of "ce".
+
+    Raises:
+        ValueError: the drafter does not fit the target, or an argument is out of range.
+    """
+
+    def __init__(
+        self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: LossName = "ce"
+    ) -> None:
+        drafter.check_target(target)
+        if loss not in LOSSES:
+            raise ValueError(f"loss={loss!r} is not known here; choose one of {list(LOSSES)}.")
+        if num_positions < 1:
+            raise ValueError(f"num_positions={num_positions} must be at least 1.")
+        self.layers: list[int] = drafter.config.exit_layers
+        # `layer` layers passed is the output of the 0-based layer before.
+        self.reader = TargetReader(target, [layer - 1 for layer in self.layers], last_hidden=True)
+        self.slices = LayerSlices(target)
+        self.loss, self.num_positions = loss, num_positions
+        self.draft_ids = drafter.draft_ids
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        states = self.reader.of_batch(batch)
+        assert states.last_hidden is not None
+        features, last_hidden = states.features, states.last_hidden
+        first, length = (batch[name].unsqueeze(1) for name in ("first_anchor", "length"))
+        # The position before the first written token is the first that a draft may start from.
+        first = (first - 1).clamp(min=0)
+        if training:
+            # On the CPU whatever the device: the positions of a run do not depend on where it runs.
+            where = torch.rand(len(first), self.num_positions).to(first.device)
+        else:
+            where = (torch.arange(self.num_positions, device=first.device) + 0.5) / self.num_positions
+        places = first + (where * (length - first)).long()
+        parameter = next(model.parameters())
+        with torch.no_grad():
+            head_input = _at(last_hidden, places).to(self.slices.lm_head.weight.dtype)  # past the final norm
+            target_logits = self.slices.shape_logits(self.slices.lm_head(head_input)).float()
+            labels = target_logits.argmax(-1)
+            if self.draft_ids is not None:
+                ids = self.draft_ids.to(labels.device)
+                target_logits = target_logits[..., ids]
+                within = torch.isin(labels, ids)
+                labels = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+            else:
+                within = torch.ones_like(labels, dtype=torch.bool)
+        counted = within if self.loss == "ce" else torch.ones_like(within)
+        losses, hits = [], []
+        for index, layer_states in enumerate(features.chunk(len(self.layers), dim=-1)):
+            logits = model(self.layers[index], _at(layer_states, places).to(parameter.dtype), self.slices).float()
+            if self.loss == "ce":
+                values = ce_loss(logits.flatten(0, 1), labels.flatten()).view(labels.shape)
+            else:
+                values = kl_loss(logits, target_logits)
+            losses.append(values[counted].sum() / counted.sum().clamp(min=1))
+            hits.append((logits.argmax(-1) == labels) & within)
+        correct = torch.stack(hits, dim=-1)
+        return StepOutput(torch.stack(losses).mean(), correct, torch.ones_like(correct))
+
+    def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
+        """How often each head's likeliest token is the target's: `accuracy_layer_4`, ..."""
+        heads = len(self.layers)
+        correct, labelled = correct.reshape(-1, heads) & labelled.reshape(-1, heads), labelled.reshape(-1, heads)
+        hits, counts = correct.sum(0).tolist(), labelled.sum(0).tolist()
+        return {
+            f"accuracy_layer_{layer}": hit / count
+            for layer, hit, count in zip(self.layers, hits, counts, strict=True)
+            if count
+        }
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    """[batch, seq, hidden] at [batch, positions] -> [batch, positions, hidden]."""
+    return states.gather(1, places.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+
+def default_exit_layers(num_target_layers: int) -> list[int]:
+    """Three exits, evenly spaced down to the paper's depth bound.
+
+    Example:
+        >>> default_exit_layers(32)
+        [3, 7, 10]
+    """
+    deepest = PAPER_DEPTH_SHARE * num_target_layers
+    layers = {min(max(1, round(deepest * share)), num_target_layers - 1) for share in (1 / 3, 2 / 3, 1)}
+    return sorted(layers)
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    *,
+    exit_layers: Sequence[int] | None = None,
+    head: str = "lora",
+    lora_rank: int = 64,
+    vocabulary: Tensor | None = None,
+) -> SpecBoundDrafter:
+    """Untrained exit heads for a target: "lora" ones say what the target's own head says.
+
+    Args:
+        target: the model that will draft for itself.
+        exit_layers: layers passed at the exits; three shallow ones where None.
+        head: "lora" or "full"; full ones begin as copies of the target's head.
+        lora_rank: of "lora".
+        vocabulary: [draft_vocab] int64, ascending target ids that the heads can say; None for all.
+    """
+    config = target.config.get_text_config(decoder=True)
+    depth = config.num_hidden_layers
+    lm_head = target.get_output_embeddings()
+    head_module = next(name for name, module in target.named_modules() if module is lm_head)
+    exit_layers = default_exit_layers(depth) if exit_layers is None else list(exit_layers)
+    drafter = SpecBoundDrafter(
+        SpecBoundConfig(
+            num_target_layers=depth,
+            hidden_size=config.hidden_size,
+            vocab_size=target.get_input_embeddings().num_embeddings,
+            exit_layers=exit_layers,
+            head=head,
+            lora_rank=lora_rank,
+            draft_vocab_size=None if vocabulary is None else len(vocabulary),
+            head_module=head_module,
+            target_head_sample=[float(f"{value:.4g}") for value in sample_of(lm_head.weight).tolist()],
+            target_name_or_path=target.name_or_path or None,
+        )
+    )
+    if vocabulary is not None:
+        drafter.set_vocabulary(vocabulary)
+    if head == "full":
+        with torch.no_grad():
+            for exit_head in drafter.heads.values():
+                weight: Tensor = exit_head.weight  # type: ignore[assignment]
+                weight.copy_(lm_head.weight if vocabulary is None else lm_head.weight[vocabulary])
+    drafter.check_target(target)
+    return drafter
+
+
+def _add_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--exit-layers", type=int, nargs="+", help="layers passed; default: three shallow ones")
+    group.add_argument("--head", choices=HEAD_KINDS, default="lora")
+    group.add_argument("--lora-rank", type=int, default=64)
+    group.add_argument("--draft-vocab", type=int, help="most frequent tokens that the heads can say; default: all")
+    group.add_argument("--positions", type=int, default=64, help="per row and step")
+    group.add_argument("--loss", choices=LOSSES, default="ce")
+
+
+def _prepare(
+    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+) -> tuple[SpecBoundDrafter, SpecBoundStep]:
+    vocabulary, vocab_size = None, target.get_input_embeddings().num_embeddings
+    if arguments.draft_vocab is not None and arguments.draft_vocab < vocab_size:
+        vocabulary, coverage = frequent_tokens(rows, arguments.draft_vocab, vocab_size)
+        print(f"draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    drafter = new_drafter(
+        target,
+        exit_layers=arguments.exit_layers,
+        head=arguments.head,
+        lora_rank=arguments.lora_rank,
+        vocabulary=vocabulary,
+    )
+    return drafter, SpecBoundStep(drafter, target, num_positions=arguments.positions, loss=arguments.loss)
+
+
+def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) -> None:
+    """Calibrates on prompts that no head was trained on."""
+    if target.device.type == "cpu":
+        target.float()  # what a CPU decodes in, whatever the weights were saved as
+    prompts = [list(row["input_ids"][: int(row["first_anchor"])]) for row, _ in zip(held_out, range(24), strict=False)]
+    print(drafter.eval().calibrate(prompts, target))
+
+
+register_recipe(
+    Recipe(
+        "specbound",
+        _add_arguments,
+        _prepare,
+        finish=_finish,
+        recorded=("exit_layers", "head", "lora_rank", "draft_vocab", "positions", "loss"),
+    )
+)
