@@ -18,7 +18,7 @@ from tests.methods import METHODS
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = ("decoding", "drafters", "training", "hub", "benchmark", "visualize", "integration")
+PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration")
 
 # What each part may import of the others; its own files always.
 MAY_IMPORT = {
@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "drafters": {"decoding"},
     "integration": {"decoding", "drafters"},
     "training": {"decoding", "drafters"},
+    "adaptation": {"decoding", "drafters", "training"},
     "hub": {"decoding", "drafters"},
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.registry import unknown_name
-from hf_specdec.training.step import TrainingStep
+from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
 
 class Rows(Protocol):
@@ -37,6 +37,8 @@ class Recipe:
             and its step.
         recorded: names of the options that the drafter's record keeps beside the shared ones.
         eval_batch_size: rows per evaluation batch; None takes the training batch size.
+        adapting: makes the step with which a drafter learns while it serves, from the drafter and its target; None
+            where the method has none.
         finish: from the trained drafter, the target and held-out rows, sets what is measured rather than trained; the
             drafter is saved afterwards.
     """
@@ -48,6 +50,7 @@ class Recipe:
     ]
     recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
+    adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
     finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
 
 

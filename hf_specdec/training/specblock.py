@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,26 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.decoding.slices import decoder_layers
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
-from hf_specdec.training.features import TargetReader
+from hf_specdec.drafters.specblock.quality import rank_classes
+from hf_specdec.training.features import TargetReader, TargetStates
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
-from hf_specdec.training.step import StepOutput, TrainingStep
+from hf_specdec.training.step import AdaptiveStep, StepOutput
 
 RankLoss = Literal["paper", "published"]
-
-
-def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The bucket of a token's rank in a draft distribution (Section 3.3): rank 1, 2 to 4, 5 to 10, beyond.
-
-    Args:
-        logits: [..., draft_vocab].
-        token_ids: [...] int64, ids in the draft vocabulary.
-
-    Example:
-        >>> rank_classes(torch.arange(12.0).expand(3, 12), torch.tensor([11, 10, 0]))
-        tensor([0, 1, 3])
-    """
-    rank = (logits > logits.gather(-1, token_ids.unsqueeze(-1))).sum(-1)  # 0 is the best
-    return sum((rank >= bound).long() for bound in RANK_BOUNDS)  # type: ignore[return-value]
+SlotWeights = Literal["alike", "by_count"]
 
 
 def smoothed_classes(num_classes: int) -> Tensor:
@@ -86,6 +73,7 @@ def block_losses(
     *,
     offset: int = 0,
     valid_prefix: bool = True,
+    slot_weights: SlotWeights = "alike",
     top_k: int | None = None,
     rank_loss: RankLoss = "paper",
     rank_budget: int | None = None,
@@ -101,6 +89,9 @@ def block_losses(
         start_mask: [batch, positions] bool, positions that count as starts.
         offset: tokens that earlier blocks of the chain have drafted.
         valid_prefix: apply the mask of Eq. 5; without it every slot counts (Table 2).
+        slot_weights: "alike" has every slot's mean in the sum, Eq. 6. "by_count" divides the sums of all slots by the
+            positions of the first: in a small batch a late slot has a handful of valid positions, or none, and their
+            mean is mostly noise, as loud as the first slot's hundreds.
         top_k: the draft loss looks at the target's likeliest tokens only, with their probabilities as they are.
         rank_loss: "paper" is cross-entropy on the positions of the draft loss. "published" has smoothed labels, weighs
             1 + distance and once more the distance to worse buckets than said, and follows a mask of its own, which
@@ -132,7 +123,9 @@ def block_losses(
             likeliest = probs.topk(top_k, dim=-1)
             entropy = -(likeliest.values * logprobs.gather(-1, likeliest.indices)).sum(-1)
         mask = there & path
-        draft.append((entropy * mask).sum() / mask.sum().clamp(min=1))
+        if slot == 0 or slot_weights == "alike":
+            normaliser = mask.sum().clamp(min=1)
+        draft.append((entropy * mask).sum() / normaliser)
         token_ids = probs.argmax(-1)
         right = at_slot.argmax(-1) == token_ids
         correct.append(right & room)
@@ -165,7 +158,7 @@ def block_losses(
     )
 
 
-class SpecBlockStep(TrainingStep):
+class SpecBlockStep(AdaptiveStep):
     """Loss of one batch of rows for a `SpecBlockDrafter`: Eq. 7, summed over chained blocks.
 
     Args:
@@ -174,15 +167,20 @@ class SpecBlockStep(TrainingStep):
         num_blocks: chained blocks; the first and those that continue it at random cuts.
         rank_start_step: optimizer steps before the rank loss counts.
         valid_prefix: the mask of Eq. 5; off is an ablation of Table 2.
+        slot_weights: see `block_losses`.
         top_k: see `block_losses`.
         rank_loss: see `block_losses`.
         rank_budget: see `block_losses`.
         cross_position: slots of a later block also see that block's slots at earlier positions, as in the published
             training code. Drafting never sees them.
+        window: positions of a row that are trained on, drawn anew for every batch; None for all. The K entries per
+            position make attention the most expensive part of long rows.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
     """
+
+    heads = ("lm_head.", "rank_head.")
 
     def __init__(
         self,
@@ -192,17 +190,24 @@ class SpecBlockStep(TrainingStep):
         num_blocks: int = 2,
         rank_start_step: int = 2000,
         valid_prefix: bool = True,
+        slot_weights: SlotWeights = "alike",
         top_k: int | None = None,
         rank_loss: RankLoss = "paper",
         rank_budget: int | None = None,
         cross_position: bool = False,
+        window: int | None = None,
     ) -> None:
         drafter.check_target(target)
-        for name, value, least in (("num_blocks", num_blocks, 1), ("rank_start_step", rank_start_step, 0)):
-            if value < least:
+        for name, value, least in (
+            ("num_blocks", num_blocks, 1),
+            ("rank_start_step", rank_start_step, 0),
+            ("window", window, drafter.config.block_size + 2),
+        ):
+            if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
-        if rank_loss not in ("paper", "published"):
-            raise ValueError(f"rank_loss={rank_loss!r} is not known; choose 'paper' or 'published'.")
+        for name, choice, known in (("rank_loss", rank_loss, RankLoss), ("slot_weights", slot_weights, SlotWeights)):
+            if choice not in get_args(known):
+                raise ValueError(f"{name}={choice!r} is not known; choose one of {list(get_args(known))}.")
         if drafter.config.rank_classes != len(RANK_BOUNDS) + 1:
             raise ValueError(
                 f"The drafter's rank head has {drafter.config.rank_classes} classes, but labels have "
@@ -213,21 +218,28 @@ class SpecBlockStep(TrainingStep):
         self.embed_tokens = target.get_input_embeddings()
         self.num_blocks, self.rank_start_step = num_blocks, rank_start_step
         self.cross_position = cross_position
+        self.window = window
         self.options: dict[str, Any] = {
-            "valid_prefix": valid_prefix, "top_k": top_k, "rank_loss": rank_loss, "rank_budget": rank_budget,
+            "valid_prefix": valid_prefix, "slot_weights": slot_weights, "top_k": top_k, "rank_loss": rank_loss,
+            "rank_budget": rank_budget,
         }  # fmt: skip
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
-        input_ids = batch["input_ids"]
         states = self.reader.of_batch(batch)
+        if self.window is not None and self.window < batch["input_ids"].shape[1]:
+            batch, states = self._windowed(batch, states, training)
         assert states.last_hidden is not None
+        input_ids = batch["input_ids"]
         best_ids, target_probs = self.target_law(states.last_hidden)
         length = input_ids.shape[1]
         # A start is a token that somebody drafts from, and something must follow it.
         starts = torch.arange(1, length + 1, device=input_ids.device)
         start_mask = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
         sayable = self.drafter.t2d.to(best_ids.device)[best_ids]
-        losses = self.chain(model, states.features, input_ids, target_probs, start_mask, start_mask & sayable, training)
+        kept: list[Tensor] | None = [] if self.keep_logits else None
+        losses = self.chain(
+            model, states.features, input_ids, target_probs, start_mask, start_mask & sayable, training, kept=kept
+        )
 
         rank_weight = 1.0 if not training or self.num_updates >= self.rank_start_step else 0.0
         loss = torch.stack([part.draft.sum() + rank_weight * part.rank for part in losses]).sum()
@@ -240,7 +252,47 @@ class SpecBlockStep(TrainingStep):
         rows = rows.clamp(max=length - 1)
         labelled = start_mask.unsqueeze(-1) & start_mask[:, rows] & inside
         # A token that the drafter cannot say is one that it gets wrong.
-        return StepOutput(loss, correct & sayable[:, rows], labelled)
+        return StepOutput(loss, correct & sayable[:, rows], labelled, None if kept is None else torch.cat(kept))
+
+    def head_logits(self, model: nn.Module, states: Tensor) -> Tensor:
+        logits: Tensor = model.heads(states)[0]  # type: ignore[operator]
+        return logits
+
+    def head_loss(self, model: nn.Module, states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits, rank_logits = model.heads(states)  # type: ignore[operator]
+        best_ids, target_probs = self._law(target_hidden)
+        # Each position stands alone, a row with one start and one slot.
+        alone = torch.ones_like(best_ids, dtype=torch.bool).unsqueeze(1)
+        losses = block_losses(
+            logits[:, None, None], rank_logits[:, None, None], target_probs.unsqueeze(1),
+            (self.draft_ids(best_ids) >= 0).unsqueeze(1), alone, **self.options,
+        )  # fmt: skip
+        return losses.draft.sum() + losses.rank, logits
+
+    def draft_ids(self, token_ids: Tensor) -> Tensor:
+        t2d = self.drafter.t2d.to(token_ids.device)
+        return (t2d.cumsum(0) - 1)[token_ids].where(t2d[token_ids], -1)
+
+    def _windowed(
+        self, batch: Mapping[str, Tensor], states: TargetStates, training: bool
+    ) -> tuple[dict[str, Tensor], TargetStates]:
+        """The same columns of all rows; without training, the ones after the shortest beginning."""
+        assert self.window is not None
+        assert states.last_hidden is not None
+        earliest = int(batch["first_anchor"].min()) - 1
+        latest = max(earliest, int(batch["length"].max()) - self.window)
+        start = self._draw(earliest, latest + 1, 1)[0] if training else earliest
+        part = slice(start, start + self.window)
+        columns = {
+            "input_ids": batch["input_ids"][:, part],
+            "first_anchor": batch["first_anchor"] - start,
+            "length": (batch["length"] - start).clamp(max=self.window),
+        }
+        return columns, TargetStates(states.features[:, part], states.last_hidden[:, part])
+
+    def _draw(self, low: int, high: int, count: int) -> list[int]:
+        numbers: list[int] = torch.randint(low, high, (count,), generator=self.generator).tolist()
+        return numbers
 
     @torch.no_grad()
     def target_law(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +303,11 @@ class SpecBlockStep(TrainingStep):
         Returns:
             best_ids [batch, positions] int64 over the whole vocabulary, probs [batch, positions, draft_vocab] float32.
         """
-        logits = self.reader.head(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
+        return self._law(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
+
+    @torch.no_grad()
+    def _law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.reader.head(hidden)
         draft_ids = torch.arange(len(self.drafter.d2t), device=logits.device) + self.drafter.d2t.to(logits.device)
         return logits.argmax(-1), logits[..., draft_ids].softmax(-1)
 
@@ -265,6 +321,7 @@ class SpecBlockStep(TrainingStep):
         position_mask: Tensor,
         training: bool,
         cuts: Sequence[int] | None = None,
+        kept: list[Tensor] | None = None,
     ) -> list[BlockLosses]:
         """Runs all blocks and returns the losses of each.
 
@@ -277,13 +334,14 @@ class SpecBlockStep(TrainingStep):
             position_mask: [batch, positions] bool.
             training: draw cuts; else every block goes on at the end of the one before.
             cuts: slots kept of every block but the last; drawn from 1 to K where None.
+            kept: receives the logits [positions, draft_vocab] of all slots that starts which count have.
         """
         config = self.drafter.config
         batch, positions, _ = features.shape
         slots, device = config.block_size, input_ids.device
         if cuts is None:
             # On the CPU whatever the device: the cuts of a run do not depend on where it runs.
-            drawn = torch.randint(1, slots + 1, (self.num_blocks - 1,)).tolist() if training else []
+            drawn = self._draw(1, slots + 1, self.num_blocks - 1) if training else []
             cuts = drawn or [slots] * (self.num_blocks - 1)
         masks = block_masks(positions, slots, cuts, cross_position=self.cross_position, device=device)
         stored = GradientStore(config.num_hidden_layers)
@@ -298,6 +356,8 @@ class SpecBlockStep(TrainingStep):
             output: BlockOutput = model(
                 conditions, embeddings, at.expand(batch, -1), from_target=block == 0, mask=mask, cache=stored
             )
+            if kept is not None:
+                kept.append(output.logits[start_mask].flatten(0, 1))
             losses.append(
                 block_losses(
                     output.logits, output.rank_logits, target_probs, position_mask, start_mask, offset=offset,
@@ -403,6 +463,7 @@ def new_drafter(
     intermediate_size: int | None = None,
     prefix_broadcast: bool = True,
     layer_wise_shift: bool = True,
+    warm_start: bool = False,
 ) -> SpecBlockDrafter:
     """A SpecBlock drafter with random weights that fits a target; its layers have the target's shape.
 
@@ -415,6 +476,9 @@ def new_drafter(
         intermediate_size: of the MLPs; by default the target's.
         prefix_broadcast: see `SpecBlockConfig`; off is an ablation of Table 2.
         layer_wise_shift: likewise.
+        warm_start: begin with the target's final norm and the rows of its head that the drafter can say, and with
+            projections that pass states on: means of the taps and of condition, token and query, a slot's own state in
+            place of the shift. The paper trains all from scratch (A.1), which short trainings cannot afford.
     """
     config = target.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -445,7 +509,27 @@ def new_drafter(
     drafter = SpecBlockDrafter(draft_config)
     drafter.set_vocabulary(vocabulary)
     drafter.check_target(target)
+    if warm_start:
+        _pass_states_on(drafter)
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[vocabulary.to(target.device)])
+            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     return drafter
+
+
+@torch.no_grad()
+def _pass_states_on(drafter: SpecBlockDrafter) -> None:
+    """Adds to the random weights of the projections what makes each begin as a mean of its inputs."""
+    entry = drafter.input_layer
+    for projection in (entry.condition_proj, entry.fuse):
+        width = projection.out_features
+        parts = projection.in_features // width
+        if projection.in_features == parts * width:  # taps may be of another width than the drafter
+            projection.weight.add_(torch.eye(width).repeat(1, parts) / parts)
+    for shift in drafter.shift_proj:
+        assert isinstance(shift, nn.Linear)
+        width = drafter.config.hidden_size
+        shift.weight[:, :width].add_(torch.eye(width))
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -455,8 +539,11 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--draft-vocab", type=int, default=32000, help="tokens that the drafter can say")
     group.add_argument("--prefix-broadcast", action=switch, default=True)
     group.add_argument("--layer-wise-shift", action=switch, default=True)
+    group.add_argument("--warm-start", action=switch, default=False, help="begin with the target's head")
+    group.add_argument("--window", type=int, help="positions of a row to train on, drawn anew each step; default: all")
     group.add_argument("--blocks", type=int, default=2, help="chained blocks of a start")
     group.add_argument("--valid-prefix", action=switch, default=True)
+    group.add_argument("--slot-weights", choices=get_args(SlotWeights), default="alike", help="by_count: small batches")
     group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
     group.add_argument("--rank-loss", choices=["paper", "published"], default="paper")
     group.add_argument("--rank-budget", type=int, help="most examples of a rank class per slot and batch")
@@ -479,6 +566,7 @@ def _prepare(
         intermediate_size=arguments.intermediate_size,
         prefix_broadcast=arguments.prefix_broadcast,
         layer_wise_shift=arguments.layer_wise_shift,
+        warm_start=arguments.warm_start,
     )
     step = SpecBlockStep(
         drafter,
@@ -486,8 +574,10 @@ def _prepare(
         num_blocks=arguments.blocks,
         rank_start_step=arguments.rank_start_step,
         valid_prefix=arguments.valid_prefix,
+        slot_weights=arguments.slot_weights,
         rank_loss=arguments.rank_loss,
         rank_budget=arguments.rank_budget,
+        window=arguments.window,
     )
     return drafter, step
 
@@ -497,6 +587,17 @@ register_recipe(
         "specblock",
         _add_arguments,
         _prepare,
-        recorded=("blocks", "valid_prefix", "prefix_broadcast", "layer_wise_shift", "rank_start_step", "rank_loss"),
+        recorded=(
+            "blocks",
+            "valid_prefix",
+            "prefix_broadcast",
+            "layer_wise_shift",
+            "rank_start_step",
+            "rank_loss",
+            "slot_weights",
+            "warm_start",
+            "window",
+        ),
+        adapting=lambda drafter, target: SpecBlockStep(drafter, target, rank_start_step=0),
     )
 )

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from hf_specdec.training.features import TargetReader
@@ -19,11 +20,13 @@ class StepOutput:
         loss: scalar with gradient.
         correct: [batch, blocks, depth] bool, whether the drafter's likeliest token at depth 1, 2, ... was right.
         labelled: the same shape, where there was a token to be right about.
+        logits: [positions, draft_vocab] of the positions that count, or None unless `TrainingStep.keep_logits`.
     """
 
     loss: Tensor
     correct: Tensor
     labelled: Tensor
+    logits: Tensor | None = None
 
 
 class TrainingStep(ABC):
@@ -32,10 +35,12 @@ class TrainingStep(ABC):
     Attributes:
         reader: reads the target's states of a batch, or takes them from it where they were cached.
         num_updates: optimizer steps taken so far, those of a resumed run included; for losses that follow a schedule.
+        generator: of random choices; None for torch's own, whose state checkpoints keep.
     """
 
     reader: TargetReader
     num_updates: int = 0
+    generator: torch.Generator | None = None
 
     @abstractmethod
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
@@ -50,6 +55,39 @@ class TrainingStep(ABC):
     def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
         """What logs and evaluation report of many batches, whose `correct` and `labelled` were joined."""
         return acceptance_metrics(correct, labelled)
+
+
+class AdaptiveStep(TrainingStep):
+    """A step with which a drafter can also learn while it serves, see `hf_specdec/adaptation/`.
+
+    Attributes:
+        heads: how the names of the heads' parameters begin.
+        keep_logits: whether `StepOutput.logits` are wanted.
+    """
+
+    heads: tuple[str, ...]
+    keep_logits: bool = False
+
+    @abstractmethod
+    def head_logits(self, model: nn.Module, states: Tensor) -> Tensor:
+        """[positions, hidden] what the drafter's trunk made of each position -> [positions, draft_vocab] logits."""
+
+    @abstractmethod
+    def head_loss(self, model: nn.Module, states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of the heads alone at positions that were drafted while serving; no gradient flows into the trunk.
+
+        Args:
+            model: the drafter.
+            states: [positions, hidden], as `draft_states` of the method's candidate generator gave them.
+            target_hidden: [positions, target_hidden], what entered the target's head at the same positions.
+
+        Returns:
+            the loss, scalar, and the logits [positions, draft_vocab].
+        """
+
+    @abstractmethod
+    def draft_ids(self, token_ids: Tensor) -> Tensor:
+        """Target ids -> ids in the draft vocabulary, any shape; -1 for tokens that the drafter cannot say."""
 
 
 def acceptance_metrics(correct: Tensor, labelled: Tensor) -> dict[str, float]:

@@ -14,14 +14,15 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator, Starts
+from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+from hf_specdec.drafters.specblock.quality import rank_classes
+from hf_specdec.drafters.specblock.tree import Starts
 from hf_specdec.training.specblock import (
     SpecBlockStep,
     block_losses,
     block_masks,
     frequent_tokens,
     new_drafter,
-    rank_classes,
     smoothed_classes,
 )
 from hf_specdec.training.trainer import DrafterTrainer
@@ -176,7 +177,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
             seen = torch.tensor([[cuts[0]]])
             if block > 1:
                 held = torch.cat([held, (torch.arange(3) < cut)[None, None]], -1)
-            starts = Starts(zero, zero.float(), zero + depth, seen, held, zero + cut - 1)
+            starts = Starts(*(part.numpy() for part in (zero, zero.float(), zero + depth, seen, held, zero + cut - 1)))
             hidden = drafter.block_hidden(
                 drafter.condition_of(hidden[:, :, cut - 1]),
                 generator._embed(ids[:, root + depth : root + depth + 1]),
@@ -209,7 +210,7 @@ def test_first_slot_is_scored_for_the_token_that_drafting_asks_for(target: PreTr
                 DraftContext(ids[:, root], torch.tensor([root] * 2), ids, [root + 1] * 2, [True] * 2)
             )
         # The row is the target's greedy text, so the token it chose after each place stands there.
-        drafted = nodes.token_ids[:, 1:4]
+        drafted = torch.from_numpy(nodes.token_ids)[:, 1 :: nodes.shape.width][:, :3]  # the chain
         hits = drafted == ids[:, root + 1 : root + 4]
         known = output.labelled[:, root - 1]
         assert torch.equal(output.correct[:, root - 1] & known, hits & known)
@@ -260,6 +261,67 @@ def test_without_the_mask_every_slot_counts(target: PreTrainedModel) -> None:
     assert SpecBlockStep(drafter, target, valid_prefix=False)(drafter, batch, training=False).loss.isfinite()
 
 
+def test_by_count_a_late_slot_weighs_as_much_as_it_has_positions() -> None:
+    logits, rank_logits = torch.randn(2, 6, 3, 8), torch.randn(2, 6, 3, 4)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    probs = torch.randn(2, 6, 8).softmax(-1)
+    alike, by_count = (
+        block_losses(logits, rank_logits, probs, mask, mask, slot_weights=weights) for weights in ("alike", "by_count")
+    )
+    room = torch.arange(6) < 6 - torch.arange(3)[:, None]
+    counts = torch.stack([(alike.valid[..., slot] & room[slot]).sum() for slot in range(3)])
+    assert counts[0] == 12 > counts[1] > 0
+    torch.testing.assert_close(by_count.draft, alike.draft * counts / counts[0])
+
+
+def test_a_window_trains_on_a_part_of_the_rows_and_draws_from_its_own_generator(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target, num_hidden_layers=1)
+    batch = rows_of(target)
+    step = SpecBlockStep(drafter, target, num_blocks=1, window=12)
+    output = step(drafter, batch, training=False)
+    # Without training it begins at the shortest prompt: the part alone gives the same.
+    states = step.reader.read(batch["input_ids"])
+    part = {
+        "input_ids": batch["input_ids"][:, 4:16], "first_anchor": batch["first_anchor"] - 4,
+        "length": (batch["length"] - 4).clamp(max=12), "features": states.features[:, 4:16],
+        "last_hidden": states.last_hidden[:, 4:16],
+    }  # fmt: skip
+    alone = SpecBlockStep(drafter, target, num_blocks=1)(drafter, part, training=False)
+    torch.testing.assert_close(output.loss, alone.loss)
+    assert output.correct.shape == (6, 12, 3)
+
+    before, seen = torch.get_rng_state(), set()
+    for seed in range(8):
+        step.generator = torch.Generator().manual_seed(seed)
+        seen.add(round(step(drafter, batch, training=True).loss.item(), 4))
+    assert len(seen) > 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_warm_start_begins_with_the_targets_head(target: PreTrainedModel) -> None:
+    vocabulary = torch.arange(0, 64, 2)
+    drafter = new_drafter(target, vocabulary, warm_start=True)
+    assert torch.equal(drafter.lm_head.weight, target.get_output_embeddings().weight[vocabulary])
+    assert torch.equal(drafter.norm.weight, target.get_decoder().norm.weight)
+    conditions = torch.randn(1, 5, 3 * 32)
+    passed = drafter.input_layer.condition_proj(conditions).detach()
+    mean = conditions.view(1, 5, 3, 32).mean(2)
+    assert torch.corrcoef(torch.stack([passed.flatten(), mean.flatten()]))[0, 1] > 0.9
+
+
+def test_learning_while_serving_counts_the_positions_that_training_counts(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target)
+    step = SpecBlockStep(drafter, target)
+    batch = rows_of(target)
+    assert step(drafter, batch, training=False).logits is None
+    step.keep_logits = True
+    output = step(drafter, batch, training=False)
+    starts = int(output.labelled[..., 0].sum())
+    assert output.logits.shape == (2 * starts * 3, 48)  # two blocks of three slots per start
+    assert step.draft_ids(drafter.target_ids(torch.arange(48))).tolist() == list(range(48))
+    assert int((step.draft_ids(torch.arange(64)) >= 0).sum()) == 48
+
+
 def test_a_short_run_learns_what_is_then_drafted(target: PreTrainedModel, tmp_path: Path) -> None:
     batch = rows_of(target, count=2)
     rows = [{key: value[index] for key, value in batch.items()} for index in range(2)]
@@ -302,6 +364,8 @@ def test_new_drafter_takes_the_shape_of_its_target() -> None:
         ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
         ({"rank_start_step": -1}, "rank_start_step=-1 must be at least 0"),
         ({"rank_loss": "focal"}, "rank_loss='focal' is not known"),
+        ({"slot_weights": "none"}, "slot_weights='none' is not known"),
+        ({"window": 4}, "window=4 must be at least 5"),
     ],
 )
 def test_an_option_out_of_range_raises(target: PreTrainedModel, settings: dict[str, Any], message: str) -> None:

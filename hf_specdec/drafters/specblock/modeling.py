@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import count_up
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
@@ -111,12 +112,13 @@ class SpecBlockAttention(nn.Module):
     ) -> Tensor:
         """[batch, starts * slots, hidden] -> the same; see `SpecBlockDrafter.block_hidden`."""
         batch, length, _ = hidden.shape
-        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim)).transpose(1, 2)
-        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim)).transpose(1, 2)
+        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim))
+        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim))
         values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        cos, sin = (part.unsqueeze(1) for part in rotary)
-        queries = queries * cos + rotate_half(queries) * sin
-        keys = keys * cos + rotate_half(keys) * sin
+        cos, sin = rotary
+        both = torch.cat([queries, keys], 2)  # turned as one: on a CPU each small operation costs as much as its work
+        both = (both * cos + rotate_half(both) * sin).transpose(1, 2)
+        queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
         if cache is not None:
             keys, values = cache.layers[layer].update(keys, values)
         attended = scaled_dot_product_attention(
@@ -141,15 +143,16 @@ class SpecBlockLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-def rank_features(logits: Tensor, top: int | None) -> Tensor:
+def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> Tensor:
     """The 15-number summary of a draft distribution (Appendix B).
 
     Ten largest log-probabilities; logit gaps of the best to the second, third and fifth; probability of the best;
     entropy. Where the vocabulary has fewer than ten tokens the least likely one is repeated.
 
     Args:
-        logits: [..., draft_vocab] float32, or only the largest of them in descending order if `top` are enough.
+        logits: [..., draft_vocab] float32, or only the largest of them: `top`, and at least 10.
         top: probabilities and entropy are normalised over this many largest logits; None for all.
+        ordered: `logits` are in descending order and as many as are needed.
 
     Returns:
         [..., 15] float32, nats.
@@ -159,16 +162,16 @@ def rank_features(logits: Tensor, top: int | None) -> Tensor:
         tensor([2., 3., 3.])
     """
     known = logits.shape[-1]
-    best = logits.topk(min(known, max(10, top or known)), dim=-1).values
-    over = best[..., : top or known]
-    logprobs = over.log_softmax(-1)
-    normaliser = over.logsumexp(-1, keepdim=True)
-    places = torch.arange(10, device=logits.device).clamp(max=best.shape[-1] - 1)
-    runners_up = places[[1, 2, 4]]
-    profile = best[..., places] - normaliser
-    gaps = best[..., :1] - best[..., runners_up]
-    entropy = -(logprobs.exp() * logprobs).sum(-1, keepdim=True)
-    return torch.cat([profile, gaps, logprobs[..., :1].exp(), entropy], dim=-1)
+    best = logits if ordered else logits.topk(min(known, max(10, top or known)), dim=-1).values
+    logprobs = best[..., : top or known].log_softmax(-1)
+    probs = logprobs.exp()
+    normaliser = best[..., :1] - logprobs[..., :1]
+    if best.shape[-1] < 10:
+        best = torch.cat([best, best[..., -1:].expand(*best.shape[:-1], 10 - best.shape[-1])], dim=-1)
+    profile, first = best[..., :10] - normaliser, best[..., :1]
+    gaps = first - best[..., 1:3], first - best[..., 4:5]
+    entropy = -(probs * logprobs).sum(-1, keepdim=True)
+    return torch.cat([profile, *gaps, probs[..., :1], entropy], dim=-1)
 
 
 class SpecBlockDrafter(PretrainedDrafter):
@@ -230,6 +233,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         self.merge_duplicates = True
         if config.rank_classes != len(self.branching):
             self.branching = [2] * config.rank_classes
+        self.set_options(**config.drafting_options or {})
         self.post_init()
 
     def forward(
@@ -277,8 +281,9 @@ class SpecBlockDrafter(PretrainedDrafter):
         """
         hidden = self.input_layer(conditions, embeddings, from_target=from_target)
         starts, slots = hidden.shape[1:3]
-        within = torch.arange(slots, device=position_ids.device)
-        rotary = self.rotary_emb(hidden, (position_ids.unsqueeze(-1) + within).flatten(1))
+        within = count_up(slots, position_ids.device)
+        cos, sin = self.rotary_emb(hidden, (position_ids.unsqueeze(-1) + within).flatten(1))
+        rotary = cos.unsqueeze(2), sin.unsqueeze(2)
         for index, layer in enumerate(self.layers):
             if index > 0 and self.shift_proj:
                 before = torch.cat([hidden[:, :, :1], hidden[:, :, :-1]], dim=2)
@@ -293,9 +298,33 @@ class SpecBlockDrafter(PretrainedDrafter):
         """
         normed = self.norm(hidden)
         logits = self.lm_head(normed).float()
+        return logits, self._rank_logits(hidden, normed, logits)
+
+    def ranked(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a tree needs of the heads, with one search through the draft vocabulary.
+
+        Args:
+            hidden: [..., hidden], before the final norm.
+            width: most candidates of a place.
+
+        Returns:
+            the `width` largest draft logits [..., width] float32, descending; their ids in the draft vocabulary
+            [..., width] int64; logsumexp of all draft logits [..., 1]; rank logits [..., classes].
+        """
+        normed = self.norm(hidden)
+        logits = self.lm_head(normed).float()
+        top = self.config.rank_features_top
+        most = min(logits.shape[-1], max(width, 10, top or 0))
+        best, draft_ids = logits.topk(most, dim=-1)
+        ordered = top is not None
+        rank_logits = self._rank_logits(hidden, normed, best if ordered else logits, ordered=ordered)
+        return best[..., :width], draft_ids[..., :width], logits.logsumexp(-1, keepdim=True), rank_logits
+
+    def _rank_logits(self, hidden: Tensor, normed: Tensor, logits: Tensor, *, ordered: bool = False) -> Tensor:
         state = (normed if self.config.rank_state == "normed" else hidden).detach()
-        features = rank_features(logits.detach(), self.config.rank_features_top)
-        return logits, self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
+        features = rank_features(logits.detach(), self.config.rank_features_top, ordered=ordered)
+        rank_logits: Tensor = self.rank_head(torch.cat([state, features.to(state.dtype)], dim=-1)).float()
+        return rank_logits
 
     def condition_of(self, hidden: Tensor) -> Tensor:
         """[..., hidden] state of a slot -> the condition of a block that starts there."""

@@ -19,6 +19,7 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter, candidates
 from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import rank_features
+from hf_specdec.drafters.specblock.tree import Shape
 from tests.methods import make_specblock
 from tests.targets import PROMPTS, make_target
 
@@ -115,6 +116,15 @@ def test_saved_and_loaded_again_it_drafts_the_same(tmp_path: Path, target: PreTr
         assert paths_of(ours) == paths_of(theirs)
 
 
+def test_options_that_suit_a_checkpoint_come_with_it(tmp_path: Path, target: PreTrainedModel) -> None:
+    drafter = make_specblock(target)
+    assert "drafting_options" not in json.loads(drafter.config.to_json_string())
+    drafter.config.drafting_options = {"tree_budget": 7, "num_blocks": 3, "branching": [3, 4, 5, 6]}
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target, num_blocks=1)
+    assert (loaded.tree_budget, loaded.num_blocks, loaded.branching) == (7, 1, [3, 4, 5, 6])
+
+
 def test_saving_over_a_vocabulary_file_replaces_it(tmp_path: Path, target: PreTrainedModel) -> None:
     drafter = make_specblock(target)
     drafter.save_pretrained(tmp_path)
@@ -162,6 +172,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "map with code": (
         lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "holds code, which is never run"
+    ),
+    "option that does not exist": (
+        lambda folder: rewrite(folder, drafting_options={"tree_buget": 7}), "Did you mean 'tree_budget'"
     ),
     "unknown choice": (lambda folder: rewrite(folder, rank_state="raw"), "rank_state is 'raw'; it must be one of"),
 }  # fmt: skip
@@ -236,6 +249,55 @@ def test_a_round_takes_one_forward_per_block_whatever_the_tree(
     assert calls == num_blocks * len(trees)
     assert max(int(tree.depths.max()) for tree in trees) <= 3 * num_blocks
     assert all(tree.num_nodes <= 1 + budget for tree in trees)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 3, "tree_budget": 20, "branching": [2, 4, 6, 4]},
+        {"num_blocks": 2, "beam_width": None, "max_starts": 3},
+        {"num_blocks": 3, "branching": [1, 2, 3, 0], "merge_duplicates": False},
+        {"num_blocks": 1},
+    ],
+)
+def test_trees_in_host_memory_are_those_of_the_device(
+    target: PreTrainedModel, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_specblock(target, **options)
+    batch = "ragged batch of three"
+    on_host = drafts_of(drafter, target, batch)
+    make = candidates.SpecBlockGenerator.__init__
+
+    def on_device(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self.on_host, self.shape = False, Shape.of(drafter, host=False)
+
+    monkeypatch.setattr(candidates.SpecBlockGenerator, "__init__", on_device)
+    on_device_trees = drafts_of(drafter, target, batch)
+    for ours, theirs in zip(on_host, on_device_trees, strict=True):
+        assert ours.children is not None or not drafter.merge_duplicates
+        assert theirs.children is None
+        for row in range(3):
+            assert paths_of(ours, row) == paths_of(theirs, row)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+def test_slots_per_round_grow_with_blocks_and_starts_not_with_the_depth_reached(
+    target: PreTrainedModel, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_specblock(target, num_blocks=num_blocks, max_starts=2, beam_width=None)
+    widths: list[int] = []
+    block_hidden = SpecBlockDrafter.block_hidden
+
+    def counting(self: SpecBlockDrafter, conditions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        widths.append(-1 if kwargs["from_target"] else conditions.shape[1])
+        return block_hidden(self, conditions, *args, **kwargs)
+
+    monkeypatch.setattr(SpecBlockDrafter, "block_hidden", counting)
+    rounds = len(drafts_of(drafter, target))
+    later = [width for width in widths if width > 0]
+    assert len(later) == (num_blocks - 1) * rounds
+    assert all(width <= 2 for width in later)
 
 
 def test_fixed_top_k_gives_every_place_k_children(target: PreTrainedModel) -> None:

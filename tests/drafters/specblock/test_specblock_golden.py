@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator, cut
+from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.modeling import rank_features
+from hf_specdec.drafters.specblock.tree import cut
 from tests.test_golden import golden, metadata, part_of
 
 STATES = {"rtol": 1e-4, "atol": 2e-5}
@@ -256,6 +257,8 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
         merge_duplicates=False,
     )
     generator = SpecBlockGenerator(drafter, StandInTarget(embedding))
+    classes: list[Tensor] = []
+    drafter.rank_head.register_forward_hook(lambda module, args, output: classes.append(output.argmax(-1).flatten()))
     generator.observe(outcome_of(tensors["input.hidden_states"][:, :used], tensors["input.input_ids"][:, :used]))
     nodes, finite = generator.grow(context_at(tensors["input.input_ids"][:, used - 1], used))
     assert finite.all()
@@ -263,14 +266,17 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
     tree, kept = cut(nodes, case["total_tokens"], depth, merge=False, finite=finite)
 
     assert tree.num_nodes == 1 + case["nodes"]
-    kept = kept[0, 1:]
-    found = described(
-        tree.token_ids[0, 1:], tree.parents[0, 1:] - 1, nodes.blocks[kept], nodes.slots[kept], nodes.classes[0, kept]
-    )
+    kept = kept[0, 1:].tolist()
+    blocks, places = (torch.tensor(column) for column in zip(*map(nodes.place_of, kept), strict=True))
+    slots = places % drafter.config.block_size
+    buckets = torch.stack([classes[block][place] for block, place in zip(blocks, places, strict=True)])
+    found = described(tree.token_ids[0, 1:], tree.parents[0, 1:] - 1, blocks, slots, buckets)
     names = ("block_index", "slot_index", "rank_class")
     assert found == described(expected["tokens"], expected["parents"], *(expected[name] for name in names))
     scores = expected["cum_logprob"].float()
-    torch.testing.assert_close(nodes.scores[0, kept], scores.sort(descending=True).values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.as_tensor(nodes.scores)[0, kept], scores.sort(descending=True).values, rtol=0, atol=1e-4
+    )
     # Paths that two blocks draft are kept twice here, and half of them can never be accepted; merged, all can.
     paths = {tuple(token for token, *_ in path) for path in found}
     merged, _ = cut(nodes, case["total_tokens"], depth, merge=True, finite=finite)

@@ -1,0 +1,251 @@
+"""When a serving drafter is updated, and which part of it: the cost-aware bandit, and always.
+
+Plain Python over numbers: no tensors, no clocks, so every rule is tested by sequences worked out by hand. A query is
+one `generate` call. Its signal (Eq. 8) is computed in `drafter.py`; updates are made in `learner.py`.
+Source: SpecBlock, Section 3.4, Appendix A.3 and Algorithm 1; `AlwaysUpdate` is its baseline, Online Speculative
+Decoding (Appendix A.4).
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal
+
+Action = Literal["skip", "head", "full"]
+UPDATES: tuple[Action, ...] = ("head", "full")
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """What a query was like.
+
+    Attributes:
+        signal: Eq. 8, summed over the rejected positions of the query.
+        num_tokens: tokens written, summed over rows.
+        num_rounds: rounds, summed over rows.
+        num_accepted: drafted tokens kept, summed over rows.
+        seconds: of the call.
+    """
+
+    signal: float
+    num_tokens: int
+    num_rounds: int
+    num_accepted: int
+    seconds: float
+
+
+class Policy(ABC):
+    """Decides query by query; the object keeps its state over all calls of an adaptation.
+
+    Attributes:
+        buffer_queries: an action's buffer fires an update once it holds this many queries.
+    """
+
+    buffer_queries: int
+
+    @abstractmethod
+    def decide(self, query: QueryResult) -> Action:
+        """Takes note of a finished query and says which buffer it goes to, `"skip"` for none."""
+
+    def may_update(self) -> bool:
+        """Whether a full buffer may fire now."""
+        return True
+
+    def updated(self, action: Action, query: QueryResult) -> None:
+        """Takes note of an update that was triggered by `query`."""
+
+    def reset(self) -> None:
+        """Forgets what was learned about updates, after the drafter was reverted."""
+
+
+@dataclass
+class AlwaysUpdate(Policy):
+    """A full update every eight queries, whatever it costs: the baseline (Online Speculative Decoding, A.4).
+
+    Attributes:
+        buffer_queries: queries between updates.
+    """
+
+    buffer_queries: int = 8
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, buffer_queries=1)
+
+    def decide(self, query: QueryResult) -> Action:
+        return "full"
+
+
+@dataclass
+class _Interval:
+    """An update whose reward is being measured."""
+
+    action: Action
+    signal: float
+    num_tokens: int = 0
+    seconds: float = 0.0
+    queries: int = 0
+
+
+@dataclass
+class CostAwareBandit(Policy):
+    """Updates the heads, the whole drafter, or nothing, by what the last updates of each kind were worth.
+
+    After a warm-up, which measures the throughput without updates, a cold start of `cold_start_events` updates seeds
+    the two value estimates: it takes the better one, an action never measured first, and with a probability that falls
+    linearly from `epsilon[0]` to `epsilon[1]` one at random. From then on the gain of an action is predicted as signal
+    times value (Eq. 9); the larger one is taken, and neither where both are not positive. The `interval` queries after
+    an update are compared with the warm-up, and the gain in tokens per second, divided by the signal that triggered the
+    update, moves the value by Eq. 10. An update slows down the queries that it runs beside, so values are net of costs.
+
+    The paper leaves open how long an interval is, how much a buffer holds, and whether a cold start may skip; here it
+    may not, since values start at 0 and nothing would ever be measured.
+
+    Attributes:
+        buffer_queries: queries that make a buffer fire.
+        warmup_queries: queries before anything is learned.
+        cold_start_events: updates of the cold start.
+        epsilon: chance of a random action at the first and the last of them.
+        cooldown_queries: queries after an update that trigger none.
+        interval: queries over which an update's reward is measured, N in Algorithm 1.
+        alpha: weight of a new reward in Eq. 10.
+        min_signal: s_min; the reward of an update that a weaker signal triggered is not counted.
+        seed: of the exploration.
+        values: tokens per second gained per unit of signal, by action.
+        baseline: tokens per second of the warm-up; None until it is over.
+        num_events: updates so far.
+    """
+
+    buffer_queries: int = 4
+    warmup_queries: int = 10
+    cold_start_events: int = 8
+    epsilon: tuple[float, float] = (0.30, 0.10)
+    cooldown_queries: int = 2
+    interval: int = 4
+    alpha: float = 0.10
+    min_signal: float = 5.0
+    seed: int = 0
+    values: dict[Action, float] = field(default_factory=lambda: dict.fromkeys(UPDATES, 0.0), init=False)
+    baseline: float | None = field(default=None, init=False)
+    num_events: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, buffer_queries=1, warmup_queries=1, cold_start_events=0, cooldown_queries=0, interval=1,
+                        min_signal=0)  # fmt: skip
+        for name, value in (("alpha", self.alpha), ("epsilon", self.epsilon[0]), ("epsilon", self.epsilon[1])):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1.")
+        self._random = random.Random(self.seed)
+        self._warm_tokens, self._warm_seconds, self._num_queries, self._blocked = 0, 0.0, 0, 0
+        self._measured: set[Action] = set()
+        self._open: list[_Interval] = []
+
+    def decide(self, query: QueryResult) -> Action:
+        self._num_queries += 1
+        if self.baseline is None:
+            self._warm_tokens += query.num_tokens
+            self._warm_seconds += query.seconds
+            if self._num_queries == self.warmup_queries:
+                self.baseline = self._warm_tokens / self._warm_seconds
+            return "skip"
+        self._blocked = max(0, self._blocked - 1)
+        for interval in self._open:
+            interval.num_tokens += query.num_tokens
+            interval.seconds += query.seconds
+            interval.queries += 1
+            if interval.queries == self.interval:
+                self._reward(interval)
+        self._open = [interval for interval in self._open if interval.queries < self.interval]
+        return self._choose(query.signal)
+
+    def may_update(self) -> bool:
+        return self._blocked == 0
+
+    def updated(self, action: Action, query: QueryResult) -> None:
+        self.num_events += 1
+        self._blocked = self.cooldown_queries + 1  # the query that comes next is the first of the blocked ones
+        self._open.append(_Interval(action, query.signal))
+
+    def reset(self) -> None:
+        self.values = dict.fromkeys(UPDATES, 0.0)
+        self.num_events = 0  # a new cold start: values of 0 alone would never be tried again
+        self._measured.clear()
+        self._open.clear()
+
+    @property
+    def exploration(self) -> float:
+        """The chance of a random action at the next event; 0 after the cold start."""
+        if self.num_events >= self.cold_start_events:
+            return 0.0
+        first, last = self.epsilon
+        return first + (last - first) * self.num_events / max(1, self.cold_start_events - 1)
+
+    def _choose(self, signal: float) -> Action:
+        if self.num_events < self.cold_start_events:
+            if self._random.random() < self.exploration:
+                return self._random.choice(UPDATES)
+            unmeasured = [action for action in UPDATES if action not in self._tried()]
+            return unmeasured[0] if unmeasured else self._best()
+        best = self._best()
+        return best if signal * self.values[best] > 0 else "skip"
+
+    def _tried(self) -> set[Action]:
+        return self._measured | {interval.action for interval in self._open}
+
+    def _best(self) -> Action:
+        return max(UPDATES, key=lambda action: self.values[action])  # the cheaper one where both are alike
+
+    def _reward(self, interval: _Interval) -> None:
+        """Eq. 10."""
+        self._measured.add(interval.action)
+        if interval.signal < self.min_signal:
+            return
+        assert self.baseline is not None
+        gained = interval.num_tokens / interval.seconds - self.baseline
+        old = self.values[interval.action]
+        self.values[interval.action] = (1 - self.alpha) * old + self.alpha * gained / interval.signal
+
+
+@dataclass
+class FailSafe:
+    """Watches the acceptance length over windows of queries (Section 3.4: "monotonically across all three").
+
+    Attributes:
+        window_queries: queries of a window.
+        num_windows: falling windows that are too many.
+        lengths: mean acceptance length of the latest windows.
+    """
+
+    window_queries: int = 4
+    num_windows: int = 3
+    lengths: list[float] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, window_queries=1, num_windows=2)
+        self._accepted = self._rounds = self._queries = 0
+
+    def observe(self, query: QueryResult) -> Literal["good", "bad"] | None:
+        """What the window that this query closes says of the weights; None where it closes none, or says nothing.
+
+        "bad": the last `num_windows` windows fell one after the other. "good": this one is not below the one before.
+        """
+        self._accepted += query.num_accepted
+        self._rounds += query.num_rounds
+        self._queries += 1
+        if self._queries < self.window_queries or self._rounds == 0:
+            return None
+        self.lengths = [*self.lengths, 1 + self._accepted / self._rounds][-self.num_windows :]
+        self._accepted = self._rounds = self._queries = 0
+        falls = [later < earlier for earlier, later in zip(self.lengths, self.lengths[1:], strict=False)]
+        if len(falls) == self.num_windows - 1 and all(falls):
+            self.lengths.clear()
+            return "bad"
+        return None if falls and falls[-1] else "good"
+
+
+def _check_at_least(policy: object, **least: float) -> None:
+    for name, bound in least.items():
+        value = getattr(policy, name)
+        if value < bound:
+            raise ValueError(f"{name}={value!r} must be at least {bound}.")

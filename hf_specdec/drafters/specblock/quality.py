@@ -1,0 +1,173 @@
+"""How good a rank head is, as a classifier of its own: the table of SpecBlock's Appendix B for any drafter and text.
+
+    quality = rank_head_quality(drafter, target, texts)
+    print(quality)
+
+A tree spends its budget by what the rank head says, so its precision and recall per bucket explain a tree's shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS
+from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
+
+
+def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """The bucket of a token's rank in a draft distribution (Section 3.3): rank 1, 2 to 4, 5 to 10, beyond.
+
+    Args:
+        logits: [..., draft_vocab].
+        token_ids: [...] int64, ids in the draft vocabulary.
+
+    Example:
+        >>> rank_classes(torch.arange(12.0).expand(3, 12), torch.tensor([11, 10, 0]))
+        tensor([0, 1, 3])
+    """
+    rank = (logits > logits.gather(-1, token_ids.unsqueeze(-1))).sum(-1)  # 0 is the best
+    return sum((rank >= bound).long() for bound in RANK_BOUNDS)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class RankHeadQuality:
+    """Precision, recall and F1 of each bucket.
+
+    Attributes:
+        counts: [buckets, buckets] int64: positions by true bucket (row) and predicted one (column).
+    """
+
+    counts: Tensor
+
+    @property
+    def num_positions(self) -> int:
+        """Positions counted."""
+        return int(self.counts.sum())
+
+    def rows(self) -> list[dict[str, float | str]]:
+        """Per bucket its name, share of the positions, precision, recall and F1, each from 0 to 1."""
+        names = bucket_names()
+        right = self.counts.diagonal().tolist()
+        true, said = self.counts.sum(1).tolist(), self.counts.sum(0).tolist()
+        rows: list[dict[str, float | str]] = []
+        for bucket, name in enumerate(names):
+            precision = right[bucket] / said[bucket] if said[bucket] else 0.0
+            recall = right[bucket] / true[bucket] if true[bucket] else 0.0
+            both = precision + recall
+            rows.append(
+                {
+                    "bucket": name,
+                    "frequency": true[bucket] / max(1, self.num_positions),
+                    "precision": precision,
+                    "recall": recall,
+                    "f1": 2 * precision * recall / both if both else 0.0,
+                }
+            )
+        return rows
+
+    def record(self) -> dict[str, str]:
+        """For a model card: the same rows as short texts."""
+        names = ("frequency", "precision", "recall", "f1")
+        rows = {str(row["bucket"]): ", ".join(f"{name} {row[name]:.3f}" for name in names) for row in self.rows()}
+        return rows | {"positions": f"{self.num_positions}"}
+
+    def __str__(self) -> str:
+        lines = [f"rank head on {self.num_positions} held-out positions"]
+        lines.append(f"{'bucket':<12}{'frequency':>10}{'precision':>10}{'recall':>10}{'f1':>10}")
+        for row in self.rows():
+            numbers = "".join(f"{row[name]:>10.3f}" for name in ("frequency", "precision", "recall", "f1"))
+            lines.append(f"{row['bucket']:<12}{numbers}")
+        return "\n".join(lines)
+
+
+def bucket_names() -> list[str]:
+    """Of the four buckets, best first.
+
+    Example:
+        >>> bucket_names()
+        ['rank 1', 'rank 2-4', 'rank 5-10', 'rank > 10']
+    """
+    ends = [f"rank {low + 1}-{high}" for low, high in itertools.pairwise(RANK_BOUNDS)]
+    return ["rank 1", *ends, f"rank > {RANK_BOUNDS[-1]}"]
+
+
+@torch.no_grad()
+def rank_head_quality(
+    drafter: SpecBlockDrafter, target: PreTrainedModel, texts: Iterable[tuple[Tensor, int]]
+) -> RankHeadQuality:
+    """Classifies every slot of a block from every position of some texts, and compares with the true buckets.
+
+    As in Appendix B, only slots whose earlier slots of the block were right are counted, and only the first block of a
+    start, whose condition is the target's. The true token is the target's likeliest one; where the drafter cannot say
+    it, it has no rank.
+
+    Args:
+        drafter: on the target's device.
+        target: it was trained for.
+        texts: token ids [length] int64, best written by the target itself from held-out prompts, each with its number
+            of prompt tokens; blocks start from there on.
+
+    Raises:
+        ValueError: the drafter does not fit the target, its rank head has other buckets, or no text has room for a
+            block.
+    """
+    drafter.check_target(target)
+    buckets = len(RANK_BOUNDS) + 1
+    if drafter.config.rank_classes != buckets:
+        raise ValueError(
+            f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but true buckets "
+            f"are {buckets}: {', '.join(bucket_names())}. Only rank heads of these buckets can be compared."
+        )
+    counts = torch.zeros(buckets * buckets, dtype=torch.int64)
+    slots = drafter.config.block_size
+    for ids, prompt_length in texts:
+        length = len(ids)
+        if length < prompt_length + slots + 1:
+            continue
+        features, best_ids = _states_of(drafter, target, ids.to(target.device))
+        # Position i is the condition, token i + 1 the start, and slot k is for the token after token i + 1 + k.
+        places = torch.arange(1, length, device=features.device)
+        embeddings = target.get_input_embeddings()(ids[1:].to(target.device)).to(drafter.device, drafter.dtype)
+        hidden = drafter.block_hidden(features[None, :-1], embeddings[None], places[None], from_target=True)[0]
+        logits, rank_logits = drafter.heads(hidden)
+        starts = torch.arange(max(0, prompt_length - 1), length - slots, device=features.device)
+        valid = torch.ones_like(starts, dtype=torch.bool)
+        sayable_ids = drafter.t2d.cumsum(0) - 1
+        for slot in range(slots):
+            true_ids = best_ids[starts + 1 + slot].to(drafter.device)
+            counted = valid & drafter.t2d[true_ids]
+            at_slot, wanted = logits[starts, slot], sayable_ids[true_ids].clamp(min=0)
+            true, said = rank_classes(at_slot, wanted), rank_logits[starts, slot].argmax(-1)
+            counts += (true * buckets + said)[counted].bincount(minlength=buckets**2).cpu()
+            valid = counted & (at_slot.argmax(-1) == wanted)
+    if not counts.any():
+        raise ValueError(f"No text is long enough: a block needs {slots + 1} tokens after the prompt.")
+    return RankHeadQuality(counts.view(buckets, buckets))
+
+
+def _states_of(drafter: SpecBlockDrafter, target: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [length, taps * hidden] and the target's choices [length] at every position of a text."""
+    taken: dict[int, Tensor] = {}
+    layers, wanted = decoder_layers(target), drafter.feature_layers(target)
+
+    def keep(index: int, output: Tensor | tuple[Tensor, ...]) -> None:
+        taken[index] = output if isinstance(output, Tensor) else output[0]
+
+    handles = [
+        layers[index].register_forward_hook(lambda module, args, output, index=index: keep(index, output))
+        for index in dict.fromkeys(wanted)
+    ]
+    try:
+        logits = target(input_ids=ids[None], use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    features = torch.cat([taken[index][0].to(drafter.device) for index in wanted], -1).to(drafter.dtype)
+    return features, logits[0].argmax(-1)

@@ -1,0 +1,339 @@
+"""A drafter that learns while it serves: the output stays, the weights move when they may, and what fails is told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec import load_drafter
+from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
+from hf_specdec.adaptation.learner import kl_divergence
+from hf_specdec.adaptation.recording import Query
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.training.features import TargetReader
+from tests.methods import make_dflash, make_specblock
+from tests.targets import PROMPTS, fresh_target
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return fresh_target("llama", "sdpa", torch.float64)
+
+
+@pytest.fixture
+def drafter(target: PreTrainedModel) -> PretrainedDrafter:
+    return make_specblock(target).to(torch.float64)
+
+
+def prompts(count: int, seed: int = 7) -> list[Tensor]:
+    numbers = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 60, (1, 6), generator=numbers) for _ in range(count)]
+
+
+def weights_of(drafter: PretrainedDrafter) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+
+
+def serve(target: PreTrainedModel, adaptive: AdaptiveDrafter, stream: list[Tensor]) -> list[Tensor]:
+    """Every query in turn, each after the update before it has finished, so that runs are alike."""
+    outputs = []
+    for prompt in stream:
+        outputs.append(target.generate(prompt, assistant_model=adaptive, **GREEDY))
+        if adaptive.learner._running is not None:
+            adaptive.learner._running.exception()
+    return outputs
+
+
+class HeadOnly(AlwaysUpdate):
+    """Always the heads."""
+
+    def decide(self, query: Any) -> Any:
+        return "head"
+
+
+@pytest.mark.parametrize("policy", [AlwaysUpdate(1), HeadOnly(1), CostAwareBandit(buffer_queries=1, warmup_queries=1)])
+def test_output_stays_the_targets_own_while_weights_move(
+    target: PreTrainedModel, drafter: PretrainedDrafter, policy: Any
+) -> None:
+    before, stream = weights_of(drafter), prompts(6)
+    alone = [target.generate(prompt, **GREEDY) for prompt in stream]
+    with AdaptiveDrafter(drafter, target, policy=policy, learning_rate=0.05) as adaptive:
+        served = serve(target, adaptive, stream)
+    assert [ids.tolist() for ids in served] == [ids.tolist() for ids in alone]
+    assert len(adaptive.adaptation.updates) >= 2
+    assert not all(torch.equal(before[name], weights_of(drafter)[name]) for name in before)
+
+
+def test_a_ragged_batch_is_served_and_learned_from(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    batch = PROMPTS["ragged batch of three"]()
+    alone = target.generate(**batch, **GREEDY)
+    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+        for _ in range(2):
+            assert target.generate(**batch, assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
+    assert len(adaptive.adaptation.updates) == 2
+
+
+def test_learning_makes_the_same_stream_accepted_more(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    stream = prompts(3) * 14
+    settings: dict[str, Any] = {"policy": AlwaysUpdate(3), "fail_safe": FailSafe(window_queries=100)}
+    with AdaptiveDrafter(drafter, target, learning_rate=0.01, steps_per_update=3, **settings) as adaptive:
+        serve(target, adaptive, stream)
+    before, after = (adaptive.adaptation.mean_acceptance_length(*part) for part in ((0, 3), (-3, None)))
+    assert after > 1.1 * before
+
+
+def test_head_updates_move_the_heads_alone(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    before = weights_of(drafter)
+    with AdaptiveDrafter(drafter, target, policy=HeadOnly(1)) as adaptive:
+        serve(target, adaptive, prompts(2))
+    moved = {name for name, tensor in weights_of(drafter).items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if name.startswith(("lm_head", "rank_head"))}
+
+
+def test_weights_change_between_rounds_only(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
+    forward, seen = type(drafter).block_hidden, []
+
+    def watching(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self is drafter:
+            seen.append((kwargs["from_target"], float(self.norm.weight.sum() + self.lm_head.weight.sum())))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(drafter), "block_hidden", watching)
+    with adaptive:
+        for prompt in prompts(8):
+            target.generate(prompt, assistant_model=adaptive, **GREEDY)
+    assert len({value for _, value in seen}) > 2
+    for (_, before), (from_target, now) in itertools.pairwise(seen):
+        assert from_target or now == before  # a later block of a round meets the weights of its first
+
+
+def test_an_update_does_not_touch_what_serves_until_it_is_brought_over(
+    target: PreTrainedModel, drafter: PretrainedDrafter
+) -> None:
+    before = weights_of(drafter)
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    target.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
+    adaptive.learner._running.result()
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
+    adaptive.close()
+    assert not torch.equal(before["lm_head.weight"], drafter.lm_head.weight)
+    assert len(adaptive.adaptation.updates) == 1
+
+
+def test_updates_draw_no_numbers_that_sampling_would_draw(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+        torch.manual_seed(5)
+        state = torch.get_rng_state()
+        serve(target, adaptive, prompts(2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def recorded(target: PreTrainedModel, adaptive: AdaptiveDrafter, **inputs: Tensor) -> Query:
+    queries: list[Query] = []
+    adaptive._finish = queries.append  # type: ignore[method-assign]
+    target.generate(**inputs, assistant_model=adaptive, **GREEDY)
+    return queries[0]
+
+
+@pytest.mark.parametrize("batch", ["batch of one", "ragged batch of three"])
+def test_what_a_query_leaves_behind_is_its_text_and_the_targets_states(
+    target: PreTrainedModel, drafter: PretrainedDrafter, batch: str
+) -> None:
+    inputs = PROMPTS[batch]()
+    alone = target.generate(**inputs, **GREEDY)
+    query = recorded(target, AdaptiveDrafter(drafter, target), **inputs)
+    reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
+    assert len(query.rows) == len(alone)
+    for row, ids, mask in zip(query.rows, alone, inputs["attention_mask"], strict=True):
+        written = len(row["input_ids"])
+        text = torch.cat([ids[: len(mask)][mask.bool()], ids[len(mask) :]])
+        assert row["first_anchor"] == int(mask.sum())
+        assert row["input_ids"].tolist() == text[:written].tolist()
+        assert written >= len(text) - 1
+        states = reader.read(row["input_ids"][None])
+        torch.testing.assert_close(row["features"], states.features[0])
+        torch.testing.assert_close(row["last_hidden"], states.last_hidden[0])
+
+
+def test_the_signal_is_equation_8(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    # One slot and one block: every rejection is the first slot's, whose law a fresh forward over the text gives.
+    drafter = make_specblock(target, diffspec_draft_token_num=1, num_blocks=1).to(torch.float64)
+    adaptive = AdaptiveDrafter(drafter, target)
+    query = recorded(target, adaptive, **PROMPTS["batch of one"]())
+    (row,) = query.rows
+    ids, first = row["input_ids"], row["first_anchor"]
+    with torch.no_grad():
+        hidden = drafter.block_hidden(
+            row["features"][None, :-1], target.get_input_embeddings()(ids[None, 1:]), torch.arange(1, len(ids))[None],
+            from_target=True,
+        )  # fmt: skip
+        probs = drafter.heads(hidden)[0][0, :, 0].softmax(-1)
+    expected, rejected = 0.0, 0
+    place = first - 1
+    for kept in drafter_rounds(adaptive):
+        place += kept  # of the position after whose token the drafter was wrong
+        if kept == 0 and place + 2 < len(ids):
+            chosen = adaptive.learner.step.draft_ids(ids[place + 2])
+            expected += 1 - (float(probs[place, chosen]) if chosen >= 0 else 0.0)
+            rejected += 1
+        place += 1
+    assert rejected == len(query.states) >= 3
+    assert adaptive._signal(query) == pytest.approx(expected, rel=1e-5)
+
+
+def drafter_rounds(adaptive: AdaptiveDrafter) -> list[int]:
+    assert adaptive.stats is not None
+    return adaptive.stats.per_step_accepted[0]
+
+
+def spoil(adaptive: AdaptiveDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning from a poisoned stream: what should be likelier becomes less likely."""
+    losses = adaptive.learner._full_losses
+    monkeypatch.setattr(
+        adaptive.learner, "_full_losses", lambda queries: (-losses(queries)[0], torch.zeros((), requires_grad=True))
+    )
+
+
+def test_a_poisoned_stream_is_noticed_and_undone(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = prompts(2)
+    settings: dict[str, Any] = {"fail_safe": FailSafe(window_queries=2), "learning_rate": 0.01}
+    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(2), steps_per_update=3, **settings) as adaptive:
+        serve(target, adaptive, stream * 8)
+        learned = adaptive.adaptation.mean_acceptance_length(-2)
+        adaptive.learner.keep()
+        good, reverts = weights_of(drafter), adaptive.adaptation.num_reverts
+        adaptive.fail_safe.lengths.clear()
+        adaptive.learner.learning_rate = 3e-4
+        adaptive.learner.optimizer = adaptive.learner._new_optimizer()
+        spoil(adaptive, monkeypatch)
+        for _ in range(40):
+            serve(target, adaptive, stream)
+            if adaptive.adaptation.num_reverts > reverts:
+                break
+        assert adaptive.adaptation.num_reverts == reverts + 1
+        fallen = adaptive.adaptation.mean_acceptance_length(-2)
+        assert fallen < learned
+        monkeypatch.undo()
+        for name, tensor in weights_of(adaptive.learner.learning).items():
+            torch.testing.assert_close(tensor.double(), weights_of(drafter)[name])
+        del good
+
+
+def test_an_error_in_an_update_surfaces_before_the_next_token(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, stream = weights_of(drafter), prompts(3)
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    main = threading.get_ident()
+
+    def failing(queries: Any) -> Any:
+        assert threading.get_ident() != main
+        raise FloatingPointError("loss is nan")
+
+    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
+    serve(target, adaptive, stream[:1])
+    with pytest.raises(RuntimeError, match="An update of the drafter failed: FloatingPointError: loss is nan") as error:
+        target.generate(stream[1], assistant_model=adaptive, **GREEDY)
+    assert isinstance(error.value.__cause__, FloatingPointError)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
+    monkeypatch.undo()
+    serve(target, adaptive, stream[2:])  # told once; it goes on
+    adaptive.close()
+    assert len(adaptive.adaptation.updates) == 1
+
+
+def test_an_error_in_the_last_update_surfaces_on_closing(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    monkeypatch.setattr(adaptive.learner, "_full_losses", lambda queries: 1 / 0)
+    serve(target, adaptive, prompts(1))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        adaptive.close()
+    adaptive.close()
+
+
+def test_the_anchor_pulls_towards_the_drafter_of_before(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    stream, apart = prompts(2) * 6, []
+    for weight in (0.0, 100.0):
+        own = make_specblock(target).to(torch.float64)
+        settings: dict[str, Any] = {"policy": AlwaysUpdate(2), "fail_safe": FailSafe(window_queries=100)}
+        with AdaptiveDrafter(own, target, kl_weight=weight, learning_rate=0.01, **settings) as adaptive:
+            serve(target, adaptive, stream)
+        assert adaptive.adaptation.updates[0].divergence == pytest.approx(0.0, abs=1e-6)
+        apart.append(adaptive.adaptation.updates[-1].divergence)
+    assert apart[1] < apart[0] / 2
+
+
+def test_divergence_is_that_of_the_formula() -> None:
+    logits, reference = torch.randn(2, 4, 5)
+    probs, others = logits.softmax(-1), reference.softmax(-1)
+    expected = (probs * (probs / others).log()).sum(-1).mean()
+    torch.testing.assert_close(kl_divergence(logits, reference), expected)
+
+
+def test_an_adapted_drafter_saves_loads_and_says_that_it_was_adapted(
+    target: PreTrainedModel, drafter: PretrainedDrafter, tmp_path: Path
+) -> None:
+    drafter.measurements = {"methods": {}, "target": "t"}
+    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+        serve(target, adaptive, prompts(2))
+    adaptive.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target, dtype=torch.float64)
+    for name, tensor in weights_of(loaded).items():
+        assert torch.equal(tensor, weights_of(drafter)[name])
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["adaptation"].startswith("2 queries, 0 head and 2 full updates in ")
+    assert not (tmp_path / "measurements.json").exists()
+
+
+def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    adaptive = AdaptiveDrafter(drafter, target)
+    adaptive.set_options(tree_budget=5)
+    assert drafter.tree_budget == 5
+    assert adaptive.method == "specblock"
+    with pytest.raises(ValueError, match="tree_budget=0 must be an integer"):
+        adaptive.set_options(tree_budget=0)
+
+
+def test_what_cannot_learn_or_serve_says_so(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    with pytest.raises(ValueError, match="A DFlashDrafter cannot learn while it serves; drafters that can: specblock"):
+        AdaptiveDrafter(make_dflash(target), target)
+    adaptive = AdaptiveDrafter(drafter, target)
+    other = fresh_target("llama", "sdpa", torch.float64)
+    with pytest.raises(ValueError, match="learns from target .* passed to another one"):
+        other.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
+    adaptive.close()
+    with pytest.raises(ValueError, match="was closed: pass its .drafter as assistant_model"):
+        target.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be at least 0"),
+        ({"kl_weight": -0.1}, "kl_weight=-0.1 must be at least 0"),
+        ({"steps_per_update": 0}, "steps_per_update=0 must be at least 1"),
+        ({"max_positions": 1}, "max_positions=1 must be at least 8"),
+    ],
+)
+def test_a_setting_out_of_range_raises(
+    target: PreTrainedModel, drafter: PretrainedDrafter, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveDrafter(drafter, target, **settings)

@@ -1,0 +1,176 @@
+"""The bandit and the fail-safe against sequences worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_specdec.adaptation.policy import AlwaysUpdate, CostAwareBandit, FailSafe, QueryResult
+
+
+def query(signal: float = 10.0, tokens: int = 100, seconds: float = 1.0, accepted: int = 60) -> QueryResult:
+    return QueryResult(signal, tokens, num_rounds=40, num_accepted=accepted, seconds=seconds)
+
+
+def warmed(**settings: object) -> CostAwareBandit:
+    """A bandit after its warm-up at 100 tokens per second."""
+    bandit = CostAwareBandit(**settings)  # type: ignore[arg-type]
+    for _ in range(bandit.warmup_queries):
+        assert bandit.decide(query()) == "skip"
+    return bandit
+
+
+def test_the_warm_up_of_ten_queries_skips_and_measures_the_throughput() -> None:
+    bandit = CostAwareBandit()
+    for number in range(10):
+        assert bandit.baseline is None
+        assert bandit.decide(query(tokens=100 + number, seconds=2.0)) == "skip"
+    assert bandit.baseline == pytest.approx(1045 / 20)
+    assert bandit.decide(query()) != "skip"
+
+
+def test_a_cold_start_without_exploration_tries_each_action_then_the_better() -> None:
+    bandit = warmed(epsilon=(0.0, 0.0), interval=1, cooldown_queries=0, cold_start_events=3)
+    assert bandit.decide(query()) == "head"
+    bandit.updated("head", query(signal=10.0))
+    # Eq. 10: 0.9 * 0 + 0.1 * (80 - 100) / 10 = -0.2
+    assert bandit.decide(query(tokens=80)) == "full"
+    assert bandit.values["head"] == pytest.approx(-0.2)
+    bandit.updated("full", query(signal=20.0))
+    # 0.1 * (150 - 100) / 20 = 0.25
+    assert bandit.decide(query(tokens=150)) == "full"
+    assert bandit.values["full"] == pytest.approx(0.25)
+    bandit.updated("full", query(signal=5.0))
+    # 0.9 * 0.25 + 0.1 * (90 - 100) / 5 = 0.025, still the only positive one
+    assert bandit.decide(query(tokens=90)) == "full"
+    assert bandit.values["full"] == pytest.approx(0.025)
+    bandit.updated("full", query(signal=10.0))
+    # 0.9 * 0.025 + 0.1 * (60 - 100) / 10 = -0.3775: both predictions are negative now
+    assert bandit.decide(query(tokens=60)) == "skip"
+    assert bandit.values == pytest.approx({"head": -0.2, "full": -0.3775})
+
+
+def test_the_larger_predicted_gain_is_taken_and_no_signal_predicts_none() -> None:
+    bandit = warmed(cold_start_events=0)
+    bandit.values |= {"head": 0.2, "full": 0.1}
+    assert bandit.decide(query(signal=3.0)) == "head"
+    assert bandit.decide(query(signal=0.0)) == "skip"
+    bandit.values["full"] = 0.3
+    assert bandit.decide(query(signal=3.0)) == "full"
+
+
+def test_an_interval_spans_the_queries_after_the_update() -> None:
+    bandit = warmed(interval=3, epsilon=(0.0, 0.0))
+    bandit.updated("head", query(signal=10.0))
+    for tokens in (120, 150):
+        bandit.decide(query(tokens=tokens))
+        assert bandit.values["head"] == 0.0
+    bandit.decide(query(tokens=180, seconds=2.0))
+    # (120 + 150 + 180) / (1 + 1 + 2) = 112.5 tokens per second
+    assert bandit.values["head"] == pytest.approx(0.1 * 12.5 / 10)
+
+
+def test_overlapping_intervals_are_measured_each_for_itself() -> None:
+    bandit = warmed(interval=2, cooldown_queries=0, epsilon=(0.0, 0.0))
+    bandit.updated("head", query(signal=10.0))
+    bandit.decide(query(tokens=110))
+    bandit.updated("full", query(signal=10.0))
+    bandit.decide(query(tokens=130))
+    bandit.decide(query(tokens=150))
+    assert bandit.values == pytest.approx({"head": 0.1 * 20 / 10, "full": 0.1 * 40 / 10})
+
+
+def test_a_weak_trigger_is_not_rewarded() -> None:
+    bandit = warmed(interval=1)
+    bandit.updated("head", query(signal=4.9))
+    bandit.decide(query(tokens=500))
+    assert bandit.values["head"] == 0.0
+    bandit.updated("head", query(signal=5.0))
+    bandit.decide(query(tokens=500))
+    assert bandit.values["head"] > 0
+
+
+def test_two_queries_after_an_update_trigger_none() -> None:
+    bandit = warmed()
+    assert bandit.may_update()
+    bandit.updated("full", query())
+    allowed = []
+    for _ in range(4):
+        bandit.decide(query())
+        allowed.append(bandit.may_update())
+    assert allowed == [False, False, True, True]
+
+
+def test_exploration_falls_linearly_over_eight_events() -> None:
+    bandit = warmed()
+    found = []
+    for _ in range(9):
+        found.append(bandit.exploration)
+        bandit.updated("head", query())
+    assert found[:8] == pytest.approx([0.30 - event * 0.20 / 7 for event in range(8)])
+    assert found[8] == 0.0
+
+
+def test_a_cold_start_explores_as_often_as_it_says() -> None:
+    # 2000 draws at chance 0.3, half of which fall on the other action: 300 expected, deviation 16; bound 5 deviations.
+    bandit = warmed(seed=3)
+    bandit.values["full"] = 1.0
+    bandit._measured |= {"head", "full"}
+    others = sum(bandit.decide(query()) == "head" for _ in range(2000))
+    assert abs(others - 300) < 80
+
+
+def test_a_reset_begins_a_new_cold_start() -> None:
+    bandit = warmed(interval=1, cold_start_events=1, epsilon=(0.0, 0.0))
+    bandit.updated("head", query())
+    assert bandit.decide(query(tokens=10)) == "skip"
+    bandit.reset()
+    assert bandit.values == {"head": 0.0, "full": 0.0}
+    assert bandit.decide(query(tokens=10)) == "head"
+
+
+def test_always_update_takes_every_query_and_fires_every_eighth() -> None:
+    policy = AlwaysUpdate()
+    assert policy.buffer_queries == 8
+    assert [policy.decide(query(signal=0.0)) for _ in range(3)] == ["full"] * 3
+    policy.updated("full", query())
+    assert policy.may_update()
+
+
+def watch(lengths: list[float], **settings: int) -> list[str | None]:
+    """Verdicts for windows of two queries with these mean acceptance lengths."""
+    safe = FailSafe(window_queries=2, **settings)
+    verdicts = []
+    for length in lengths:
+        accepted = round((length - 1) * 40)
+        assert safe.observe(query(accepted=accepted)) is None
+        verdicts.append(safe.observe(query(accepted=accepted)))
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "verdicts"),
+    [
+        ([3.0, 2.9, 2.8], ["good", None, "bad"]),
+        ([3.0, 2.9, 3.0, 2.8, 2.7], ["good", None, "good", None, "bad"]),
+        ([3.0, 3.0, 3.0], ["good"] * 3),
+        # After a verdict the watch begins anew: three further windows have to fall.
+        ([3.0, 2.9, 2.8, 2.7, 2.6, 2.5], ["good", None, "bad", "good", None, "bad"]),
+    ],
+)
+def test_three_falling_windows_are_bad(lengths: list[float], verdicts: list[str | None]) -> None:
+    assert watch(lengths) == verdicts
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (CostAwareBandit, {"buffer_queries": 0}, "buffer_queries=0 must be at least 1"),
+        (CostAwareBandit, {"alpha": 1.5}, "alpha=1.5 must be between 0 and 1"),
+        (CostAwareBandit, {"epsilon": (0.3, -0.1)}, r"epsilon=\(0.3, -0.1\) must be between 0 and 1"),
+        (AlwaysUpdate, {"buffer_queries": 0}, "buffer_queries=0 must be at least 1"),
+        (FailSafe, {"num_windows": 1}, "num_windows=1 must be at least 2"),
+    ],
+)
+def test_a_setting_out_of_range_raises(kind: type, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**settings)

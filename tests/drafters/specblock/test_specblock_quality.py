@@ -1,0 +1,66 @@
+"""The quality of a rank head, against the training step's own labels and against hand-made counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specdec.drafters.specblock.quality import RankHeadQuality, rank_head_quality
+from hf_specdec.training.specblock import SpecBlockStep
+from tests.methods import make_specblock
+from tests.targets import make_target
+
+TARGET = ("llama", "sdpa", torch.float64)
+
+
+def test_positions_and_true_buckets_are_those_that_training_counts() -> None:
+    target = make_target(*TARGET)
+    drafter = make_specblock(target, rank_features_top=None).to(torch.float64)
+    ids = torch.randint(3, 64, (3, 30), generator=torch.Generator().manual_seed(2))
+    quality = rank_head_quality(drafter, target, [(row, 5) for row in ids])
+
+    step = SpecBlockStep(drafter, target, num_blocks=1)
+    outputs: list[Any] = []
+    handle = drafter.register_forward_hook(lambda module, args, output: outputs.append(output))
+    states = step.reader.read(ids)
+    best_ids, probs = step.target_law(states.last_hidden)
+    everywhere = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        sayable = drafter.t2d[best_ids]
+        (losses,) = step.chain(drafter, states.features, ids, probs, everywhere, sayable, training=False)
+    handle.remove()
+    part = slice(4, 30 - 3)
+    truth, said = losses.rank_classes[:, part], outputs[0].rank_logits[:, part].argmax(-1)
+    expected = (truth * 4 + said)[truth >= 0].bincount(minlength=16).view(4, 4)
+    # A position's true token is the target's likeliest one; training looks for it among those that can be said.
+    assert quality.counts.tolist() == expected.tolist()
+    assert quality.num_positions > 60
+
+
+def test_the_table_has_precision_recall_and_f1() -> None:
+    counts = torch.tensor([[6, 2, 0, 0], [1, 3, 0, 0], [0, 0, 0, 0], [0, 1, 0, 3]])
+    quality = RankHeadQuality(counts)
+    best, second, third, last = quality.rows()
+    assert best["bucket"] == "rank 1"
+    assert best["frequency"] == pytest.approx(8 / 16)
+    assert best["precision"] == pytest.approx(6 / 7)
+    assert best["recall"] == pytest.approx(6 / 8)
+    assert best["f1"] == pytest.approx(2 * (6 / 7) * (6 / 8) / (6 / 7 + 6 / 8))
+    assert second["precision"] == pytest.approx(3 / 6)
+    assert third == {"bucket": "rank 5-10", "frequency": 0.0, "precision": 0.0, "recall": 0.0, "f1": 0.0}
+    assert last["recall"] == pytest.approx(3 / 4)
+    printed = str(quality).splitlines()
+    assert printed[0] == "rank head on 16 held-out positions"
+    assert printed[2].split() == ["rank", "1", "0.500", "0.857", "0.750", "0.800"]
+    assert quality.record()["rank > 10"] == "frequency 0.250, precision 1.000, recall 0.750, f1 0.857"
+
+
+def test_what_cannot_be_classified_says_so() -> None:
+    target = make_target(*TARGET)
+    with pytest.raises(ValueError, match="has 3 classes, but true buckets are 4"):
+        rank_head_quality(make_specblock(target, rank_classes=3).to(torch.float64), target, [])
+    drafter = make_specblock(target).to(torch.float64)
+    with pytest.raises(ValueError, match="No text is long enough: a block needs 4 tokens"):
+        rank_head_quality(drafter, target, [(torch.arange(6), 4)])
