@@ -1,7 +1,8 @@
 """`python -m hf_specdec.benchmark`: measures drafters against plain decoding and writes the report three times over.
 
 JSON lines (every call), a Markdown table, one HTML page. Without arguments it measures the bundled model with every
-drafter that is bundled for it; `--quick` does so in a few minutes.
+drafter that is bundled for it; `--quick` does so in a few minutes. `--suite speed` measures rounds against the time that
+reading the weights takes instead: its options are those of `speed.py` (`--suite speed --help`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
-from hf_specdec.benchmark import records, ways
+from hf_specdec.benchmark import records, speed, ways
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
 from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, check_chat, load_prompts, render
 from hf_specdec.benchmark.records import Environment, Note, Picture, Record
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         prog="hf-specdec bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = options.add_argument_group("what is measured")
+    what.add_argument("--suite", choices=["methods", "speed"], default="methods", help="speed: rounds beside the floor")
     what.add_argument("--target", help="Hub id or folder; the bundled model where omitted")
     what.add_argument(
         "--drafter",
@@ -83,12 +85,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where arguments, files or models do not fit, with the reason on stderr.
     """
-    arguments = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    suite = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    suite.add_argument("--suite", choices=["methods", "speed"], default="methods")
+    chosen, rest = suite.parse_known_args(given)
+    if chosen.suite == "speed":
+        return speed.main(rest)
+    arguments = parser().parse_args(rest)
     try:
         if arguments.from_records is not None:
             made = records.read(arguments.from_records)
         else:
-            made = _measure(arguments, ["hf-specdec", "bench", *(sys.argv[1:] if argv is None else argv)])
+            made = _measure(arguments, ["hf-specdec", "bench", *given])
         for path in write_reports(made, arguments.output):
             print(path)
     except (ValueError, OSError, ImportError) as error:

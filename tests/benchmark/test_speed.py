@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import speed
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, drafter_network, rate_for
 
@@ -54,3 +55,9 @@ def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.
     assert environment["shape"] == "tiny"
     assert environment["command"].startswith("python -m hf_specdec.benchmark.speed --part rounds")
     assert "round_to_floor" in capsys.readouterr().out
+
+
+def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_command.main(["--suite", "speed", "--help"])
+    assert "--shape" in capsys.readouterr().out
