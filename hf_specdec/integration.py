@@ -156,7 +156,7 @@ def _decode(
     drafter.check_pairing(model, input_ids)
     drafter.stats = SpeculationStats(method=drafter.method)
     return speculative_decoding(
-        TargetModel(model, drafter.feature_layers(model)),
+        TargetModel(model, drafter.feature_layers(model), compile_mode=drafter.compile_mode),
         drafter.candidate_generator,
         input_ids,
         logits_processor=logits_processor,
@@ -166,6 +166,7 @@ def _decode(
         stats=drafter.stats,
         streamer=streamer,
         trace=drafter.trace,
+        budget=drafter.auto_budget(model, len(input_ids)),
     )
 
 

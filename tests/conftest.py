@@ -15,3 +15,9 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished rows stay in the batch, for tests that look at rows of it by their number."""
+    monkeypatch.setattr("hf_specdec.decoding.loop._Decoding.drop_finished_rows", lambda self, generator: None)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -36,7 +35,7 @@ from transformers.generation import (
 )
 
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.tree import DraftTree, count_up
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 
 if TYPE_CHECKING:
     from hf_specdec.decoding.candidates import DraftsAhead, DrawnCandidates
@@ -338,12 +337,12 @@ def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:
     if leading:
         path, path_ids = count_up(steps, device).expand(len(paths), -1), tree.token_ids[:, :steps]
     else:
-        path = torch.from_numpy(np.array([walked + [0] * (steps - len(walked)) for walked in paths])).to(device)
+        path = from_host([walked + [0] * (steps - len(walked)) for walked in paths], device)
         path_ids = tree.token_ids.gather(1, path)
     return Acceptance(
         path=path,
         path_ids=path_ids,
-        bonus_ids=torch.from_numpy(np.array([chosen[-1] for chosen in tokens])).to(device),
+        bonus_ids=from_host([chosen[-1] for chosen in tokens], device),
         tokens=tokens,
         num_drafted=[len(children) for children in tree.children],
         finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),

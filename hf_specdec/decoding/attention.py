@@ -16,6 +16,7 @@ mask on its way loses them, and is then answered from the mask alone.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ def tree_attention_forward(
     if attention_mask is None or dropout or not attention_mask.dtype.is_floating_point or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spans: Spans | None = attention_mask.__dict__.get("tree_spans")
+    spans: Spans | None = getattr(attention_mask, "tree_spans", None)
     if spans is not None:
         attend = merged_attention
         if query.is_cuda and query.dtype in KERNEL_DTYPES and has_triton():
@@ -125,6 +126,7 @@ def tree_attention_forward(
     return attended.transpose(1, 2).contiguous(), None
 
 
+@functools.cache
 def has_triton() -> bool:
     """Whether the kernel can be compiled here; torch's builds for GPUs bring Triton along."""
     return importlib.util.find_spec("triton") is not None

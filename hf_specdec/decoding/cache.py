@@ -8,10 +8,10 @@ and rollback is forgetting the rest. The same cache serves targets and drafters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
@@ -22,7 +22,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from hf_specdec.decoding.tree import count_up
+from hf_specdec.decoding.graphs import Workspace
+from hf_specdec.decoding.tree import count_up, from_host
 
 GROWTH = 256  # entries added at a time when a row outgrows its capacity
 
@@ -34,7 +35,14 @@ class Extent:
     """
 
     longest: int | None = None  # None during prefill
+    nodes_at: int | None = None  # where the nodes of a round lie, if not right behind the longest row
     held: int = 0  # nodes of the round in flight that earlier forwards have written
+
+    @property
+    def node_start(self) -> int:
+        """The entry of a round's first node."""
+        assert self.longest is not None
+        return self.longest if self.nodes_at is None else self.nodes_at
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -62,7 +70,7 @@ class TreeCacheLayer(CacheLayerMixin):
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
             return self.keys, self.values
-        start = self.extent.longest + self.extent.held
+        start = self.extent.node_start + self.extent.held
         stop = start + key_states.shape[2]
         self.keys[:, :, start:stop] = key_states
         self.values[:, :, start:stop] = value_states
@@ -70,7 +78,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         if self.extent.longest is not None:
-            return self.extent.longest + self.extent.held
+            return self.extent.node_start + self.extent.held
         return self.keys.shape[2] if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -96,6 +104,7 @@ class TreeCache(Cache):
         super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
         self.row_lengths: list[int] = []
         self.lengths: Tensor
+        self.workspace: Workspace | None = None  # where buffers come from, if they outlive the call
         self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
 
     @classmethod
@@ -165,12 +174,12 @@ class TreeCache(Cache):
             for name in ("keys", "values"):
                 _, kv_heads, _, head_dim = getattr(layer, name).shape
                 groups.setdefault((kv_heads, head_dim, layer.dtype, layer.device), []).append((layer, name))
-        self._slabs = []
+        before, self._slabs = self._slabs, []
         for (kv_heads, head_dim, dtype, device), members in groups.items():
             batch = getattr(*members[0]).shape[0]
             # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
             shape = (len(members), batch, capacity, kv_heads, head_dim)
-            slab = torch.zeros(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
+            slab = self._new_slab(shape, dtype, device)  # type: ignore[arg-type]
             torch.stack(
                 [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
                 out=slab[:, :, :length],
@@ -178,8 +187,41 @@ class TreeCache(Cache):
             for view, (layer, name) in zip(slab.transpose(2, 3), members, strict=True):
                 setattr(layer, name, view)
             self._slabs.append(slab)
+        if self.workspace is not None:
+            for slab in before:
+                self.workspace.give_back(slab)
         # Where each row begins once rows and entries are one axis.
         self._row_starts = torch.arange(batch, device=self.lengths.device).unsqueeze(1) * capacity
+
+    def _new_slab(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Tensor:
+        if self.workspace is not None:
+            return self.workspace.take(shape, dtype, device)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the buffers."""
+        return tuple(slab.data_ptr() for slab in self._slabs)
+
+    @property
+    def node_start(self) -> int:
+        """The entry of a round's first node; all before it are the prefix, or unused."""
+        return self._extent.node_start
+
+    def place_nodes(self, at: int | None) -> None:
+        """The next round's nodes are written from this entry on, which no row reaches; None: behind the longest.
+
+        A fixed place makes shapes and addresses of a forward independent of how long the rows are.
+        """
+        assert at is None or self.longest <= at
+        self._extent.nodes_at = at
+
+    def release(self) -> None:
+        """Gives the buffers back to the workspace; the cache is of no use afterwards."""
+        if self.workspace is not None:
+            for slab in self._slabs:
+                self.workspace.give_back(slab)
+            self._slabs = []
 
     @property
     def capacity(self) -> int:
@@ -193,9 +235,10 @@ class TreeCache(Cache):
 
     def reserve(self, nodes: int) -> None:
         """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
-        if self.longest + nodes > self.capacity:
+        needed = max(self.longest, self.node_start) + nodes
+        if needed > self.capacity:
             started = [layer for layer in self.layers if layer.is_initialized]
-            self._allocate(started, self.longest + self._extent.held, self.longest + nodes + GROWTH)
+            self._allocate(started, self.node_start + self._extent.held, needed + GROWTH)
 
     def hold(self, nodes: int) -> None:
         """Lets the round go on: its next forward writes behind the `nodes` nodes of the last one, and sees them.
@@ -222,12 +265,12 @@ class TreeCache(Cache):
             counts: how many entries of `path` each row keeps.
         """
         batch, steps = path.shape
-        longest = self.longest
+        first, longest = self.node_start, self.longest
         if batch == 1:
-            source = path[0] + longest
+            source = path[0] + first
             target = count_up(longest + steps, path.device, start=longest)
         else:
-            source = (path + (self._row_starts + longest)).flatten()
+            source = (path + (self._row_starts + first)).flatten()
             target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
@@ -241,7 +284,7 @@ class TreeCache(Cache):
 
         Where all rows have one length, the nodes already lie where they belong.
         """
-        if min(self.row_lengths) == self.longest:
+        if min(self.row_lengths) == self.node_start:
             self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
         else:
             steps = count_up(max(counts), self.lengths.device)
@@ -255,22 +298,22 @@ class TreeCache(Cache):
             held: per row the nodes that become nodes 0, 1, ... of the next round, whose first forward then writes
                 behind those of the row that has most.
         """
-        before, row_lengths = self.longest, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
+        before, row_lengths = self.node_start, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
         longest, most = max(row_lengths), max(map(len, held))
-        if longest + most > self.capacity:
+        start_of_nodes = longest if self._extent.nodes_at is None else self._extent.nodes_at
+        if start_of_nodes + most > self.capacity:
             started = [layer for layer in self.layers if layer.is_initialized]
-            self._allocate(started, before + self._extent.held, longest + most + GROWTH)
+            self._allocate(started, before + self._extent.held, start_of_nodes + most + GROWTH)
         source, target = [], []
         for row, (keeps, holds) in enumerate(zip(kept, held, strict=True)):
             start = row * self.capacity
-            for nodes, first in ((keeps, self.row_lengths[row]), (holds, longest)):
+            for nodes, first in ((keeps, self.row_lengths[row]), (holds, start_of_nodes)):
                 source += [start + before + node for node in nodes]
                 target += [start + first + place for place in range(len(nodes))]
         if source != target:
-            places = torch.from_numpy(np.array([source, target]))
             for slab in self._slabs:
                 flat = slab.view(slab.shape[0], self.batch * self.capacity, -1)
-                old, new = places.to(slab.device)
+                old, new = from_host(source, slab.device), from_host(target, slab.device)
                 flat.index_copy_(1, new, flat.index_select(1, old))
         self._set_lengths(row_lengths)
         self._extent.held = most
@@ -287,14 +330,63 @@ class TreeCache(Cache):
             length = count_up(longest + 1, self.lengths.device, start=longest)
             self.lengths = length if len(row_lengths) == 1 else length.expand(len(row_lengths))
         else:
-            self.lengths = torch.as_tensor(np.array(row_lengths), device=self.lengths.device)
-        self._extent.longest, self._extent.held = longest, 0
+            self.lengths = from_host(row_lengths, self.lengths.device)
+        self._extent.longest, self._extent.held, self._extent.nodes_at = longest, 0, None
+
+    def entries_of(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of a row's committed keys and values, [kv_heads, entries, head_dim] per layer that has any."""
+        length = self.row_lengths[row]
+        return [
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            for layer in self.layers
+            if layer.is_initialized
+        ]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order; between rounds."""
+        self._replace_rows(
+            [self.row_lengths[row] for row in rows],
+            lambda held, length, _: held[from_host(rows, held.device), :, :length],
+        )
+
+    def insert_rows(self, aside: dict[int, list[tuple[Tensor, Tensor]]]) -> None:
+        """Brings rows back that `entries_of` gave; each takes the place of its key among all rows.
+
+        Args:
+            aside: index in the whole batch -> entries per layer.
+        """
+        batch = self.batch + len(aside)
+        own = [row for row in range(batch) if row not in aside]
+        lengths = dict(zip(own, self.row_lengths, strict=True))
+        lengths |= {row: entries[0][0].shape[1] for row, entries in aside.items()}
+
+        def joined(held: Tensor, length: int, place: tuple[int, int]) -> Tensor:
+            layer, part = place
+            everything = held.new_zeros(batch, held.shape[1], length, held.shape[3])
+            everything[own, :, : min(length, held.shape[2])] = held[:, :, :length]
+            for row, entries in aside.items():
+                kept = entries[layer][part]
+                everything[row, :, : kept.shape[1]] = kept
+            return everything
+
+        self._replace_rows([lengths[row] for row in range(batch)], joined)
+
+    def _replace_rows(self, row_lengths: list[int], change: Callable[[Tensor, int, tuple[int, int]], Tensor]) -> None:
+        """`change(held, longest, (layer, 0 for keys or 1 for values))` gives a layer's new [batch, ...] entries."""
+        longest, capacity = max(row_lengths), self.capacity
+        started = [layer for layer in self.layers if layer.is_initialized]
+        for index, layer in enumerate(started):
+            layer.keys = change(layer.keys, longest, (index, 0))
+            layer.values = change(layer.values, longest, (index, 1))
+        self._allocate(started, longest, max(capacity, longest))
+        self._set_lengths(row_lengths)
 
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.
 
         Sliding layers receive their window only, as plain decoding would have left them. Nothing is copied: the
-        tensors are views of this cache's buffers, which must not be written to afterwards.
+        tensors are views of this cache's buffers, which must not be written to afterwards. Buffers of a workspace,
+        which will be, are copied and given back.
         """
         while len(like.layers) < len(self.layers):  # a DynamicCache() made without a config grows as it is used
             like.layers.append(DynamicLayer())
@@ -307,3 +399,6 @@ class TreeCache(Cache):
                 layer.cumulative_length = length
             layer.lazy_initialization(own.keys, own.values)
             layer.keys, layer.values = own.keys[:, :, start:length], own.values[:, :, start:length]
+            if self.workspace is not None:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        self.release()

@@ -9,16 +9,17 @@ prompt's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class DraftContext:
         lengths: tokens in each row of `sequences`, root included.
         active: per row, whether its tokens still matter; rows that have finished are drafted for but not read.
         choice: how the call chooses tokens, the same in every round.
+        node_limit: no more nodes than these of the tree will be verified, so that drafting more is of no use; None
+            where all will be. Smaller trees save time, but none has to be.
         lap: `lap("draft")` after the drafter's last forward and `lap("tree")` after building the tree let the
             statistics tell the two apart; without, all of `draft()` counts as drafting. Costs no sync.
     """
@@ -64,12 +67,16 @@ class DraftContext:
     lengths: list[int]
     active: list[bool]
     choice: ChoiceRule = GREEDY
+    node_limit: int | None = None
     lap: Callable[[str], None] = _untimed
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
     """What a round, or the prefill, committed to the target's cache: for a round the root and the accepted nodes.
+
+    Rounds that drafted nothing are reported together with the drafted one before them: `num_committed` then counts
+    their tokens too, `num_from_tree` does not.
 
     Attributes:
         token_ids: [batch, steps] int64. Zeros where a prompt came as embeddings.
@@ -81,7 +88,7 @@ class RoundOutcome:
         num_accepted: drafted tokens kept per row; zeros for the prefill.
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
-        path: [batch, steps] int64, the node of each token in `tree`; None for the prefill.
+        path: [batch, steps] int64, the node of each token in `tree`, for as many as came from it; None for the prefill.
         tokens: the same for the host: per row the accepted tokens, root excluded, then the bonus token; empty for the
             prefill. The bonus token is the next root of rows that go on.
     """
@@ -96,6 +103,73 @@ class RoundOutcome:
     tree: DraftTree | None = None
     path: Tensor | None = None
     tokens: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_from_tree(self) -> list[int]:
+        """Committed entries per row that are nodes of `tree`, root included; the others came from later rounds."""
+        return [min(all_, kept + 1) for all_, kept in zip(self.num_committed, self.num_accepted, strict=True)]
+
+    def of_rows(self, rows: Sequence[int]) -> RoundOutcome:
+        """The same for some of the rows."""
+        index = from_host(rows, self.token_ids.device)
+
+        def pick(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[index.to(part.device)]
+
+        counts = [self.num_committed[row] for row in rows]
+        steps = slice(0, max(counts))
+        features, valid, path = pick(self.features), pick(self.valid), pick(self.path)
+        return replace(
+            self,
+            token_ids=self.token_ids[index][:, steps],
+            features=None if features is None else features[:, steps],
+            position_ids=self.position_ids[index][:, steps],
+            valid=None if valid is None or min(counts) == max(counts) else valid[:, steps],
+            num_committed=counts,
+            num_accepted=[self.num_accepted[row] for row in rows],
+            tokens=[self.tokens[row] for row in rows] if self.tokens else [],
+            target_logits=self.target_logits[index.to(self.target_logits.device)],
+            tree=None if self.tree is None else self.tree.of_rows(rows),
+            path=path,
+        )
+
+    def followed_by(self, later: Sequence[RoundOutcome]) -> RoundOutcome:
+        """This outcome and those of rounds after it that drafted nothing, as one."""
+        if not later:
+            return self
+        parts = [self, *later]
+        token_ids = torch.cat([part.token_ids for part in parts], 1)
+        position_ids = torch.cat([part.position_ids for part in parts], 1)
+        features = None
+        if self.features is not None:
+            features = torch.cat([part.features for part in parts if part.features is not None], 1)
+        counts = [sum(numbers) for numbers in zip(*(part.num_committed for part in parts), strict=True)]
+        valid = None
+        if min(counts) < token_ids.shape[1]:
+            there = [
+                torch.ones_like(part.token_ids, dtype=torch.bool) if part.valid is None else part.valid
+                for part in parts
+            ]
+            # What a row waited out lies in the middle of it now: bring what it has to the front, in order.
+            order = (~torch.cat(there, 1)).to(torch.int8).argsort(dim=1, stable=True)[:, : max(counts)]
+            token_ids, position_ids = token_ids.gather(1, order), position_ids.gather(1, order)
+            if features is not None:
+                index = order.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+                features = features.gather(1, index)
+            if min(counts) < max(counts):
+                steps = torch.arange(max(counts), device=order.device)
+                valid = steps < from_host(counts, order.device).unsqueeze(1)
+        return replace(
+            self,
+            token_ids=token_ids,
+            features=features,
+            position_ids=position_ids,
+            valid=valid,
+            num_committed=counts,
+            tokens=[
+                [token for new in row for token in new] for row in zip(*(part.tokens for part in parts), strict=False)
+            ],
+        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +214,12 @@ class TreeCandidateGenerator(ABC):
 
     Not a `transformers.generation.CandidateGenerator`: that interface hands out flat candidates of one row and reads
     hidden states from the host's outputs, so a subclass could not draft in the host's loop anyway.
+
+    Attributes:
+        drops_rows: whether `keep_rows` is implemented.
     """
+
+    drops_rows: bool = False
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
@@ -163,6 +242,12 @@ class TreeCandidateGenerator(ABC):
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         """What the drafter knows of the nodes of `tree`, the one it drafted last; asked only where a trace is kept."""
         return None
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order: the others have finished. Called between rounds.
+
+        Only generators with `drops_rows` are asked; for the others finished rows stay in the batch, and cost.
+        """
 
     def close(self) -> None:
         """Releases what outlives a round (threads, processes, streams, hooks); called once, also after an error."""

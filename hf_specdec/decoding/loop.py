@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget
+from hf_specdec.decoding.budget import AutoBudget
 from hf_specdec.decoding.candidates import (
     ChoiceRule,
     DraftContext,
@@ -32,9 +33,10 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.decoding.tree import DraftTree, count_up
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -57,6 +59,7 @@ def speculative_decoding(
     stats: SpeculationStats,
     streamer: BaseStreamer | None = None,
     trace: Trace | None = None,
+    budget: AutoBudget | None = None,
 ) -> SpeculativeOutput | Tensor:
     """Generates what the target alone would generate, several tokens per target forward.
 
@@ -71,13 +74,14 @@ def speculative_decoding(
         stats: filled while the call runs.
         streamer: receives tokens in order, as soon as no later round can change them.
         trace: records the rounds, where wanted.
+        budget: chooses how much of each tree is verified; all of it where None.
 
     Returns:
         [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
     """
     return _Decoding(
         target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
-        streamer, trace,
+        streamer, trace, budget,
     ).run()  # fmt: skip
 
 
@@ -96,6 +100,7 @@ class _Decoding:
         stats: SpeculationStats,
         streamer: BaseStreamer | None,
         trace: Trace | None,
+        budget: AutoBudget | None,
     ) -> None:
         batch = len(input_ids)
         stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
@@ -111,6 +116,9 @@ class _Decoding:
         self.model_kwargs = model_kwargs
         self.stats = stats
         self.trace = trace
+        self.budget = budget
+        self.rows: list[int] | None = None  # those that rounds are made for, once some have been dropped
+        self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -184,23 +192,13 @@ class _Decoding:
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify while the drafter may go on, accept, commit."""
-        active = self.sequences.active
+        active = self.live(self.sequences.active)
+        began = time.perf_counter()
         self.root_positions = self.target.root_positions()
         layers_run = self.target.num_layers_run
-        context = DraftContext(
-            root_ids=self.root_ids,
-            root_positions=self.root_positions,
-            sequences=self.sequences.ids,
-            lengths=self.sequences.lengths,
-            active=active,
-            choice=self.choice,
-            lap=self.lap,
-        )
-        tree = generator.draft(context)
-        self.lap("draft")
-        tree = tree.within_vocabulary(self.vocab_size)
+        tree = self.draft(generator, active)
         self.lap("tree")
-        began = time.perf_counter()
+        launched = time.perf_counter()
         clock = time.thread_time if tree.token_ids.device.type == "cpu" else time.perf_counter
         pending = generator.draft_ahead(tree)
         busy_from = clock()
@@ -216,7 +214,7 @@ class _Decoding:
                 torch.cuda.current_stream(tree.token_ids.device).synchronize()
             busy_s = clock() - busy_from
             ahead = pending.result()
-            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - began)
+            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - launched)
         self.lap("verify")
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers_run - layers_run
@@ -224,18 +222,80 @@ class _Decoding:
         acceptance = self.judge(tree, output, ahead)
         self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
-            self.root_ids = self.root_ids.where(torch.tensor(active, device=roots.device), roots)
+            self.root_ids = self.root_ids.where(from_host(active, roots.device), roots)
         self.count(acceptance, active)
         if self.trace is not None:
-            self.trace.add(tree, acceptance, active, self.sequences.lengths, generator.describe(tree))
-        generator.observe(self.commit(acceptance, active, tree, output))
+            notes = generator.describe(tree) if tree.num_nodes > 1 else None
+            self.trace.add(tree, acceptance, active, self.sequences.lengths, notes)
+        self.outcomes.append(self.commit(acceptance, active, tree, output))
         self.lap("commit")
+        if self.budget is not None:
+            seconds = time.perf_counter() - began
+            self.budget.note(tree, acceptance.path, acceptance.num_accepted, active, seconds)
+        if self.budget is None or self.budget.drafting:
+            generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
+            self.outcomes = []
+        self.drop_finished_rows(generator)
+
+    def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
+        """The tree of this round, or a root alone where drafting does not pay."""
+        if self.budget is not None and not self.budget.drafting:
+            self.stats.num_undrafted_steps += sum(active)
+            return DraftTree.root_only(self.root_ids)
+        context = DraftContext(
+            root_ids=self.root_ids,
+            root_positions=self.root_positions,
+            sequences=self.sequences.ids if self.rows is None else self.sequences.ids[self.rows],
+            lengths=self.live(self.sequences.lengths),
+            active=active,
+            choice=self.choice,
+            node_limit=None if self.budget is None else self.budget.node_limit,
+            lap=self.lap,
+        )
+        tree = generator.draft(context)
+        self.lap("draft")
+        if self.budget is not None:
+            self.stats.num_probe_steps += sum(active) if self.budget.probing else 0
+            tree = self.budget.cut(tree, active)
+        return tree.within_vocabulary(self.vocab_size)
+
+    def live(self, values: Sequence[T]) -> list[T]:
+        """Of one value per row of the batch those of rows that rounds are still made for."""
+        return list(values) if self.rows is None else [values[row] for row in self.rows]
+
+    def drop_finished_rows(self, generator: TreeCandidateGenerator) -> None:
+        """Takes rows that have finished out of the batch, so that rounds no longer cost anything for them.
+
+        Not where somebody looks at the batch as a whole: processors with a prefix, criteria of the caller's, records.
+        """
+        going = [not finished for finished in self.live(self.sequences.finished)]
+        # Each time all caches are copied once, which a round or two of a smaller batch make up for.
+        if sum(going) > 0.75 * len(going) or not any(going) or self.sequences.done:
+            return
+        if not (generator.drops_rows and self.accept.prefix_free and self.trace is None) or self.records.keeps_any:
+            return
+        if self.outcomes and self.budget is not None:
+            # A smaller batch is another matter: see whether drafting pays there.
+            self.budget.resume()
+            generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
+            self.outcomes = []
+        kept = [place for place, on in enumerate(going) if on]
+        self.rows = [self.live(range(self.sequences.batch))[place] for place in kept]
+        self.target.keep_rows(kept)
+        generator.keep_rows(kept)
+        self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
 
     def judge(self, tree: DraftTree, output: TargetOutput, ahead: DraftsAhead | None = None) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
         acceptance = self.accept(tree, output.logits, self.sequences, ahead)
         self.root_ids = acceptance.bonus_ids
+        if self.rows is not None:
+            tokens: list[list[int]] = [[] for _ in range(self.sequences.batch)]
+            for row, new in zip(self.rows, acceptance.tokens, strict=True):
+                tokens[row] = new
+            self.sequences.append(tokens, self.records.scores_including(None))
+            return acceptance
         kept = self.sequences.append(acceptance.tokens, self.records.scores_including(acceptance.scores))
         self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
         return acceptance
@@ -249,7 +309,7 @@ class _Decoding:
         order = count_up(steps, path.device)
         valid = None
         if min(counts) < steps:
-            valid = order < torch.tensor(counts, device=path.device).unsqueeze(1)
+            valid = order < from_host(counts, path.device).unsqueeze(1)
         features = output.features
         if acceptance.leading:
             features = None if features is None else features[:, :steps]
@@ -274,8 +334,9 @@ class _Decoding:
 
     def count(self, acceptance: Acceptance, active: list[bool]) -> None:
         """Adds a round to the statistics."""
+        everyone = range(self.sequences.batch)
         for row in (row for row, going in enumerate(active) if going):
-            self.stats.per_step_accepted[row].append(len(acceptance.tokens[row]) - 1)
+            self.stats.per_step_accepted[self.live(everyone)[row]].append(len(acceptance.tokens[row]) - 1)
             self.stats.num_draft_tokens += acceptance.num_drafted[row]
             if not acceptance.finite[row]:
                 if not self.stats.num_plain_steps:
@@ -288,6 +349,7 @@ class _Decoding:
 
     def hand_back_cache(self, output_ids: Tensor) -> None:
         """Leaves `past_key_values` as plain decoding would: all output tokens of every row but the last."""
+        self.target.restore_rows()
         cache = self.target.cache
         entries = output_ids.shape[1] - 1 + self.entry_offset
         known = [min(length - 1 + self.entry_offset, entries) for length in self.sequences.lengths]

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.decoding.tree import from_host
 
 # (rows to stand in the batch, how many of their new tokens count) -> one [batch, vocab] tensor per token, or None.
 ScoresSoFar: TypeAlias = Callable[[list[int], int], tuple[Tensor, ...] | None]
@@ -83,6 +84,14 @@ class Sequences:
         longest = max(self.lengths)
         return [
             stop is None or (not self.pads_finished and length < longest)
+            for stop, length in zip(self.finished_at, self.lengths, strict=True)
+        ]
+
+    @property
+    def finished(self) -> list[bool]:
+        """Per row, whether nothing can be added to it any more; other rows that are not active only wait."""
+        return [
+            stop is not None and (self.pads_finished or (self._max_length is not None and length >= self._max_length))
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
         ]
 
@@ -161,7 +170,7 @@ class Sequences:
         if self._ids_on_host is not None:
             self._ids_on_host[row, columns] = tokens
         else:
-            self.ids[row, columns] = torch.from_numpy(np.array(tokens)).to(self.ids.device)
+            self.ids[row, columns] = from_host(tokens, self.ids.device)
 
     def _check_stops(
         self,

@@ -23,6 +23,8 @@ class SpeculationStats:
         per_step_accepted: [row][round], drafted tokens kept.
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: rounds that verified nothing because the drafter's output was NaN or infinite.
+        num_undrafted_steps: rounds without a draft because drafting did not pay (`tree_budget="auto"` only).
+        num_probe_steps: rounds that drafted after such ones, to see whether it pays again.
         num_target_forwards: forwards of the target after the prefill; rows of a batch share them.
         num_layers_run: forwards of single decoder layers of the target in rounds, over any number of rows and nodes;
             a drafter that runs some of them itself shares them with the verification.
@@ -43,6 +45,8 @@ class SpeculationStats:
     per_step_accepted: list[list[int]] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
+    num_undrafted_steps: int = 0
+    num_probe_steps: int = 0
     num_target_forwards: int = 0
     num_layers_run: int = 0
     total_time_s: float = 0.0

@@ -23,9 +23,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.slices import LayerSlices, decoder_layers
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -57,6 +59,8 @@ class TargetModel:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
         feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
             what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and on a CPU compiles it with
+            `torch.compile`; both take their time once per model.
 
     Attributes:
         num_layers_run: forwards of single decoder layers since the prefill, over any number of rows and nodes.
@@ -65,7 +69,9 @@ class TargetModel:
         ValueError: the target cannot verify trees; the message says why and what to do.
     """
 
-    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), *, compile_mode: CompileMode = "none"
+    ) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.feature_layers = tuple(feature_layers)
@@ -76,7 +82,14 @@ class TargetModel:
         self.uses_tree_attention = usable(model)
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
+        self.compiles = compile_mode == "reduce-overhead"
+        self.static: StaticVerify | None = None
+        self.forward = compiled_forward() if self.compiles and model.device.type == "cpu" else run
         self.cache: TreeCache
+        # What `keep_rows` has put away: per row of the whole batch its entries, and what is known of all prompts.
+        self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._rows: list[int] = []
         self.prompt_mask: Tensor | None
         self.prompt_starts: Tensor | None
         self.num_layers_run = 0
@@ -181,7 +194,8 @@ class TargetModel:
         tapped = layers[index] if index < len(layers) else self.model.get_decoder()
         return tapped.register_forward_hook(keep_output)
 
-    def _read_taps(self) -> Tensor | None:
+    def read_taps(self) -> Tensor | None:
+        """What the taps have seen since the last reading, joined; None without taps."""
         if not self.feature_layers:
             return None
         chunks = {
@@ -237,7 +251,7 @@ class TargetModel:
             last = torch.full((batch,), length - 1, device=device)
         # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
         self.position_offset = last + 1 - length
-        features = self._read_taps()
+        features = self.read_taps()
         self.prefilled = slice(already, length)
         # No output token is placed beyond this entry, drafted nodes may be.
         self.last_entry = length + generation_config.max_length - input_ids.shape[1] - 1
@@ -250,10 +264,41 @@ class TargetModel:
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
+        if self.compiles and self.prompt_starts is not None:
+            workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
+            if workspace is not None and workspace.claim(self):
+                self.static = StaticVerify(workspace)
+                self.cache.workspace = workspace
+                capacity = capacity_for(capacity)
         self.cache.begin_rounds(capacity)
         device = self.cache.lengths.device
-        self._visible = torch.zeros((), dtype=self.dtype, device=device)
-        self._hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+        self.visible = torch.zeros((), dtype=self.dtype, device=device)
+        self.hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+
+    def keep_rows(self, rows: Sequence[int], *, for_good: bool = False) -> None:
+        """Goes on with these rows, counted among those that are left.
+
+        The others wait for `restore_rows`, or are forgotten if this is `for_good`.
+        """
+        if not for_good:
+            if not self._whole_batch:
+                self._whole_batch = (self.position_offset, self.prompt_mask, self.prompt_starts)
+                self._rows = list(range(self.cache.batch))
+            for place in sorted(set(range(self.cache.batch)) - set(rows)):
+                self._aside[self._rows[place]] = self.cache.entries_of(place)
+            self._rows = [self._rows[place] for place in rows]
+        self.cache.keep_rows(rows)
+        index = from_host(rows, self.position_offset.device)
+        self.position_offset = self.position_offset[index]
+        self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[index]
+        self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[index]
+
+    def restore_rows(self) -> None:
+        """Brings back the rows that `keep_rows` has set aside."""
+        if self._whole_batch:
+            self.position_offset, self.prompt_mask, self.prompt_starts = self._whole_batch
+            self.cache.insert_rows(self._aside)
+            self._whole_batch, self._aside = None, {}
 
     def prompt_positions(self) -> tuple[Tensor, Tensor | None]:
         """Position ids [batch, entries] of the entries that the prefill added, and which are no padding (None: all)."""
@@ -331,6 +376,10 @@ class TargetModel:
         for states in self._taps.values():
             states.clear()  # a logits processor may have run the target in between
         position_ids = self.position_ids(tree, root_positions)
+        if self.static is not None:
+            if not (first or output_attentions or output_hidden_states):
+                return TargetOutput(*self.static(self, tree, position_ids), None, None)
+            self.cache.place_nodes(None)
         token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
@@ -342,7 +391,8 @@ class TargetModel:
         # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
         on_cpu = position_ids.device.type == "cpu"
         with torch.inference_mode() if on_cpu else nullcontext(), self.own_attention():
-            outputs = self.model(
+            outputs = self.forward(
+                self.model,
                 input_ids=token_ids,
                 attention_mask=mask,
                 position_ids=position_ids,
@@ -353,7 +403,7 @@ class TargetModel:
             )
         return TargetOutput(
             outputs.logits.to(torch.float32),
-            self._read_taps(),
+            self.read_taps(),
             outputs.get("attentions"),
             outputs.get("hidden_states"),
         )
@@ -377,6 +427,10 @@ class TargetModel:
             kind: mask if spans is None else attach(mask, spans)
             for kind, (mask, spans) in self.attention_masks(tree, first).items()
         }
+        return self.masks_as_wanted(masks)
+
+    def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks by the keys of `windows` in the form that the host takes."""
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
     def _additive(self, tree: DraftTree, window: int | None) -> Tensor:
@@ -384,7 +438,7 @@ class TargetModel:
         # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
         longest = self.cache.longest
         if window is None and self.prompt_mask is None and min(self.cache.row_lengths) == longest:
-            own = torch.where(tree.ancestor_mask.to(self._visible.device), self._visible, self._hidden)
+            own = torch.where(tree.ancestor_mask.to(self.visible.device), self.visible, self.hidden)
             return torch.nn.functional.pad(own, (longest, 0))  # all of the prefix is seen
         visible = self._visible_entries(tree)
         if window is not None:
@@ -395,7 +449,7 @@ class TargetModel:
                 [own_entry.unsqueeze(-1) - entries, depths.unsqueeze(-1) - depths.unsqueeze(1)], dim=-1
             )
             visible = visible & (distance < window)
-        return torch.where(visible, self._visible, self._hidden)
+        return torch.where(visible, self.visible, self.hidden)
 
     def _visible_entries(self, tree: DraftTree) -> Tensor:
         """[batch, nodes, entries] bool: the entries that belong to each node's own past, windows left aside."""

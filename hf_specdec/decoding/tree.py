@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,6 +38,10 @@ class DraftTree:
         draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the law that the token of node i + 1 was
             drawn from, at random; the acceptance rule takes it at its word. None for tokens chosen in any other way.
             Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens, never on its own.
+        path_logprobs: how likely the drafter holds the path to each node, nats, or None where it does not say. Nodes
+            then come in this order, likeliest first; 0 at the root, -inf at padding. [batch][nodes] lists where the
+            tree was built in host memory (rows may be shorter than the tree), else [batch, nodes] floating. Drawn
+            chains (`draft_probs`) must not have it: to cut them by what was drawn would change the law of the rest.
         pending: where the nodes stand that have passed some of the target's layers already, or None: then they have
             passed none. Such a tree is a chain with the very nodes of `pending`.
     """
@@ -51,6 +55,7 @@ class DraftTree:
     finite: Tensor | None = None
     children: list[dict[tuple[int, int], int]] | None = None
     draft_probs: Tensor | None = None
+    path_logprobs: list[list[float]] | Tensor | None = None
     pending: PendingChain | None = None
 
     @property
@@ -67,6 +72,7 @@ class DraftTree:
         *,
         valid: Tensor | None = None,
         finite: Tensor | None = None,
+        path_logprobs: Tensor | None = None,
     ) -> DraftTree:
         """Completes a tree given by its tokens and parents.
 
@@ -77,6 +83,7 @@ class DraftTree:
             valid: [batch, nodes] bool, True where omitted. A node below an invalid one becomes invalid too, and so
                 does a node with an earlier sibling of the same token: the target's choice must name one child.
             finite: see `DraftTree.finite`.
+            path_logprobs: see `DraftTree.path_logprobs`.
 
         Example:
             >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
@@ -89,7 +96,8 @@ class DraftTree:
             usable &= valid
         # A node is usable when no ancestor (itself included) is unusable.
         usable = (usable.unsqueeze(1) | ~mask).all(-1)
-        return cls(token_ids, parents, mask.sum(-1) - 1, mask, usable, max_depth, finite)
+        depths = mask.sum(-1) - 1
+        return cls(token_ids, parents, depths, mask, usable, max_depth, finite, path_logprobs=path_logprobs)
 
     @classmethod
     def from_lists(
@@ -98,6 +106,7 @@ class DraftTree:
         parents: Sequence[Sequence[int]],
         *,
         finite: Tensor | None = None,
+        path_logprobs: list[list[float]] | None = None,
         device: torch.device | str | None = None,
     ) -> DraftTree:
         """A tree that was built in host memory.
@@ -107,6 +116,7 @@ class DraftTree:
             parents: per row the index of each node's parent, -1 at the root. No two children of a node carry the same
                 token.
             finite: see `DraftTree.finite`.
+            path_logprobs: see `DraftTree.path_logprobs`.
             device: of the tree's tensors.
 
         Example:
@@ -130,7 +140,7 @@ class DraftTree:
         sizes = [len(tokens) for tokens in token_ids]
 
         def host(values: Sequence[Sequence[int]] | np.ndarray) -> Tensor:
-            return torch.from_numpy(np.asarray(values)).to(device)
+            return from_host(values, device)
 
         return cls(
             host([[*tokens, *[tokens[0]] * (nodes - len(tokens))] for tokens in token_ids]),
@@ -141,6 +151,7 @@ class DraftTree:
             max(map(max, depths)),
             finite,
             children,
+            path_logprobs=path_logprobs,
         )
 
     @classmethod
@@ -164,12 +175,62 @@ class DraftTree:
         if valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
-        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, children, draft_probs, pending)
+        return cls(
+            token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, children, draft_probs, pending=pending
+        )
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:
         """No draft at all: `root_ids` [batch] int64. The round is then one plain decoding step."""
-        return cls.chain(root_ids.unsqueeze(1))
+        return replace(cls.chain(root_ids.unsqueeze(1)), children=[{} for _ in range(len(root_ids))])
+
+    def first_nodes(self, count: int) -> DraftTree:
+        """The root and the first `count` drafted nodes, which are a tree too, since parents come first.
+
+        Example:
+            >>> tree = DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 2]])
+            >>> tree.first_nodes(2).token_ids
+            tensor([[7, 1, 2]])
+        """
+        nodes = 1 + count
+        if nodes >= self.num_nodes:
+            return self
+        logprobs, children = self.path_logprobs, self.children
+        if isinstance(logprobs, Tensor):
+            logprobs = logprobs[:, :nodes]
+        elif logprobs is not None:
+            logprobs = [row[:nodes] for row in logprobs]
+        if children is not None:
+            children = [{edge: node for edge, node in known.items() if node < nodes} for known in children]
+        return replace(
+            self,
+            token_ids=self.token_ids[:, :nodes],
+            parents=self.parents[:, :nodes],
+            depths=self.depths[:, :nodes],
+            ancestor_mask=self.ancestor_mask[:, :nodes, :nodes],
+            valid=self.valid[:, :nodes],
+            max_depth=min(self.max_depth, count),
+            children=children,
+            draft_probs=None if self.draft_probs is None else self.draft_probs[:, :count],
+            path_logprobs=logprobs,
+        )
+
+    def of_rows(self, rows: Sequence[int]) -> DraftTree:
+        """The same trees for some of the rows."""
+        index = from_host(rows, self.token_ids.device)
+        logprobs = self.path_logprobs
+        return replace(
+            self,
+            token_ids=self.token_ids[index],
+            parents=self.parents[index],
+            depths=self.depths[index],
+            ancestor_mask=self.ancestor_mask[index],
+            valid=self.valid[index],
+            finite=None if self.finite is None else self.finite[index],
+            children=None if self.children is None else [self.children[row] for row in rows],
+            draft_probs=None if self.draft_probs is None else self.draft_probs[index],
+            path_logprobs=logprobs[index] if isinstance(logprobs, Tensor) else logprobs and [logprobs[i] for i in rows],
+        )
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
@@ -192,6 +253,19 @@ def count_up(stop: int, device: torch.device, start: int = 0) -> Tensor:
         with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
             numbers = _NUMBERS[device] = torch.arange(max(stop, 1024), device=device)
     return numbers[start:stop]
+
+
+def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | None) -> Tensor:
+    """A small tensor of numbers that the host knows, on a device, without waiting for the device.
+
+    `torch.tensor(values, device=...)` would wait until the copy has been made.
+
+    Example:
+        >>> from_host([3, 1], "cpu")
+        tensor([3, 1])
+    """
+    # By way of NumPy, which is quicker than torch from a list.
+    return torch.from_numpy(np.asarray(values)).to(device, non_blocking=True)
 
 
 _NUMBERS: dict[torch.device, Tensor] = {}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
@@ -28,14 +30,20 @@ class Drafter(ABC):
         method: name of the way it drafts.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
+        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, or on a CPU compiled by
+            `torch.compile`; "none", the default, runs them as they are.
         option_names: drafting options that `load_drafter` accepts, all of them attributes.
+        common_options: those that all drafters have.
     """
 
     option_names: ClassVar[tuple[str, ...]] = ("method",)
+    common_options: ClassVar[tuple[str, ...]] = ("compile_mode",)
 
     method: str
+    tree_budget: Any
     stats: SpeculationStats | None = None
     trace: Trace | None = None
+    compile_mode: Any = "none"  # `compile` is a method of every torch module
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -69,6 +77,29 @@ class Drafter(ABC):
         """
         return ()
 
+    @property
+    def node_limit(self) -> int:
+        """Most nodes of a tree: `tree_budget` itself, or what "auto" may choose from."""
+        budget: int | Literal["auto"] = self.tree_budget  # of those that draft trees
+        return MOST_NODES if budget == "auto" else budget
+
+    def check_tree_budget(self, most: int) -> None:
+        """Raises ValueError unless `tree_budget` is "auto" or an integer from 1 to `most`."""
+        budget: int | Literal["auto"] = self.tree_budget
+        if budget != "auto" and (not isinstance(budget, int) or not 1 <= budget <= most):
+            raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {most}, or 'auto'.")
+
+    def auto_budget(self, model: PreTrainedModel, batch: int) -> AutoBudget | None:
+        """Chooses how much of each tree is verified in one call; None unless `tree_budget` is "auto".
+
+        What calls learn about times and probabilities is kept for later ones with this target and this many rows.
+        """
+        if "tree_budget" not in self.option_names or self.tree_budget != "auto":
+            return None
+        by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
+        knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())
+        return AutoBudget(knowledge)
+
     def report_tables(
         self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
     ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
@@ -86,12 +117,22 @@ class Drafter(ABC):
         Raises:
             ValueError: an option is unknown (the nearest name is suggested) or out of range.
         """
+        known = (*self.option_names, *self.common_options)
         for name in options:
-            if name not in self.option_names:
-                raise unknown_name("drafting option", name, self.option_names)
+            if name not in known:
+                raise unknown_name("drafting option", name, known)
         for name, value in options.items():
             setattr(self, name, value)
+        if self.compile_mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
         self.check_options()
+
+
+COMPILE_MODES = ("none", "reduce-overhead")
+# Beside the drafters, not in them: it is nothing to be saved or copied.
+_KNOWLEDGE: weakref.WeakKeyDictionary[
+    Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], BudgetKnowledge]]
+] = weakref.WeakKeyDictionary()
 
 
 class BlockMarginals(ABC):
@@ -107,6 +148,10 @@ class BlockMarginals(ABC):
     @abstractmethod
     def observe(self, outcome: RoundOutcome) -> None:
         """Takes note of what the prefill or a round committed."""
+
+    @abstractmethod
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order."""
 
 
 def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:

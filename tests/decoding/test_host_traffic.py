@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding import loop
 from hf_specdec.drafters.ddtree import candidates, level_tree
-from tests.methods import make_dflash
-from tests.targets import PROMPTS, make_target
+from tests.methods import METHODS, make_dflash
+from tests.targets import PROMPTS, fresh_target, make_target
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 
@@ -42,7 +42,18 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
 
     def counted(self: Any, generator: Any) -> None:
         transfers: list[str] = []
+
+        def uploading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def made(*args: Any, **kwargs: Any) -> Tensor:
+                if kwargs.get("device") is not None:  # a copy that is waited for; `from_host` does not
+                    transfers.append(f"upload by {make.__name__}")
+                return make(*args, **kwargs)
+
+            return made
+
         with pytest.MonkeyPatch.context() as patch, CountWaits() as mode:
+            patch.setattr(torch, "tensor", uploading(torch.tensor))
+            patch.setattr(torch, "as_tensor", uploading(torch.as_tensor))
             patch.setattr(Tensor, "tolist", lambda tensor: transfers.append("tolist") or plain(tolist, tensor, mode))
             patch.setattr(Tensor, "numpy", lambda tensor: transfers.append("numpy") or plain(numpy, tensor, mode))
             play(self, generator)
@@ -65,7 +76,7 @@ def target() -> PreTrainedModel:
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "medusa", "eagle3"])
 def test_a_round_transfers_once_from_the_device(
     target: PreTrainedModel,
     method: str,
@@ -75,7 +86,12 @@ def test_a_round_transfers_once_from_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(candidates, "heap_tree", level_tree)  # the one for devices; the other is for host memory
-    drafter = make_dflash(target, method=method)
+    candidates._pairs.cache_clear()
+    drafter = METHODS[method](target)
+    if isinstance(drafter, torch.nn.Module):
+        drafter.to(torch.float64)
+    target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=False, assistant_model=drafter)  # makes constants
+    waits().clear()
     target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=do_sample, assistant_model=drafter)
     assert len(waits()) > 3
     for seen in waits():
@@ -120,3 +136,36 @@ def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
             target.generate(**PROMPTS["batch of one"](), max_new_tokens=8, do_sample=False, assistant_model=drafter)
         counts.append(operations / drafter.stats.num_target_forwards)
     assert counts[1] < 1.1 * counts[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU the operations are counted instead")
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "medusa", "eagle3"])
+def test_no_operation_of_a_round_waits_but_the_one_that_reads_its_outcome(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_specdec.decoding import acceptance
+
+    target = fresh_target("qwen3-mixed", "sdpa", torch.bfloat16).to("cuda")
+    drafter = METHODS[method](target).to("cuda", torch.bfloat16)
+    prompts = {name: part.to("cuda") for name, part in PROMPTS["ragged batch of three"]().items()}
+    settings = {"max_new_tokens": 10, "do_sample": False, "assistant_model": drafter}
+    target.generate(**prompts, **settings)
+    play, read = loop._Decoding.round, acceptance._read
+
+    def strict(self: Any, generator: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            play(self, generator)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def reading(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(loop._Decoding, "round", strict)
+    monkeypatch.setattr(acceptance, "_read", reading)
+    target.generate(**prompts, **settings)

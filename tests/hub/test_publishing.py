@@ -18,6 +18,7 @@ from hf_specdec.drafters.card import MARKER
 from hf_specdec.drafters.custom_generate import CODE_FILE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
+from tests.methods import make_specbound
 from tests.targets import one_prompt
 
 MEASUREMENTS: dict[str, Any] = {
@@ -328,3 +329,13 @@ def test_target_that_others_cannot_load_warns(hub: LoopbackHub, drafter: DFlashD
     with pytest.warns(UserWarning, match="which others cannot load: set drafter.config.target_name_or_path"):
         drafter.push_to_hub("me/drafter", token=TOKEN)
     assert str(tmp_path) not in hub.repos["me/drafter"].files()["README.md"].decode()
+
+
+def test_adapters_beside_the_weights_are_pushed_renewed_and_loaded(hub: LoopbackHub, target: PreTrainedModel) -> None:
+    make_specbound(target).push_to_hub("me/exits", token=TOKEN)
+    drafter = make_specbound(target, exit_layers=[2], d_max=2)
+    drafter.push_to_hub("me/exits", token=TOKEN)
+    adapters = {file for file in hub.repos["me/exits"].files() if file.startswith("exit-layer-")}
+    assert adapters == {"exit-layer-02/adapter_config.json", "exit-layer-02/adapter_model.safetensors"}
+    loaded = load_drafter("me/exits", target, token=TOKEN)
+    assert torch.equal(loaded.heads["2"].lora_B, drafter.heads["2"].lora_B)

@@ -39,6 +39,8 @@ class DraftModelGenerator(TreeCandidateGenerator):
         stopping: when a path is not worth another forward.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: TargetModel, target: TargetModel, max_depth: int, stopping: StoppingRule) -> None:
         self.drafter = drafter
         self.target = target
@@ -53,6 +55,13 @@ class DraftModelGenerator(TreeCandidateGenerator):
     def observe(self, outcome: RoundOutcome) -> None:
         if outcome.tree is not None:
             self.pending = outcome
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.prefilled:
+            if self.pending is not None:  # the nodes of the round in flight would be lost
+                self.keep_accepted(self.pending)
+            self.drafter.keep_rows(rows, for_good=True)
+        self.pending = None
 
     @abstractmethod
     def keep_accepted(self, outcome: RoundOutcome) -> None:
@@ -131,8 +140,12 @@ class ChainGenerator(DraftModelGenerator):
         self.num_run = 0  # nodes of the chain, root included, that the draft model has run
         self.longest_chain: DraftTree | None = None
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        self.longest_chain = None
+
     def keep_accepted(self, outcome: RoundOutcome) -> None:
-        self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_committed])
+        self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_from_tree])
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.run_root(context)
@@ -229,12 +242,16 @@ class TreeGenerator(DraftModelGenerator):
         self.places: list[list[int]] = []
         self.drafted: list[list[float]] = []  # log-probability of the path to each node of the latest tree
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        self.places = [self.places[row] for row in rows] if self.places else []
+
     def keep_accepted(self, outcome: RoundOutcome) -> None:
         assert outcome.path is not None
         cache = self.drafter.cache
         paths = []
         for row, path in enumerate(outcome.path.tolist()):
-            places = [self.places[row][node] for node in path[: outcome.num_committed[row]]]
+            places = [self.places[row][node] for node in path[: outcome.num_from_tree[row]]]
             paths.append([place for place in places if place >= 0])  # leaves only are missing
         steps = max(map(len, paths))
         if steps:
@@ -281,15 +298,16 @@ class TreeGenerator(DraftModelGenerator):
         context.lap("draft")
         kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
         self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
+        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
         home = context.root_ids.device
         tree = DraftTree.from_lists(
             [[row.token_ids[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)],
             [row.parents_among(nodes) for row, nodes in zip(rows, kept, strict=True)],
             finite=torch.tensor([row.finite for row in rows], device=home),
+            path_logprobs=self.drafted,
             device=home,
         )
         context.lap("tree")
-        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
         return tree
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
@@ -338,10 +356,10 @@ class Expansion:
                 self.expandable.append(certain is None or certain[index])
 
     def likeliest(self, budget: int) -> list[int]:
-        """The root and the `budget` likeliest other nodes, parents first: a tree, as no node beats its parent."""
+        """The root and the `budget` likeliest other nodes in order: a tree, as no node beats its parent."""
         # The sort is stable, so a parent wins a tie with its child.
         nodes = sorted(range(1, len(self.scores)), key=self.scores.__getitem__, reverse=True)
-        return [0, *sorted(nodes[:budget])]
+        return [0, *nodes[:budget]]
 
     def frontier(self, width: int, budget: int, least_log_path: float) -> list[int]:
         """The likeliest `width` nodes of the newest level that may have descendants in a tree of `budget` nodes."""

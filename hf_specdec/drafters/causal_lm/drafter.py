@@ -66,7 +66,7 @@ class CausalLMDrafter(PublishedDrafter):
         self.model = model
         self.method = "causal_lm_tree"
         self.max_depth = 5
-        self.tree_budget = 16
+        self.tree_budget: Any = 16
         self.width = 4
         self.sample_drafts = True
         self.min_confidence: float | None = None
@@ -138,12 +138,13 @@ class CausalLMDrafter(PublishedDrafter):
         stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)
         if self.method == "causal_lm_chain":
             return ChainGenerator(drafter, target, self.max_depth, stopping, self.sample_drafts)
-        return TreeGenerator(drafter, target, self.max_depth, stopping, self.tree_budget, self.width)
+        return TreeGenerator(drafter, target, self.max_depth, stopping, self.node_limit, self.width)
 
     def check_options(self) -> None:
         if self.method not in METHODS:
             raise unknown_name("method", self.method, METHODS)
-        for name, most in (("max_depth", MAX_DEPTH), ("tree_budget", MAX_TREE_BUDGET), ("width", MAX_TREE_BUDGET)):
+        self.check_tree_budget(MAX_TREE_BUDGET)
+        for name, most in (("max_depth", MAX_DEPTH), ("width", MAX_TREE_BUDGET)):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")

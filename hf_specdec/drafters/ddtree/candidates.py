@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ class DDTreeGenerator(TreeCandidateGenerator):
         tree_budget: most drafted nodes, root not counted.
     """
 
+    drops_rows = True
+
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         self.source = source
         self.tree_budget = tree_budget
@@ -41,12 +44,16 @@ class DDTreeGenerator(TreeCandidateGenerator):
         logits = self.logits = self.source.marginals(context)
         context.lap("draft")
         build = heap_tree if logits.device.type == "cpu" else level_tree
-        tree = build(context.root_ids, logits, self.tree_budget)
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        tree = build(context.root_ids, logits, budget)
         context.lap("tree")
         return tree
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.source.keep_rows(rows)
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)
@@ -86,13 +93,15 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     parents = [[-1] + [0] * (nodes - 1) for _ in roots]
     depths = [[0] + [1] * (nodes - 1) for _ in roots]
     children: list[dict[tuple[int, int], int]] = [{} for _ in roots]
+    path_logprobs = [[0.0] for _ in roots]
     mask = _roots_and_selves(batch, nodes).copy()
     finite = [all(math.isfinite(level[0]) for level in row) for row in logprobs]
     for row in range(batch):
         if finite[row]:
             _best_first(
-                logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row]
-            )
+                logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row],
+                path_logprobs[row],
+            )  # fmt: skip
     columns = np.array([token_ids, parents, depths])
     sizes = [1 + len(known) for known in children]
     return DraftTree(
@@ -104,6 +113,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         max_depth=depth,
         finite=None if all(finite) else torch.tensor(finite),
         children=children,
+        path_logprobs=path_logprobs,
     )
 
 
@@ -131,6 +141,7 @@ def _best_first(
     depths: list[int],
     mask: np.ndarray,
     children: dict[tuple[int, int], int],
+    path_logprobs: list[float],
 ) -> None:
     """Fills one row of a tree, node by node in order of probability."""
     levels, ranks = len(logprobs), len(logprobs[0])
@@ -150,6 +161,7 @@ def _best_first(
         if parent:
             mask[node, :node] = mask[parent, :node]
         children[parent, token] = node
+        path_logprobs.append(-negative)
         if rank + 1 < ranks:
             push(heap, (-(above + scores[rank + 1]), (*ranked[:-1], rank + 1), parent, above))
         if depth < levels:
@@ -185,12 +197,11 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     places = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     start, width = 0, 1
     for level in range(depth):
-        pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]
-        above, rank = torch.tensor(pairs, device=device).T
+        above, rank = _pairs(width, ranks, budget, device)
         candidates = scores[:, start + above] + logprobs[:, level, rank]
         # Ranks count from 1 here: rank 0 in this digit is the prefix itself.
         order = places[:, start + above] * (ranks + 1) + rank + 1
-        chosen = _best(candidates, order, min(budget, len(pairs)))
+        chosen = _best(candidates, order, min(budget, len(above)))
         scores = torch.cat([scores, candidates.gather(1, chosen)], dim=1)
         parents = torch.cat([parents, start + above[chosen]], dim=1)
         token_ids = torch.cat([token_ids, ranked_ids[:, level].gather(1, rank[chosen])], dim=1)
@@ -200,15 +211,26 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     scores[:, 0] = torch.inf  # the root comes first
     chosen = _best(scores, places, nodes)
+    path_logprobs = scores.gather(1, chosen)
     new_index = torch.zeros_like(places).scatter_(1, chosen, torch.arange(nodes, device=device).expand(batch, nodes))
     kept_parents = parents.gather(1, chosen)
     return DraftTree.from_parents(
         token_ids.gather(1, chosen),
         new_index.gather(1, kept_parents.clamp(min=0)).where(kept_parents >= 0, -1),
         max_depth=depth,
-        valid=scores.gather(1, chosen) > -torch.inf,
+        valid=path_logprobs > -torch.inf,
         finite=finite,
+        path_logprobs=path_logprobs.clamp(max=0),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _pairs(width: int, ranks: int, budget: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of `width` prefixes and which rank of the next token make a candidate; on the device, once."""
+    pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]
+    with torch.inference_mode(False):  # they outlive the call
+        above, rank = torch.tensor(pairs, device=device).T
+    return above, rank
 
 
 def _best(scores: Tensor, order: Tensor, count: int) -> Tensor:

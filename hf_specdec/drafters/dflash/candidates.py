@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 
@@ -40,6 +42,11 @@ class DFlashMarginals(BlockMarginals):
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
         self.pending = outcome
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
     @torch.inference_mode()  # cheaper than no_grad, and nothing made here outlives the round but our own cache
     def marginals(self, context: DraftContext) -> Tensor:
@@ -93,7 +100,7 @@ class DFlashMarginals(BlockMarginals):
         # Where each entry stands in its row's text; padding stands anywhere, it is not visible.
         new_places = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
         places = torch.cat([cached.expand(batch, -1), new_places], dim=1)
-        root = cache.lengths + torch.tensor(pending.num_committed, device=device)
+        root = cache.lengths + from_host(pending.num_committed, device)
         masks = {}
         for window, causal in set(self.layer_kinds):
             context = visible.unsqueeze(1).expand(-1, self.block_size, -1)
@@ -110,6 +117,8 @@ class DFlashMarginals(BlockMarginals):
 
 class ChainGenerator(TreeCandidateGenerator):
     """The drafter's likeliest token at every position, as one chain: vanilla DFlash."""
+
+    drops_rows = True
 
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
@@ -130,6 +139,9 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.source.keep_rows(rows)
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)

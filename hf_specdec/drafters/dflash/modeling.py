@@ -123,7 +123,7 @@ class DFlashDrafter(PretrainedDrafter):
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.method = "ddtree"
-        self.tree_budget = 64
+        self.tree_budget: Any = 64
         self.block_size: Any = config.block_size
         self.post_init()
 
@@ -203,8 +203,7 @@ class DFlashDrafter(PretrainedDrafter):
     def check_options(self) -> None:
         if self.method not in MARGINAL_METHODS:
             raise unknown_name("method", self.method, MARGINAL_METHODS)
-        if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
-            raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
+        self.check_tree_budget(MAX_TREE_BUDGET)
         trained: Any = self.config.block_size
         if not isinstance(self.block_size, int) or not 2 <= self.block_size <= trained:
             raise ValueError(

@@ -7,6 +7,7 @@ arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in E
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 
@@ -29,9 +30,11 @@ class Eagle3Generator(TreeCandidateGenerator):
     level, and forgotten when the tree is made.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
         self.drafter = drafter
-        self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.tree_budget
+        self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.node_limit
         own = drafter.config.own_embeddings
         self.embeddings: nn.Module = drafter.embed_tokens if own else target.model.get_input_embeddings()
         self.cache: TreeCache | None = None
@@ -43,6 +46,12 @@ class Eagle3Generator(TreeCandidateGenerator):
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
         self.pending = outcome
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        self.pending = None if self.pending is None else self.pending.of_rows(rows)
+        self.last_outputs = None if self.last_outputs is None else self.last_outputs[list(rows)]
 
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
@@ -92,7 +101,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         outputs = outputs.gather(1, last.to(device).unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
         if self.last_outputs is not None and 0 in pending.num_committed:
             # A row that waited has no new pair; it drafts from where it was.
-            moved = torch.tensor(pending.num_committed, device=device) > 0
+            moved = from_host(pending.num_committed, device) > 0
             outputs = outputs.where(moved.unsqueeze(1), self.last_outputs)
         if pending.tree is None and pending.valid is not None:
             # A left-padded prompt has its padding in front: keep the other pairs, in order.
@@ -196,18 +205,20 @@ def _best_tree(
     batch, candidates = scores.shape
     kept = min(budget, candidates)
     # Among equal scores the first wins: no candidate is kept without its parent.
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :kept].sort(1).values
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :kept]
     nodes = torch.arange(1, kept + 1, device=scores.device).expand(batch, kept)
     node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
     above = parents.gather(1, best)
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
     valid = finite.unsqueeze(1).expand(-1, kept + 1).clone()
     valid[:, 0] = True
+    path_logprobs = nn.functional.pad(scores.gather(1, best), (1, 0))
     tree = DraftTree.from_parents(
         torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
         nn.functional.pad(node_parents, (1, 0), value=-1),
         max_depth=depth,
         valid=valid,
         finite=finite,
+        path_logprobs=path_logprobs,
     )
-    return tree, nn.functional.pad(scores.gather(1, best), (1, 0))
+    return tree, path_logprobs

@@ -157,7 +157,7 @@ class Eagle3Drafter(PretrainedDrafter):
         self.method = "eagle3"
         self.depth = 8
         self.top_k = 10
-        self.tree_budget = 59
+        self.tree_budget: Any = 59
         self.post_init()
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -244,7 +244,8 @@ class Eagle3Drafter(PretrainedDrafter):
     def check_options(self) -> None:
         if self.method != "eagle3":
             raise unknown_name("method", self.method, ["eagle3"])
-        bounds = {"depth": MAX_DEPTH, "top_k": MAX_TOP_K, "tree_budget": MAX_TREE_BUDGET}
+        self.check_tree_budget(MAX_TREE_BUDGET)
+        bounds = {"depth": MAX_DEPTH, "top_k": MAX_TOP_K}
         for option, most in bounds.items():
             value = getattr(self, option)
             if not isinstance(value, int) or not 1 <= value <= most:

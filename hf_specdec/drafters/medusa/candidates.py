@@ -8,6 +8,7 @@ attention) and 2.3.3 (optimised tree construction).
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 
@@ -37,9 +38,12 @@ class MedusaMarginals(BlockMarginals):
             last = (outcome.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
         states = features[torch.arange(batch, device=features.device), last]
         if self.last_states is not None and 0 in outcome.num_committed:
-            moved = torch.tensor(outcome.num_committed, device=features.device) > 0
+            moved = from_host(outcome.num_committed, features.device) > 0
             states = states.where(moved.unsqueeze(1), self.last_states)
         self.last_states = states
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.last_states = None if self.last_states is None else self.last_states[list(rows)]
 
     @torch.inference_mode()
     def marginals(self, context: DraftContext) -> Tensor:
@@ -54,10 +58,17 @@ class StaticTreeGenerator(TreeCandidateGenerator):
     Args:
         source: gives the guesses of each round.
         paths: ranks from the root to each node, a parent before its children, as `static_tree` gives them.
+        accuracies: [heads][ranks] by which they were chosen.
     """
 
-    def __init__(self, source: MedusaMarginals, paths: Sequence[tuple[int, ...]]) -> None:
+    drops_rows = True
+
+    def __init__(
+        self, source: MedusaMarginals, paths: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]
+    ) -> None:
         self.source = source
+        chances = [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in paths]
+        self.path_logprobs = torch.tensor([1.0, *chances]).log()
         nodes = {path: node for node, path in enumerate([(), *paths])}
         self.parents = torch.tensor([-1, *(nodes[path[:-1]] for path in paths)])
         self.levels = torch.tensor([len(path) - 1 for path in paths])
@@ -79,10 +90,14 @@ class StaticTreeGenerator(TreeCandidateGenerator):
             self.depth,
             valid=valid,
             finite=finite,
+            path_logprobs=self.path_logprobs.to(device).expand(batch, -1),
         )
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.source.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.source.keep_rows(rows)
 
 
 def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:

@@ -70,7 +70,7 @@ class MedusaDrafter(PretrainedDrafter):
         super().__init__(config)
         self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
         self.method = "ddtree"
-        self.tree_budget = 63
+        self.tree_budget: Any = 63
         self.rank_accuracies: list[list[float]] | None = None
         self.post_init()
 
@@ -108,8 +108,9 @@ class MedusaDrafter(PretrainedDrafter):
             heads = range(self.config.medusa_num_heads)
             ranks = range(min(ASSUMED_RANKS, target.model.get_input_embeddings().num_embeddings))
             assumed = [[0.6 * 0.8**head * 0.4**rank for rank in ranks] for head in heads]
-            paths = static_tree(self.rank_accuracies or assumed, self.tree_budget)
-            return StaticTreeGenerator(MedusaMarginals(self, target), paths)
+            accuracies = self.rank_accuracies or assumed
+            paths = static_tree(accuracies, self.node_limit)
+            return StaticTreeGenerator(MedusaMarginals(self, target), paths, accuracies)
         return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self)
 
     def card_summary(self) -> str:
@@ -139,8 +140,7 @@ class MedusaDrafter(PretrainedDrafter):
                 f"rank_accuracies={rates!r} must be a list of shares from 0 to 1 for each of at most "
                 f"{self.config.medusa_num_heads} heads, or None."
             )
-        if not isinstance(self.tree_budget, int) or not 1 <= self.tree_budget <= MAX_TREE_BUDGET:
-            raise ValueError(f"tree_budget={self.tree_budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}.")
+        self.check_tree_budget(MAX_TREE_BUDGET)
 
     def check_target(self, model: PreTrainedModel) -> None:
         target = model.config.get_text_config(decoder=True)

@@ -7,7 +7,7 @@ Relatives: prompt lookup decoding (one continuation of the first match), and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.tree import DraftTree
@@ -98,6 +98,8 @@ def continuation_tree(index: SuffixIndex, tree_budget: int, max_depth: int) -> t
 class NGramGenerator(TreeCandidateGenerator):
     """Drafts from the text of each row; options as in `NGramDrafter`."""
 
+    drops_rows = True
+
     def __init__(self, *, longest_suffix: int, shortest_suffix: int, tree_budget: int, max_depth: int) -> None:
         self.longest_suffix = longest_suffix
         self.shortest_suffix = shortest_suffix
@@ -111,6 +113,10 @@ class NGramGenerator(TreeCandidateGenerator):
             steps = outcome.token_ids.shape[1]  # none where the prompt came as embeddings
             self.padding = [max(0, steps - committed) for committed in outcome.num_committed]
             self.indices = [SuffixIndex(self.longest_suffix, self.shortest_suffix) for _ in self.padding]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.padding = [self.padding[row] for row in rows]
+        self.indices = [self.indices[row] for row in rows]
 
     def draft(self, context: DraftContext) -> DraftTree:
         known = [padding + len(index.tokens) for padding, index in zip(self.padding, self.indices, strict=True)]

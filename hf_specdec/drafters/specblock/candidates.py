@@ -18,7 +18,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
@@ -52,7 +52,7 @@ class Shape:
             min(width, drafter.config.draft_vocab_size),
             drafter.beam_width,
             drafter.max_starts,
-            drafter.tree_budget,
+            drafter.node_limit,
         )
 
 
@@ -277,7 +277,11 @@ def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: 
         kept = kept.gather(1, order)
     parents = parents.clone()
     parents[:, 0] = -1
-    return DraftTree.from_parents(token_ids, parents, max_depth, valid=valid, finite=finite), kept
+    path_logprobs = nodes.scores.gather(1, kept).where(valid, -torch.inf)
+    tree = DraftTree.from_parents(
+        token_ids, parents, max_depth, valid=valid, finite=finite, path_logprobs=path_logprobs
+    )
+    return tree, kept
 
 
 def _first_of_path(token_ids: Tensor, parents: Tensor, max_depth: int) -> Tensor:
@@ -323,6 +327,8 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         target: of the call.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: SpecBlockDrafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.embed_tokens = target.model.get_input_embeddings()
@@ -350,7 +356,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 counts, features, position_ids, valid = self._repeat_waiting(counts, features, position_ids)
                 if token_ids.shape[1] == 0:
                     token_ids = position_ids
-            last = torch.tensor(counts, device=device) - 1
+            last = from_host(counts, device) - 1
         self.pending = Pending(token_ids, features, position_ids, valid, counts, last)
 
     def _repeat_waiting(
@@ -362,7 +368,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         lengths = zip(self.cache.row_lengths, counts, strict=True)
         self.cache.rollback([length if count else length - self.slots for length, count in lengths])
         steps = max(1, *counts)
-        waiting = torch.tensor([count == 0 for count in counts], device=features.device)
+        waiting = from_host([count == 0 for count in counts], features.device)
         kept_features, kept_positions = self.entered
         # With all rows waiting the outcome has no column at all.
         features = features.clone() if features.shape[1] else kept_features.clone()
@@ -371,7 +377,24 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         position_ids[:, :1] = kept_positions.where(waiting[:, None], position_ids[:, :1])
         counts = [max(1, count) for count in counts]
         order = torch.arange(steps, device=features.device)
-        return counts, features, position_ids, order < torch.tensor(counts, device=features.device).unsqueeze(1)
+        return counts, features, position_ids, order < from_host(counts, features.device).unsqueeze(1)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        index = list(rows)
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        if self.entered is not None:
+            self.entered = self.entered[0][index], self.entered[1][index]
+        pending = self.pending
+        if pending is not None:
+            self.pending = Pending(
+                pending.token_ids[index],
+                pending.features[index],
+                pending.position_ids[index],
+                None if pending.valid is None else pending.valid[index],
+                [pending.counts[row] for row in index],
+                pending.last[index],
+            )
 
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
@@ -539,5 +562,5 @@ def _on(tree: DraftTree, device: torch.device) -> DraftTree:
     """The tree on the target's device."""
     if tree.token_ids.device == device:
         return tree
-    names = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite")
+    names = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
     return replace(tree, **{name: getattr(tree, name).to(device) for name in names})

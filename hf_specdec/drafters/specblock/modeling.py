@@ -222,7 +222,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.method = "specblock"
-        self.tree_budget = 60
+        self.tree_budget: Any = 60
         self.num_blocks = 2
         self.branching: list[int] = [2, 4, 10, 0]
         self.beam_width: int | None = 10
@@ -422,10 +422,9 @@ class SpecBlockDrafter(PretrainedDrafter):
     def check_options(self) -> None:
         if self.method != "specblock":
             raise unknown_name("method", self.method, ["specblock"])
-        for name, most in (("tree_budget", MAX_TREE_BUDGET), ("num_blocks", 64)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
+        self.check_tree_budget(MAX_TREE_BUDGET)
+        if not isinstance(self.num_blocks, int) or not 1 <= self.num_blocks <= 64:
+            raise ValueError(f"num_blocks={self.num_blocks!r} must be an integer from 1 to 64.")
         for name in ("beam_width", "max_starts"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):

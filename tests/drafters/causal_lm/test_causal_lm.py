@@ -72,6 +72,7 @@ def padding_of(prompts: dict[str, Tensor]) -> list[int]:
     return (prompts["attention_mask"] == 0).sum(1).tolist()
 
 
+@pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gpt2", "mistral-sliding", "gemma3"])
 def test_chains_are_the_draft_models_greedy_continuation_in_every_round(
@@ -123,6 +124,7 @@ def test_wide_trees_hold_the_likeliest_paths_there_are(
 @pytest.mark.parametrize(
     "options", [{"width": 1}, {"tree_budget": 1}, {"width": 2, "tree_budget": 30}, {"max_depth": 1}]
 )
+@pytest.mark.usefixtures("whole_batch")
 def test_narrow_trees_keep_to_their_width_budget_and_depth(
     options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

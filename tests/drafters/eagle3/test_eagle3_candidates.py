@@ -85,6 +85,7 @@ def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
     return {paths[node] for node in range(1, len(parents))}
 
 
+@pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @torch.no_grad()
 def test_every_tree_equals_one_drafted_from_scratch(batch: str) -> None:
@@ -102,6 +103,7 @@ def test_every_tree_equals_one_drafted_from_scratch(batch: str) -> None:
                 assert paths_of(tree, row) == set(from_scratch(target, drafter, text)), (row, length)
 
 
+@pytest.mark.usefixtures("whole_batch")
 def test_rows_that_wait_for_others_change_nothing() -> None:
     # Without an end-of-text token a row that another criterion stopped goes on while others are longer.
     target = make_target("llama", "sdpa", torch.float64)

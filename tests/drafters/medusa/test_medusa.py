@@ -20,6 +20,7 @@ from tests.methods import make_medusa
 from tests.targets import PROMPTS, fresh_target, make_target
 
 
+@pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 def test_marginals_are_the_heads_on_the_state_before_the_root(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama", "sdpa", torch.float64)

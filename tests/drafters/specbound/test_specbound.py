@@ -113,6 +113,7 @@ def test_layer_work_is_counted_and_bounded(
     target: PreTrainedModel, w_max: int, d_max: int, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make_specbound(target, w_max=w_max, d_max=d_max, threshold=0.2)
+    drafter.check_target(target)  # runs a few layers, once in the life of a target
     with layer_calls(target) as calls, noted_chains(monkeypatch) as chains:
         target.generate(**PROMPTS[batch](), **GREEDY, use_cache=True, assistant_model=drafter)
     stats, depth = drafter.stats, 6

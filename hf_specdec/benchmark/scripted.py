@@ -1,0 +1,197 @@
+"""A target whose continuation is known and a drafter that is right as often as it is told: speed without training.
+
+Time per round does not depend on what a text says, only on shapes. So a target of any shape gets random weights under
+which the token after t is t + 1, by a margin that no rounding reaches, and the drafter knows it: it drafts that, and
+errs at each depth with a set probability. Tokens per second at a given mean acceptance length are then real, although
+the text is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+
+WRONG = 5  # what a wrong draft is away from the right one; alternatives are further
+
+
+def shapes() -> dict[str, Any]:
+    """Configs by name: two published 8B shapes, and a small one of the same kind for a dry run."""
+    return {
+        "qwen3-8b": Qwen3Config(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False,
+        ),
+        "llama-3.1-8b": LlamaConfig(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, tie_word_embeddings=False,
+        ),
+        "tiny": Qwen3Config(
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, tie_word_embeddings=False,
+        ),
+    }  # fmt: skip
+
+
+def counting_target(shape: str, device: torch.device | str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedModel:
+    """A target of this shape, made on the device, that counts: after token t comes t + 1, after the last one 0."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shapes()[shape], dtype=dtype, attn_implementation="sdpa"
+        )
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight.normal_()
+        # What layers add stays small beside the token's own embedding, which the head of its successor then finds.
+        layers: Any = decoder_layers(model)
+        for layer in layers:
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
+        model.get_output_embeddings().weight.copy_(table.roll(1, 0))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def drafter_network(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashDrafter:
+    """A DFlash network with random weights for this target: what drafting costs, not what it is worth."""
+    own = target.config
+    last = own.num_hidden_layers - 1
+    config = DFlashConfig(
+        vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
+        num_hidden_layers=layers, num_attention_heads=own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads, head_dim=own.head_dim, num_target_layers=own.num_hidden_layers,
+        max_position_embeddings=own.max_position_embeddings, block_size=block_size,
+        dflash_config={"mask_token_id": 1, "target_layer_ids": sorted({1, last // 2, last - 1})},
+    )  # fmt: skip
+    with torch.device(target.device):
+        return DFlashDrafter(config).to(target.dtype).eval()
+
+
+def rate_for(mean_acceptance_length: float, depth: int) -> float:
+    """The probability per depth at which 1 + accepted nodes of a path of `depth` is this on average.
+
+    Example:
+        >>> round(rate_for(3.0, depth=2), 3)
+        1.0
+        >>> 0.8 < rate_for(6.5, depth=15) < 0.9
+        True
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        mean = 1 + sum(middle**level for level in range(1, depth + 1))
+        low, high = (middle, high) if mean < mean_acceptance_length else (low, middle)
+    return high
+
+
+class ScriptedDrafter(Drafter):
+    """Drafts a path that is right at each depth with a set probability, and wrong alternatives beside it.
+
+    Drafting options:
+        tree_budget: drafted nodes: a path first, then alternatives along it.
+        depth: of the path.
+        rate: probability that the path is right at a depth, if it was so far.
+        seed: of the errors.
+
+    Args:
+        network: a drafter that is run in each round for what it costs; its own drafts are thrown away.
+    """
+
+    method = "scripted"
+    option_names: ClassVar[tuple[str, ...]] = ("tree_budget", "depth", "rate", "seed")
+
+    def __init__(self, network: Drafter | None = None, **drafting_options: Any) -> None:
+        self.network = network
+        self.tree_budget, self.depth, self.rate, self.seed = 64, 15, 0.87, 0
+        self.set_options(**drafting_options)
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        """Drafts sense for a `counting_target` only."""
+
+    def check_options(self) -> None:
+        for name in ("tree_budget", "depth"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return () if self.network is None else self.network.feature_layers(model)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        inner = None if self.network is None else self.network.candidate_generator(target)
+        vocab = target.model.get_input_embeddings().num_embeddings
+        return ScriptedGenerator(self.tree_budget, self.depth, self.rate, self.seed, vocab, inner)
+
+
+class ScriptedGenerator(TreeCandidateGenerator):
+    """One call of a `ScriptedDrafter`; its trees are made on the device, without waiting for it."""
+
+    def __init__(
+        self, budget: int, depth: int, rate: float, seed: int, vocab: int, inner: TreeCandidateGenerator | None
+    ) -> None:
+        self.budget, self.depth, self.rate, self.vocab = budget, min(depth, budget), rate, vocab
+        self.random = random.Random(seed)
+        self.inner = inner
+        self.drops_rows = inner is None or inner.drops_rows
+        self.template: DraftTree | None = None
+        self.tokens: Tensor  # [depth + 1, nodes], what to add to the root where so many of the path are right
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        if self.inner is not None:
+            self.inner.draft(context)
+        batch = len(context.lengths)
+        if self.template is None or len(self.template.token_ids) != batch:
+            self._prepare(batch, context.root_ids.device)
+        assert self.template is not None
+        right = from_host([self._draw() for _ in range(batch)], context.root_ids.device)
+        token_ids = (context.root_ids.unsqueeze(1) + self.tokens[right]) % self.vocab
+        return replace(self.template, token_ids=token_ids)
+
+    def _draw(self) -> int:
+        right = 0
+        while right < self.depth and self.random.random() < self.rate:
+            right += 1
+        return right
+
+    def _prepare(self, batch: int, device: torch.device) -> None:
+        """Path and alternatives as a tree without tokens, and the tokens for every number of right ones."""
+        parents, offsets = [-1, *range(self.depth)], list(range(self.depth + 1))
+        rounds = 0
+        while len(parents) <= self.budget:
+            rounds += 1
+            parents += range(min(self.depth, self.budget + 1 - len(parents)))
+            offsets += [above + 1 + WRONG + rounds for above in parents[len(offsets) :]]
+        rows = [
+            [offset + (WRONG if right < node <= self.depth else 0) for node, offset in enumerate(offsets)]
+            for right in range(self.depth + 1)
+        ]
+        self.tokens = torch.tensor(rows, device=device)
+        self.template = DraftTree.from_parents(
+            torch.tensor([offsets] * batch, device=device), torch.tensor([parents] * batch, device=device), self.depth
+        )
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if self.inner is not None:
+            self.inner.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.inner is not None:
+            self.inner.keep_rows(rows)
+        self.template = None
+
+    def close(self) -> None:
+        if self.inner is not None:
+            self.inner.close()

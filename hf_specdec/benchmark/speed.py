@@ -1,0 +1,350 @@
+"""`hf-specdec bench --suite speed`: what a round costs beside reading the target's weights once.
+
+    python -m hf_specdec.benchmark.speed --shape qwen3-8b --part rounds --output speed-rounds.json
+
+Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 rows),
+`length` (does a round grow dearer over thousands of tokens), `baselines` (plain, plain compiled with a static cache),
+`auto` (`tree_budget="auto"` against fixed budgets on the bundled model). Targets are `counting_target`s, drafts are
+scripted (`scripted.py`), and a DFlash network of the same shape runs in each round for what it costs. `--shape tiny`
+is a dry run for a CPU: its numbers say nothing about 8B shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
+
+import hf_specdec
+from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
+from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, drafter_network, rate_for, shapes
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.drafters.base import COMPILE_MODES
+from hf_specdec.hub.loading import load_drafter
+
+DEPTH = 15
+BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"
+Row = dict[str, Any]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(
+        prog="hf-specdec bench --suite speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--part", choices=sorted(PARTS), nargs="+", default=["rounds", "baselines"])
+    options.add_argument("--shape", choices=sorted(shapes()), default="tiny")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--dtype", default=None, help="default: bfloat16 on cuda, else float32")
+    options.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
+    options.add_argument("--nodes", type=int, nargs="+", default=[16, 64], help="drafted nodes per tree")
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    options.add_argument("--modes", choices=COMPILE_MODES, nargs="+", default=None, help="default: both on cuda")
+    options.add_argument("--tau", type=float, default=6.5, help="scripted mean acceptance length")
+    options.add_argument("--new-tokens", type=int, default=256)
+    options.add_argument("--length", type=int, default=4000, help="new tokens of the part `length`")
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--prompts-per-group", type=int, default=2, help="of the part `auto`")
+    options.add_argument("--no-network", action="store_true", help="drafts cost nothing: verify alone")
+    options.add_argument("--output", type=Path, default=None, help="JSON file")
+    return options
+
+
+class Bench:
+    """Target, drafter and measured bandwidth of one run."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = default if options.dtype is None else getattr(torch, options.dtype)
+        self.modes = options.modes or (COMPILE_MODES if self.device.type == "cuda" else COMPILE_MODES[:1])
+        self.bandwidth = copy_bandwidth(self.device)
+        self._target: PreTrainedModel | None = None
+        self._network: Any = None
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """Made when it is first asked for: not every part needs it."""
+        if self._target is None:
+            self._target = counting_target(self.options.shape, self.device, self.dtype)
+            self._network = None if self.options.no_network else drafter_network(self._target)
+        return self._target
+
+    def drafter(self, nodes: int, mode: str) -> ScriptedDrafter:
+        """A scripted drafter of this many nodes; the network beside it drafts as many."""
+        _ = self.target
+        if self._network is not None:
+            self._network.set_options(tree_budget=nodes)
+        rate = rate_for(min(self.options.tau, 1 + min(DEPTH, nodes)), min(DEPTH, nodes))
+        return ScriptedDrafter(self._network, tree_budget=nodes, depth=DEPTH, rate=rate, compile_mode=mode)
+
+    def prompt(self, context: int, batch: int = 1) -> torch.Tensor:
+        """[batch, context] int64, counting up from another number in each row."""
+        starts = 7 * torch.arange(batch, device=self.device).unsqueeze(1)
+        return (starts + torch.arange(context, device=self.device)) % self.target.config.vocab_size
+
+    def generate(self, prompt: torch.Tensor, new_tokens: int, **arguments: Any) -> tuple[torch.Tensor, float]:
+        """The output, and the seconds of the whole call."""
+        self.wait()
+        began = time.perf_counter()
+        output = self.target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            **arguments,
+        )
+        self.wait()
+        return output, time.perf_counter() - began
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def check(self, output: torch.Tensor, prompt: torch.Tensor) -> None:
+        """Raises AssertionError unless the target counted on: with any other text the drafts would not be scripted."""
+        vocab = self.target.config.vocab_size
+        first = prompt[:, :1]
+        assert torch.equal(output, (first + torch.arange(output.shape[1], device=output.device)) % vocab)
+
+    def of_calls(self, prompt: torch.Tensor, drafter: ScriptedDrafter) -> Row:
+        """Figures of rounds: medians over the repeats, after a call that warms up."""
+        calls: list[tuple[SpeculationStats, float, int]] = []
+        for repeat in range(self.options.repeats + 1):
+            output, seconds = self.generate(prompt, self.options.new_tokens, assistant_model=drafter)
+            self.check(output, prompt)
+            assert drafter.stats is not None
+            if repeat:
+                calls.append((drafter.stats, seconds, output.numel() - prompt.numel()))
+        return self.figures(calls)
+
+    def figures(self, calls: Sequence[tuple[SpeculationStats, float, int]]) -> Row:
+        """Of calls with the same settings: statistics, seconds, new tokens of all rows."""
+
+        def median(value: Callable[[SpeculationStats, float, int], float]) -> float:
+            return statistics.median(value(*call) for call in calls)
+
+        def decode_s(stats: SpeculationStats, seconds: float) -> float:
+            return seconds - stats.stage_time_s["prefill"]
+
+        round_s = median(lambda stats, seconds, _: decode_s(stats, seconds) / stats.num_target_forwards)
+        verify_s = median(lambda stats, _s, _n: stats.verify_time_s / stats.num_target_forwards)
+        row: Row = {
+            "round_ms": 1000 * round_s,
+            "verify_ms": 1000 * verify_s,
+            "draft_ms": 1000 * median(lambda stats, _s, _n: stats.draft_time_s / stats.num_target_forwards),
+            "round_to_floor": round_to_floor(round_s, self.target, self.bandwidth),
+            "verify_to_floor": round_to_floor(verify_s, self.target, self.bandwidth),
+            "tokens_per_s": median(lambda stats, seconds, tokens: tokens / decode_s(stats, seconds)),
+            "tau": median(lambda stats, _s, _n: stats.mean_acceptance_length),
+        }
+        if self._network is not None:
+            head = [self.target.get_output_embeddings()]
+            row["drafter_floor_ms"] = 1000 * weight_bytes(self._network, borrowed=head) / self.bandwidth
+        return row
+
+
+def rounds(bench: Bench) -> list[Row]:
+    """Time per round by context, nodes and mode."""
+    return [
+        {"part": "rounds", "context": context, "nodes": nodes, "mode": mode}
+        | bench.of_calls(bench.prompt(context), bench.drafter(nodes, mode))
+        for mode in bench.modes
+        for context in bench.options.contexts
+        for nodes in bench.options.nodes
+    ]
+
+
+def batch(bench: Bench) -> list[Row]:
+    """Throughput by rows, at the first context and number of nodes."""
+    context, nodes = bench.options.contexts[0], bench.options.nodes[0]
+    return [
+        {"part": "batch", "batch": size, "context": context, "nodes": nodes, "mode": mode}
+        | bench.of_calls(bench.prompt(context, size), bench.drafter(nodes, mode))
+        for mode in bench.modes
+        for size in bench.options.batches
+    ]
+
+
+def length(bench: Bench) -> list[Row]:
+    """Seconds per round over one long text, quarter by quarter."""
+    prompt, rows = bench.prompt(bench.options.contexts[0]), []
+    for mode in bench.modes:
+        drafter = bench.drafter(bench.options.nodes[-1], mode)
+        moments: list[float] = []
+        make = drafter.candidate_generator
+
+        def noting(target: Any, make: Any = make, moments: list[float] = moments) -> Any:
+            generator = make(target)
+            draft = generator.draft
+
+            def drafted(context: Any) -> Any:
+                moments.append(time.perf_counter())
+                return draft(context)
+
+            generator.draft = drafted
+            return generator
+
+        drafter.candidate_generator = noting  # type: ignore[method-assign]
+        for _ in range(2):
+            moments.clear()
+            bench.generate(prompt, bench.options.length, assistant_model=drafter)
+        taken = [1000 * (later - sooner) for sooner, later in itertools.pairwise(moments)]
+        quarter = max(1, len(taken) // 4)
+        parts = [statistics.median(taken[start : start + quarter]) for start in range(0, 4 * quarter, quarter)]
+        rows.append(
+            {"part": "length", "mode": mode, "new_tokens": bench.options.length, "quarters_ms": parts}
+            | {"last_over_first": parts[-1] / parts[0]}
+        )
+    return rows
+
+
+def baselines(bench: Bench) -> list[Row]:
+    """Plain decoding: as it comes, and compiled with a static cache."""
+    compiled = CompileConfig()
+    compiled._compile_all_devices = True  # left alone, generate compiles on accelerators only
+    ways = {"plain": {}, "plain compiled": {"cache_implementation": "static", "compile_config": compiled}}
+    rows = []
+    for context in bench.options.contexts:
+        for way, arguments in ways.items():
+            prompt, seconds, prefill = bench.prompt(context), [], []
+            for repeat in range(bench.options.repeats + 1):
+                _, first = bench.generate(prompt, 1, **arguments)
+                output, whole = bench.generate(prompt, bench.options.new_tokens, **arguments)
+                bench.check(output, prompt)
+                if repeat:
+                    seconds.append(whole)
+                    prefill.append(first)
+            per_token = (statistics.median(seconds) - statistics.median(prefill)) / (bench.options.new_tokens - 1)
+            rows.append(
+                {"part": "baselines", "way": way, "context": context, "round_ms": 1000 * per_token}
+                | {"round_to_floor": round_to_floor(per_token, bench.target, bench.bandwidth)}
+                | {"tokens_per_s": 1 / per_token}
+            )
+    return rows
+
+
+def auto(bench: Bench) -> list[Row]:
+    """`tree_budget="auto"` against fixed budgets and plain decoding, on the bundled model, by prompt group."""
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=bench.dtype).to(bench.device)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    drafter: Any = load_drafter(str(BUNDLED / "dflash"))
+    drafter.to(bench.device, bench.dtype)
+    lines = (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    groups: dict[str, list[str]] = {}
+    for line in map(json.loads, lines):
+        groups.setdefault(line["source"].split("/")[0], []).append(line["prompt"])
+    budgets: list[Any] = [8, 16, 32, 64, "auto"]
+    rows = []
+    for warming_up in (True, False):
+        for group, prompts in groups.items():
+            seconds: dict[Any, list[float]] = {budget: [] for budget in ["plain", *budgets]}
+            for prompt in prompts[: 1 if warming_up else bench.options.prompts_per_group]:
+                inputs = tokenizer(prompt, return_tensors="pt").to(bench.device)
+                best = dict.fromkeys(seconds, float("inf"))
+                outputs = []
+                for repeat in range(bench.options.repeats):
+                    for budget in seconds if repeat % 2 == 0 else reversed(seconds):
+                        arguments = {}
+                        if budget != "plain":
+                            drafter.set_options(tree_budget=budget)
+                            arguments["assistant_model"] = drafter
+                        bench.wait()
+                        began = time.perf_counter()
+                        output = model.generate(
+                            **inputs, max_new_tokens=bench.options.new_tokens, do_sample=False, **arguments
+                        )
+                        bench.wait()
+                        best[budget] = min(best[budget], time.perf_counter() - began)
+                        outputs.append(output.tolist())
+                if bench.dtype == torch.float32:
+                    assert all(output == outputs[0] for output in outputs), f"outputs differ: {prompt[:60]!r}"
+                for budget, taken in best.items():
+                    seconds[budget].append(taken)
+            if warming_up:
+                continue
+            speedups = {
+                str(budget): [plain / own for plain, own in zip(seconds["plain"], seconds[budget], strict=True)]
+                for budget in budgets
+            }
+            means = {budget: statistics.fmean(values) for budget, values in speedups.items()}
+            best_fixed = max(value for budget, value in means.items() if budget != "auto")
+            rows.append(
+                {"part": "auto", "group": group, "prompts": len(seconds["plain"])}
+                | {f"speedup {budget}": value for budget, value in means.items()}
+                | {"auto_over_best": means["auto"] / best_fixed, "slowest_auto": min(speedups["auto"])}
+            )
+    return rows
+
+
+PARTS: dict[str, Callable[[Bench], list[Row]]] = {
+    "auto": auto, "baselines": baselines, "batch": batch, "length": length, "rounds": rounds,
+}  # fmt: skip
+
+
+def environment(bench: Bench, argv: Sequence[str]) -> Row:
+    """Where, with what, and how it was measured."""
+    cuda = bench.device.type == "cuda"
+    return {
+        "command": shlex.join(["python", "-m", "hf_specdec.benchmark.speed", *argv]),
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(bench.device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "shape": bench.options.shape,
+        "drafter_network": not bench.options.no_network,
+        "bandwidth_gb_per_s": bench.bandwidth / 1e9,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "hf_specdec": hf_specdec.__version__,
+        },
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows of one part as text, a column per figure."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        return " ".join(map(shown, value)) if isinstance(value, list) else str(value)
+
+    names = [name for name in rows[0] if name != "part"]
+    lines = [names] + [[shown(row[name]) for name in names] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command: prints a table per part, and writes them with the environment where `--output` says."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    bench = Bench(parser().parse_args(argv))
+    report: Row = {"environment": environment(bench, argv), "rows": []}
+    print(json.dumps(report["environment"]))
+    for part in bench.options.part:
+        rows = PARTS[part](bench)
+        print(f"\n{part}\n{table(rows)}", flush=True)
+        report["rows"] += rows
+        if bench.options.output is not None:  # after each part: a later one may run out of time
+            bench.options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

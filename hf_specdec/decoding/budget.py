@@ -1,0 +1,304 @@
+"""AutoBudget: how many nodes of each tree are worth verifying, and whether drafting is worth it at all.
+
+A drafter that says how likely it holds each path hands over its nodes in that order. Of these the first n are verified
+that make the most of the round's time:
+
+    n = argmax (1 + expected accepted nodes among the first n) / seconds(n)
+
+Seconds are measured on the rounds themselves. The drafter's probabilities are corrected by how often drafts of such a
+probability were accepted lately. Where even the best n gives fewer tokens per second than rounds without a draft, the
+call goes on without, and looks again now and then; the pauses double as long as that finds nothing. Every choice
+concerns speed only: any part of a tree is a tree, and the target decides as ever.
+Verifying the likeliest prefixes is DDTree, arXiv 2604.12989, Proposition 2; weighing them against time is ours.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hf_specdec.decoding.tree import DraftTree
+
+MOST_NODES = 64  # what a drafter is asked for, where it is left to us
+# Node counts that are measured together; trees in device memory are cut to these, so that shapes repeat.
+BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FIRST_LOOKS = (64, 16, 4)  # nodes of the first rounds, so that the slope of the times is known
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # nats
+
+
+class RoundTimes:
+    """Seconds of a round by its number of drafted nodes: a line through the medians of what was measured lately."""
+
+    def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=9)
+        self._drafted: dict[int, deque[tuple[int, float]]] = {}
+        self._line: tuple[float, float] | None = None
+
+    def note(self, nodes: int, seconds: float) -> None:
+        """Takes a measured round; 0 nodes means that nothing was drafted."""
+        if nodes == 0:
+            self._plain.append(seconds)
+            return
+        self._drafted.setdefault(bucket_of(nodes), deque(maxlen=9)).append((nodes, seconds))
+        self._line = None
+
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a round without a draft; None before one was measured."""
+        # The lower median: a first call's warming up is no round like others.
+        return statistics.median_low(self._plain) if self._plain else None
+
+    @property
+    def num_plain(self) -> int:
+        """Rounds without a draft that are still remembered."""
+        return len(self._plain)
+
+    def of(self, nodes: int) -> float:
+        """Seconds of a round with `nodes` drafted nodes; needs one measured round."""
+        if self._line is None:
+            self._line = self._fit()
+        start, slope = self._line
+        return start + slope * nodes
+
+    def _fit(self) -> tuple[float, float]:
+        points = [
+            (statistics.fmean(nodes for nodes, _ in seen), statistics.median_low(s for _, s in seen), len(seen))
+            for seen in self._drafted.values()
+        ]
+        weight = sum(count for _, _, count in points)
+        mean_nodes = sum(nodes * count for nodes, _, count in points) / weight
+        mean_s = sum(seconds * count for _, seconds, count in points) / weight
+        spread = sum(count * (nodes - mean_nodes) ** 2 for nodes, _, count in points)
+        joint = sum(count * (nodes - mean_nodes) * (seconds - mean_s) for nodes, seconds, count in points)
+        slope = max(0.0, joint / spread) if spread else 0.0
+        # More nodes never take no time: a line that starts at or below 0 has met a disturbed measurement.
+        slope = min(slope, mean_s / (mean_nodes + 1))
+        return mean_s - slope * mean_nodes, slope
+
+
+class Calibration:
+    """How often drafts of a given probability are accepted, by what happened lately.
+
+    A node counts as accepted with its whole path. Without observations the drafter is taken at its word.
+    """
+
+    PRIOR = 4.0  # observations that the drafter's own word is worth
+    DECAY = 0.98  # per round
+
+    def __init__(self) -> None:
+        self._accepted = [0.0] * (len(EDGES) + 1)
+        self._drafted = [0.0] * (len(EDGES) + 1)
+
+    def note(self, logprobs: Sequence[float], accepted: set[int]) -> None:
+        """Takes a verified tree: log-probabilities of its drafted nodes, and which of them were accepted."""
+        self._accepted = [self.DECAY * count for count in self._accepted]
+        self._drafted = [self.DECAY * count for count in self._drafted]
+        for node, logprob in enumerate(logprobs):
+            if logprob > -math.inf:
+                place = bisect.bisect_right(EDGES, -logprob)
+                self._drafted[place] += 1
+                self._accepted[place] += node in accepted
+
+    def probability(self, logprob: float) -> float:
+        """That a node of this path log-probability is accepted."""
+        if not logprob > -math.inf:
+            return 0.0
+        place = bisect.bisect_right(EDGES, -logprob)
+        said = self.PRIOR * math.exp(min(logprob, 0.0))
+        return (self._accepted[place] + said) / (self._drafted[place] + self.PRIOR)
+
+
+class BudgetKnowledge:
+    """What calls with one target and one number of rows have learned; later calls begin with it."""
+
+    def __init__(self) -> None:
+        self.times = RoundTimes()
+        self.calibration = Calibration()
+        self.rounds = 0
+        # Mean over recent rounds of how likely the first, second, ... node of a row is accepted.
+        self.curve: list[float] = []
+
+    def note_curve(self, probabilities: list[float]) -> None:
+        """Takes the acceptance probabilities of one row's nodes, in order."""
+        self.curve += probabilities[len(self.curve) :]
+        for place in range(len(self.curve)):
+            new = probabilities[place] if place < len(probabilities) else 0.0
+            self.curve[place] += 0.1 * (new - self.curve[place])
+
+
+class AutoBudget:
+    """Chooses the size of every tree of one `generate` call.
+
+    Args:
+        knowledge: of earlier calls; this call adds to it.
+
+    Attributes:
+        drafting: whether the next round should draft.
+        probing: whether it does so only to find out if drafting pays again.
+    """
+
+    FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds
+    MEMORY = 0.9  # per drafted round, of tokens and seconds
+    CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, that a call is given before it is judged
+
+    def __init__(self, knowledge: BudgetKnowledge) -> None:
+        self.knowledge = knowledge
+        self.drafting, self.probing = True, False
+        self._pause, self._rest = self.FIRST_PAUSE, 0
+        self._since_plain = 0
+        self._tokens = self._seconds = 0.0
+        self._credit = self.CREDIT
+        self._kept_up = 0
+        self._recent: deque[int] = deque([MOST_NODES], maxlen=8)
+        self._late: tuple[Tensor, Tensor, list[int]] | None = None
+
+    @property
+    def node_limit(self) -> int:
+        """Nodes that a drafter in host memory need not exceed in the next round."""
+        if self.knowledge.rounds < 2 * len(FIRST_LOOKS):
+            return FIRST_LOOKS[self.knowledge.rounds % len(FIRST_LOOKS)]
+        return min(MOST_NODES, max(8, 2 * max(self._recent)))
+
+    def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:
+        """The part of `tree` that is worth its time; all of it where the drafter does not say how likely it is."""
+        most = tree.num_nodes - 1
+        if tree.path_logprobs is None or not most:
+            return tree
+        if self.knowledge.rounds < 2 * len(FIRST_LOOKS):
+            return tree.first_nodes(min(most, self.node_limit))
+        on_host = _on_host(tree.path_logprobs)
+        if on_host is None:
+            # In device memory: what they are is not known in time, so the mean of recent rounds has to do.
+            gains = self.knowledge.curve[:most]
+            sizes = [size for size in BUCKETS if size <= len(gains)] or [most]
+        else:
+            probability = self.knowledge.calibration.probability
+            rows = [row for row, going in zip(on_host, active, strict=True) if going]
+            gains = [
+                sum(probability(row[node]) for row in rows if node < len(row)) / len(rows)
+                for node in range(1, most + 1)
+            ]
+            sizes = list(range(1, most + 1))
+        size = self.best_size(gains, sizes)
+        self._recent.append(size)
+        return tree.first_nodes(size)
+
+    def best_size(self, gains: list[float], sizes: Sequence[int]) -> int:
+        """Of `sizes` the one with the most tokens per second; `gains` are the acceptance probabilities in order."""
+        times = self.knowledge.times
+        best, best_rate, expected, counted = sizes[0], 0.0, 1.0, 0
+        for size in sizes:
+            expected += sum(gains[counted:size])
+            counted = size
+            rate = expected / times.of(size)
+            if rate > best_rate:
+                best, best_rate = size, rate
+        return best
+
+    def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], active: list[bool], seconds: float) -> None:
+        """Takes a finished round, and decides whether the next one drafts.
+
+        Args:
+            tree: that was verified; a root alone where nothing was drafted.
+            path: [batch, steps] int64, accepted nodes in order, root first.
+            num_accepted: drafted nodes kept per row.
+            active: rows that the round was for.
+            seconds: from before drafting to after the commit.
+        """
+        drafted = self.drafting
+        nodes = tree.num_nodes - 1 if drafted else 0
+        if not drafted or nodes:
+            self.knowledge.times.note(nodes, seconds)
+        if nodes:
+            self._learn(tree, path, [kept if going else -1 for kept, going in zip(num_accepted, active, strict=True)])
+        if drafted:
+            self.knowledge.rounds += 1
+            self._since_plain += 1
+            kept = [kept for kept, going in zip(num_accepted, active, strict=True) if going]
+            self._weigh(1 + statistics.fmean(kept), seconds)
+        else:
+            self._since_plain = 0
+            self._rest -= 1
+            if self._rest <= 0:
+                self.resume()
+
+    def _learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
+        """Calibrates; what lies in device memory is fetched without waiting, and read a round later."""
+        if tree.path_logprobs is None:
+            return
+        logprobs = _on_host(tree.path_logprobs)
+        learns_curve = logprobs is None
+        if logprobs is None:
+            assert isinstance(tree.path_logprobs, Tensor)
+            late = self._late
+            # The round's own sync comes after this copy, so the next time it has arrived.
+            self._late = (
+                tree.path_logprobs.to("cpu", non_blocking=True),
+                path.to("cpu", non_blocking=True),
+                num_accepted,
+            )
+            if late is None:
+                return
+            logprobs, path, num_accepted = late[0].tolist(), late[1], late[2]
+        paths = path.tolist()
+        calibration = self.knowledge.calibration
+        for row, walked, kept in zip(logprobs, paths, num_accepted, strict=True):
+            if kept >= 0:
+                calibration.note(row[1:], {node - 1 for node in walked[1 : 1 + kept]})
+                if learns_curve:
+                    self.knowledge.note_curve([calibration.probability(logprob) for logprob in row[1:]])
+
+    def _weigh(self, tokens: float, seconds: float) -> None:
+        """After a drafted round: goes on drafting, or rests."""
+        self._tokens = self.MEMORY * self._tokens + tokens
+        self._seconds = self.MEMORY * self._seconds + seconds
+        self._credit *= self.MEMORY
+        self._kept_up += 1
+        self.probing = False
+        plain = self.knowledge.times.plain
+        if plain is None or self.knowledge.times.num_plain < 3:
+            if self._kept_up >= 2:
+                self._pause_for(3)  # to see what a round without a draft takes
+            return
+        gain = (self._tokens + self.CREDITED_GAIN * self._credit) * plain / (self._seconds + self._credit * plain)
+        if gain < 1:
+            self._pause_for(self._pause)
+            self._pause = min(2 * self._pause, self.LONGEST_PAUSE)
+            self.probing = True
+        elif self._kept_up >= 8:
+            self._pause = self.FIRST_PAUSE
+            if gain < 1.3 and self._since_plain >= 32:
+                self._pause_for(1)
+
+    def _pause_for(self, rounds: int) -> None:
+        self.drafting, self._rest = False, rounds
+
+    def resume(self) -> None:
+        """Drafts in the next round."""
+        self.drafting = True
+        if self.probing:
+            self._tokens = self._seconds = self._credit = 0.0  # this one round is judged by itself
+            self._kept_up = 0
+
+
+def _on_host(path_logprobs: list[list[float]] | Tensor) -> list[list[float]] | None:
+    """As lists; None where that would wait for the device."""
+    if not isinstance(path_logprobs, Tensor):
+        return path_logprobs
+    values: list[list[float]] | None = path_logprobs.tolist() if path_logprobs.device.type == "cpu" else None
+    return values
+
+
+def bucket_of(nodes: int) -> int:
+    """The smallest of `BUCKETS` that holds `nodes`; the largest for more.
+
+    Example:
+        >>> bucket_of(5), bucket_of(16), bucket_of(5000)
+        (6, 16, 1024)
+    """
+    return BUCKETS[min(bisect.bisect_left(BUCKETS, nodes), len(BUCKETS) - 1)]

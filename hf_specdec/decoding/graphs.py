@@ -1,0 +1,224 @@
+"""Rounds of fixed shapes: the verify forward captured once per shape, and replayed.
+
+On a GPU launching a forward's kernels one by one takes longer than they run. A CUDA graph launches them in one go, but
+only for the very shapes and addresses that it was captured with. So trees are padded to a few numbers of nodes, the
+prefix to a few lengths (entries beyond a row's own are masked by lengths that only the device knows), nodes lie at a
+fixed place behind the prefix (`TreeCache.place_nodes`), and buffers are kept from call to call (`Workspace`), so that a
+graph captured in one `generate` serves the next. The forward itself is `TargetModel.static_forward`.
+
+Where a forward cannot be captured, it runs launch by launch on the same buffers, with the same bytes as its result.
+What runs where there is no GPU is tested with a stand-in for the graph; its speed on one is not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# Nodes of a tree, root included; beyond the last, multiples of it.
+NODE_BUCKETS = (1, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+FIRST_PREFIX = 256  # entries; longer prefixes are padded to twice that, four times, ...
+CompileMode = Literal["none", "reduce-overhead"]
+Forward = Callable[[], tuple[Tensor, ...]]
+
+
+class Graph(Protocol):
+    """A captured forward."""
+
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        """Computes `outputs` anew from what the inputs hold now."""
+
+
+class CudaGraph:
+    """A forward of fixed addresses as one launch.
+
+    Args:
+        forward: reads and writes the same tensors each time it is called.
+
+    Raises:
+        RuntimeError: something in it cannot be captured, as a wait for the device.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are chosen and compiled, workspaces made
+                forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.outputs = forward()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def make_graph(forward: Forward) -> Graph:
+    """Captures a forward."""
+    return CudaGraph(forward)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether forwards on this device can be captured at all."""
+    return device.type == "cuda"
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why forwards of `model` are not captured, as far as that can be told beforehand; None if they are."""
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "its modules are offloaded or spread over devices"
+    config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts and config._experts_implementation == "eager":  # type: ignore[union-attr]
+        return "its experts are run in a loop that depends on the data (experts_implementation='eager')"
+    return None
+
+
+@dataclass
+class Captured:
+    """A forward of one shape: what it reads, and its graph; without one it is run launch by launch."""
+
+    inputs: tuple[Tensor, ...]
+    graph: Graph | None
+
+
+class Workspace:
+    """What calls with one model share: key and value buffers, static inputs, captured forwards.
+
+    One call at a time: a call that finds it taken does without.
+    """
+
+    def __init__(self) -> None:
+        self.owner: weakref.ref[Any] | None = None
+        self._captured: dict[Hashable, Captured] = {}
+        self._slabs: dict[Hashable, list[Tensor]] = {}
+        self._said = False
+
+    def claim(self, owner: object) -> bool:
+        """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it."""
+        if self.owner is not None and self.owner() is not None:
+            return False
+        self.owner = weakref.ref(owner)
+        return True
+
+    def release(self) -> None:
+        """Ends the claim."""
+        self.owner = None
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for keys and values; one that was given back, if there is one. New ones are zeros."""
+        free = self._slabs.get((shape, dtype, device))
+        return free.pop() if free else torch.zeros(shape, dtype=dtype, device=device)
+
+    def give_back(self, slab: Tensor) -> None:
+        """Keeps a buffer, at its address, for the next call of the same shape."""
+        self._slabs.setdefault((tuple(slab.shape), slab.dtype, slab.device), []).append(slab)
+
+    def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The static inputs of a shape, to be written before `run`."""
+        if key not in self._captured:
+            self._captured[key] = Captured(make(), None)
+        return self._captured[key].inputs
+
+    def run(self, key: Hashable, forward: Forward, model: nn.Module) -> tuple[Tensor, ...]:
+        """The outputs of `forward` for what the static inputs hold; they are written over by the next run."""
+        captured = self._captured[key]
+        if captured.graph is None and not self._said:
+            captured.graph = self._capture(forward, model)
+            # Warming up and capturing are no run: what the graph has computed is defined by its first replay.
+        if captured.graph is None:
+            return forward()
+        captured.graph.replay()
+        return captured.graph.outputs
+
+    def _capture(self, forward: Forward, model: nn.Module) -> Graph | None:
+        try:
+            return make_graph(forward)
+        except RuntimeError as error:
+            self._said = True
+            logger.warning(
+                "A forward of %s cannot be captured as a graph and is run launch by launch, with the same result: %s",
+                type(model).__name__,
+                error,
+            )
+            return None
+
+
+_WORKSPACES: weakref.WeakKeyDictionary[nn.Module, Workspace] = weakref.WeakKeyDictionary()
+_REFUSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
+    """The workspace of a model whose forwards are captured; None where they are not, which is said once."""
+    if not can_capture(device):
+        return None
+    reason = obstacle(model)
+    if reason is not None:
+        if model not in _REFUSED:
+            _REFUSED.add(model)
+            logger.warning("Forwards of %s are not captured as graphs: %s.", type(model).__name__, reason)
+        return None
+    return _WORKSPACES.setdefault(model, Workspace())
+
+
+def run(model: nn.Module, **inputs: Any) -> Any:
+    """A forward as it is."""
+    return model(**inputs)
+
+
+@functools.cache
+def compiled_forward() -> Callable[..., Any]:
+    """A forward compiled by torch, for any model; lengths and numbers of nodes may vary."""
+    return torch.compile(run, dynamic=True)
+
+
+def nodes_bucket(nodes: int) -> int:
+    """The number of nodes that a tree is padded to.
+
+    Example:
+        >>> nodes_bucket(1), nodes_bucket(17), nodes_bucket(65), nodes_bucket(300)
+        (1, 24, 80, 512)
+    """
+    for size in NODE_BUCKETS:
+        if nodes <= size:
+            return size
+    return -(-nodes // NODE_BUCKETS[-1]) * NODE_BUCKETS[-1]
+
+
+def prefix_bucket(entries: int) -> int:
+    """The number of entries that a prefix is padded to.
+
+    Example:
+        >>> prefix_bucket(0), prefix_bucket(256), prefix_bucket(1100)
+        (256, 256, 2048)
+    """
+    size = FIRST_PREFIX
+    while size < entries:
+        size *= 2
+    return size
+
+
+def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Writes per-node values [batch, nodes] or [batch, nodes, nodes] in front of what pads them to the bucket."""
+    for goal, value in zip(inputs, values, strict=True):
+        nodes = value.shape[1] if value.dim() > 1 else None
+        if value.dim() == 3:
+            goal[:, :nodes, :nodes].copy_(value)
+            goal[:, :nodes, nodes:].fill_(False)  # no node sees padding; what padding sees is of no use to anybody
+        elif nodes is not None:
+            goal[:, :nodes].copy_(value)
+        else:
+            goal.copy_(value)

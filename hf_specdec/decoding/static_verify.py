@@ -1,0 +1,104 @@
+"""StaticVerify: a target's verify forward in shapes and addresses that do not change from round to round.
+
+What `TargetModel.verify` does, for `graphs.py` to capture: trees padded to a bucket of nodes, the prefix to a bucket of
+entries, everything a round brings written into the same tensors. Masks are made inside the captured forward, from row
+lengths that stay on the device.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding.attention import Spans, attach, tree_attention
+from hf_specdec.decoding.graphs import NODE_BUCKETS, Workspace, nodes_bucket, prefix_bucket, write_tree
+from hf_specdec.decoding.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hf_specdec.decoding.target import TargetModel
+
+
+def capacity_for(entries: int) -> int:
+    """Entries of a buffer that lasts for rows of `entries`, nodes of a round included, in sizes that calls share."""
+    return prefix_bucket(entries) + NODE_BUCKETS[-1]
+
+
+class StaticVerify:
+    """Verifies the trees of one call.
+
+    Args:
+        workspace: of the target's model, claimed for this call.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __call__(self, target: TargetModel, tree: DraftTree, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [batch, nodes, vocab] float32 and features; good until the next call.
+
+        Args:
+            target: of this call; its rows' prompts are intervals (`prompt_starts`).
+            tree: what to verify.
+            position_ids: [batch, nodes] int64.
+        """
+        cache, nodes = target.cache, nodes_bucket(tree.num_nodes)
+        at = prefix_bucket(cache.longest)
+        cache.place_nodes(at)
+        cache.reserve(nodes)
+        batch, device = cache.batch, cache.lengths.device
+        key = (batch, nodes, at, target.feature_layers, cache.addresses)
+
+        def make() -> tuple[Tensor, ...]:
+            numbers = torch.zeros(3, batch, nodes, dtype=torch.int64, device=device)
+            sees = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+            return (*numbers, sees, *numbers.new_zeros(2, batch))
+
+        inputs = self.workspace.inputs(key, make)
+        starts = target.prompt_starts
+        assert starts is not None
+        values = (tree.token_ids, position_ids, tree.depths, tree.ancestor_mask, cache.lengths, starts)
+        write_tree(inputs, values)
+        logits, *features = self.workspace.run(key, lambda: _forward(self.workspace, inputs, at), target.model)
+        real = slice(0, tree.num_nodes)
+        return logits[:, real], features[0][:, real] if features else None
+
+
+def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple[Tensor, ...]:
+    """The forward that is captured, of whichever call has the workspace."""
+    target: TargetModel | None = workspace.owner() if workspace.owner is not None else None
+    assert target is not None
+    token_ids, position_ids, depths, sees, lengths, starts = inputs
+    masks = {kind: _mask(target, window, depths, sees, lengths, starts, at) for kind, window in target.windows.items()}
+    own_attention = tree_attention(target.config) if target.uses_tree_attention else nullcontext()
+    with own_attention:
+        outputs = target.model(
+            input_ids=token_ids,
+            attention_mask=target.masks_as_wanted(masks),
+            position_ids=position_ids,
+            past_key_values=target.cache,
+            use_cache=True,
+            return_dict=True,
+        )
+    features = target.read_taps()
+    logits = outputs.logits.to(torch.float32)
+    return (logits,) if features is None else (logits, features)
+
+
+def _mask(
+    target: TargetModel, window: int | None, depths: Tensor, sees: Tensor, lengths: Tensor, starts: Tensor, at: int
+) -> Tensor:
+    """Additive [batch, 1, nodes, at + nodes], with the intervals it was made of."""
+    first = starts.unsqueeze(1).expand_as(depths)
+    if window is not None:
+        first = first.maximum(lengths.unsqueeze(1) + depths - (window - 1))
+        sees = sees & (depths.unsqueeze(-1) - depths.unsqueeze(1) < window)
+    entries = torch.arange(at, device=depths.device)
+    prefix = (entries >= first.unsqueeze(-1)) & (entries < lengths[:, None, None])
+    visible = torch.cat([prefix, sees], dim=-1)
+    mask = torch.where(visible, target.visible, target.hidden).unsqueeze(1)
+    if target.uses_tree_attention and target.splits_prefix:
+        attach(mask, Spans(first.to(torch.int32).contiguous(), lengths.to(torch.int32), depths.shape[1]))
+    return mask

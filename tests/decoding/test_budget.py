@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.budget import FIRST_LOOKS, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import Drafter
+from tests.methods import METHODS
+from tests.targets import PROMPTS, make_target
+
+TREE_METHODS = ["ddtree", "causal_lm_tree", "eagle3", "medusa", "specblock"]
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+
+
+def auto(method: str, target: PreTrainedModel) -> Drafter:
+    drafter = METHODS[method](target)
+    if isinstance(drafter, torch.nn.Module):
+        drafter.to(torch.float64)
+    drafter.set_options(tree_budget="auto")
+    return drafter
+
+
+class Every(AutoBudget):
+    """Drafts in every third round, whatever it costs, and keeps five nodes."""
+
+    def __init__(self, knowledge: BudgetKnowledge) -> None:
+        super().__init__(knowledge)
+        self.rounds = 0
+
+    def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:
+        return tree.first_nodes(5)
+
+    def note(self, *arguments: Any) -> None:
+        self.rounds += 1
+        self.drafting = self.rounds % 3 == 0
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", TREE_METHODS)
+def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = auto(method, target)
+    for _ in range(2):  # the second call begins with what the first has learned
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0
+
+
+@pytest.mark.usefixtures("whole_batch")
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", TREE_METHODS)
+def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_drafts(
+    method: str, batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    alone = target.generate(**prompts, **GREEDY)
+
+    def drafts(drafter: Drafter) -> dict[tuple[int, int], list[int]]:
+        seen: dict[tuple[int, int], list[int]] = {}
+        make = drafter.candidate_generator
+
+        def watched(of: Any) -> Any:
+            generator = make(of)
+            draft = generator.draft
+
+            def noting(context: DraftContext) -> DraftTree:
+                tree = draft(context)
+                for row, length in enumerate(context.lengths):
+                    if context.active[row]:
+                        seen[row, length] = tree.token_ids[row].tolist()[:6]
+                return tree
+
+            generator.draft = noting
+            return generator
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(drafter), "candidate_generator", lambda self, of: watched(of))
+            assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        return seen
+
+    drafter = METHODS[method](target)
+    if isinstance(drafter, torch.nn.Module):
+        drafter.to(torch.float64)
+    always = drafts(drafter)
+    monkeypatch.setattr(type(drafter), "auto_budget", lambda self, model, batch: Every(BudgetKnowledge()))
+    now_and_then = drafts(drafter)
+    both = always.keys() & now_and_then.keys()
+    assert len(both) >= 3
+    assert {where: always[where] for where in both} == {where: now_and_then[where] for where in both}
+    assert drafter.stats.num_undrafted_steps > 0
+
+
+def test_nodes_come_likeliest_first_and_below_their_parents() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    for method in TREE_METHODS:
+        drafter = auto(method, target)
+        trees: list[DraftTree] = []
+
+        def keep(self: AutoBudget, tree: DraftTree, active: list[bool], trees: list[DraftTree] = trees) -> DraftTree:
+            trees.append(tree)
+            return tree
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AutoBudget, "cut", keep)
+            target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        for tree in trees:
+            assert tree.path_logprobs is not None, method
+            for row, parents in zip(tree.path_logprobs, tree.parents.tolist(), strict=True):
+                scores = [float(score) for score in row]
+                assert scores[0] == 0.0, method
+                assert all(later <= former for former, later in itertools.pairwise(scores)), method
+                assert all(scores[node] <= scores[parents[node]] for node in range(1, len(scores))), method
+
+
+def test_first_nodes_are_the_tree_that_a_smaller_budget_gives() -> None:
+    from hf_specdec.drafters.ddtree import heap_tree, level_tree
+
+    logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
+    roots = torch.tensor([3, 4])
+    for build in (heap_tree, level_tree):
+        cut, small = build(roots, logits, 12).first_nodes(5), build(roots, logits, 5)
+        for name in ("token_ids", "parents", "depths", "ancestor_mask", "valid"):
+            assert torch.equal(getattr(cut, name), getattr(small, name)), name
+        assert cut.children == small.children
+        assert [list(map(float, row)) for row in cut.path_logprobs] == [
+            list(map(float, row)) for row in small.path_logprobs
+        ]
+
+
+def outcome(counts: list[int], start: int, num_accepted: list[int] | None = None) -> RoundOutcome:
+    """Tokens of row r are 100 r + 10 times the round's start + place."""
+    steps = max(counts)
+    place = torch.arange(steps).expand(len(counts), -1)
+    token_ids = place + 10 * start + 100 * torch.arange(len(counts)).unsqueeze(1)
+    valid = place < torch.tensor(counts).unsqueeze(1)
+    return RoundOutcome(
+        token_ids=token_ids,
+        features=token_ids.unsqueeze(-1).double(),
+        position_ids=token_ids + 1,
+        valid=None if bool(valid.all()) else valid,
+        num_committed=counts,
+        num_accepted=num_accepted or [0] * len(counts),
+        target_logits=torch.empty(0),
+        tree=DraftTree.root_only(torch.zeros(len(counts), dtype=torch.int64)),
+        path=place,
+    )
+
+
+@pytest.mark.parametrize(
+    "rounds", [[[3], [1], [1]], [[3, 1, 2], [1, 1, 1], [1, 1, 1]], [[2, 2], [1, 0], [1, 0]], [[1, 3], [0, 1]]]
+)
+def test_rounds_without_a_draft_join_the_round_before_them(rounds: list[list[int]]) -> None:
+    parts = [outcome(counts, start) for start, counts in enumerate(rounds)]
+    joined = parts[0].followed_by(parts[1:])
+    assert joined.num_committed == [sum(counts) for counts in zip(*rounds, strict=True)]
+    assert joined.num_from_tree == [min(1, count) for count in rounds[0]]
+    for row in range(len(rounds[0])):
+        expected = [
+            100 * row + 10 * start + place for start, counts in enumerate(rounds) for place in range(counts[row])
+        ]
+        count = joined.num_committed[row]
+        assert joined.token_ids[row, :count].tolist() == expected
+        assert joined.position_ids[row, :count].tolist() == [token + 1 for token in expected]
+        assert joined.features is not None
+        assert joined.features[row, :count, 0].tolist() == expected
+        if joined.valid is not None:
+            assert joined.valid[row].tolist() == [place < count for place in range(joined.token_ids.shape[1])]
+
+
+def test_times_are_a_line_through_medians() -> None:
+    times = RoundTimes()
+    for nodes in (4, 16, 64):
+        for noise in (0.0, 0.1, 5.0):  # a disturbance is outvoted
+            times.note(nodes, 2.0 + 0.1 * nodes + noise)
+    times.note(0, 1.5)
+    assert times.plain == 1.5
+    assert times.of(30) == pytest.approx(2.1 + 3.0, abs=0.01)
+
+
+def test_more_nodes_are_never_believed_to_take_less_time() -> None:
+    times = RoundTimes()
+    for nodes, seconds in ((4, 3.0), (64, 1.0)):
+        times.note(nodes, seconds)
+    assert times.of(64) >= times.of(4) > 0
+
+
+def test_probabilities_are_corrected_by_what_was_accepted() -> None:
+    calibration = Calibration()
+    assert calibration.probability(math.log(0.5)) == pytest.approx(0.5)
+    assert calibration.probability(-math.inf) == 0.0
+    assert calibration.probability(math.nan) == 0.0
+    for _ in range(200):
+        calibration.note([math.log(0.5)], set())
+    assert calibration.probability(math.log(0.5)) < 0.1
+    assert calibration.probability(math.log(0.001)) == pytest.approx(0.001)  # another probability is another matter
+
+
+def knowing(plain: float, start: float, slope: float) -> BudgetKnowledge:
+    knowledge = BudgetKnowledge()
+    for _ in range(5):
+        knowledge.times.note(0, plain)
+        for nodes in FIRST_LOOKS:
+            knowledge.times.note(nodes, start + slope * nodes)
+    knowledge.rounds = 100
+    return knowledge
+
+
+def tree_of(probabilities: list[float], rows: int = 1) -> DraftTree:
+    """Alternatives below the root, one per probability."""
+    nodes = 1 + len(probabilities)
+    logprobs = [0.0, *map(math.log, probabilities)]
+    return DraftTree.from_lists(
+        [list(range(nodes))] * rows, [[-1] + [0] * (nodes - 1)] * rows, path_logprobs=[logprobs] * rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("slope", "expected"), [(0.0, 4), (0.05, 3), (0.5, 1)], ids=["free nodes", "dear nodes", "very dear nodes"]
+)
+def test_nodes_are_kept_while_they_gain_more_than_they_cost(slope: float, expected: int) -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=slope))
+    tree = tree_of([0.5, 0.3, 0.1, 0.01])
+    assert budget.cut(tree, [True]).num_nodes - 1 == expected
+
+
+def test_rows_that_wait_have_no_say() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=0.05))
+    tree = DraftTree.from_lists(
+        [[0, 1, 2], [0, 1, 2]], [[-1, 0, 0]] * 2, path_logprobs=[[0.0, -0.1, -9.0], [0.0, -0.7, -0.7]]
+    )
+    assert budget.cut(tree, [True, False]).num_nodes == 2
+    assert budget.cut(tree, [False, True]).num_nodes == 3
+
+
+def test_trees_without_probabilities_are_verified_whole() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=9.0))
+    tree = DraftTree.chain(torch.tensor([[1, 2, 3]]))
+    assert budget.cut(tree, [True]) is tree
+
+
+def play(budget: AutoBudget, accepted: int, plain_s: float, drafted_s: float, rounds: int) -> list[bool]:
+    """Rounds that each accept this many nodes; returns which of them drafted."""
+    drafted = []
+    tree = tree_of([0.5, 0.3, 0.1])
+    path = torch.arange(4).unsqueeze(0)
+    for _ in range(rounds):
+        drafted.append(budget.drafting)
+        if budget.drafting:
+            budget.note(tree, path, [accepted], [True], drafted_s)
+        else:
+            budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], [True], plain_s)
+    return drafted
+
+
+def test_drafting_that_does_not_pay_rests_longer_and_longer() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    drafted = play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=300)
+    lost = 0.5 * sum(drafted) / 300
+    assert lost < 0.03
+    assert any(drafted[-200:])  # it looks again, however long it takes
+    assert sum(drafted[:8]) < 8
+
+
+def test_drafting_that_pays_goes_on() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=100))
+
+
+def test_drafting_that_pays_again_is_taken_up_again() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=60)
+    drafted = play(budget, accepted=3, plain_s=1.0, drafted_s=1.5, rounds=200)
+    assert sum(drafted) > 100
+
+
+def test_trees_in_device_memory_are_cut_by_the_mean_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_specdec.decoding import budget as module
+
+    monkeypatch.setattr(module, "_on_host", lambda logprobs: None if isinstance(logprobs, Tensor) else logprobs)
+    chooser = AutoBudget(knowing(plain=1.0, start=1.0, slope=0.05))
+    probabilities = [0.5, 0.3, 0.1, *[0.01] * 29]
+    tree = tree_of(probabilities)
+    tree = DraftTree.from_parents(
+        tree.token_ids, tree.parents, 1, path_logprobs=torch.tensor([[0.0, *map(math.log, probabilities)]])
+    )
+    for _ in range(60):
+        chooser.note(tree, torch.tensor([[0, 1]]), [1], [True], 1.0)
+    assert len(chooser.knowledge.curve) == 32
+    assert chooser.cut(tree, [True]).num_nodes - 1 < 8
+
+
+@pytest.mark.parametrize("method", TREE_METHODS)
+def test_other_words_than_auto_are_refused(method: str) -> None:
+    drafter = METHODS[method](make_target("llama", "sdpa"))
+    with pytest.raises(ValueError, match=r"tree_budget='many' must be an integer from 1 to \d+, or 'auto'"):
+        drafter.set_options(tree_budget="many")
