@@ -300,14 +300,13 @@ class TreeCache(Cache):
         """
         before, row_lengths = self.node_start, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
         longest, most = max(row_lengths), max(map(len, held))
-        start_of_nodes = longest if self._extent.nodes_at is None else self._extent.nodes_at
-        if start_of_nodes + most > self.capacity:
+        if longest + most > self.capacity:
             started = [layer for layer in self.layers if layer.is_initialized]
-            self._allocate(started, before + self._extent.held, start_of_nodes + most + GROWTH)
+            self._allocate(started, before + self._extent.held, longest + most + GROWTH)
         source, target = [], []
         for row, (keeps, holds) in enumerate(zip(kept, held, strict=True)):
             start = row * self.capacity
-            for nodes, first in ((keeps, self.row_lengths[row]), (holds, start_of_nodes)):
+            for nodes, first in ((keeps, self.row_lengths[row]), (holds, longest)):
                 source += [start + before + node for node in nodes]
                 target += [start + first + place for place in range(len(nodes))]
         if source != target:
