@@ -1,8 +1,8 @@
 """`python -m hf_specdec.benchmark`: measures drafters against plain decoding and writes the report three times over.
 
 JSON lines (every call), a Markdown table, one HTML page. Without arguments it measures the bundled model with every
-drafter that is bundled for it; `--quick` does so in a few minutes. `--suite speed` measures rounds against the time that
-reading the weights takes instead: its options are those of `speed.py` (`--suite speed --help`).
+drafter that is bundled for it; `--quick` does so in a few minutes. `--suite speed` measures rounds against the time
+that reading the weights takes instead: its options are those of `speed.py` (`--suite speed --help`).
 """
 
 from __future__ import annotations

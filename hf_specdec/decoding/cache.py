@@ -298,7 +298,7 @@ class TreeCache(Cache):
             held: per row the nodes that become nodes 0, 1, ... of the next round, whose first forward then writes
                 behind those of the row that has most.
         """
-        before, row_lengths = self.longest, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
+        before, row_lengths = self.node_start, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
         longest, most = max(row_lengths), max(map(len, held))
         if longest + most > self.capacity:
             started = [layer for layer in self.layers if layer.is_initialized]
@@ -310,10 +310,9 @@ class TreeCache(Cache):
                 source += [start + before + node for node in nodes]
                 target += [start + first + place for place in range(len(nodes))]
         if source != target:
-            places = from_host([source, target], self.lengths.device)
             for slab in self._slabs:
                 flat = slab.view(slab.shape[0], self.batch * self.capacity, -1)
-                old, new = places.to(slab.device)
+                old, new = from_host(source, slab.device), from_host(target, slab.device)
                 flat.index_copy_(1, new, flat.index_select(1, old))
         self._set_lengths(row_lengths)
         self._extent.held = most

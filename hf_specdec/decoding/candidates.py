@@ -127,10 +127,10 @@ class RoundOutcome:
             valid=None if valid is None or min(counts) == max(counts) else valid[:, steps],
             num_committed=counts,
             num_accepted=[self.num_accepted[row] for row in rows],
+            tokens=[self.tokens[row] for row in rows] if self.tokens else [],
             target_logits=self.target_logits[index.to(self.target_logits.device)],
             tree=None if self.tree is None else self.tree.of_rows(rows),
             path=path,
-            tokens=[self.tokens[row] for row in rows] if self.tokens else [],
         )
 
     def followed_by(self, later: Sequence[RoundOutcome]) -> RoundOutcome:
@@ -166,6 +166,9 @@ class RoundOutcome:
             position_ids=position_ids,
             valid=valid,
             num_committed=counts,
+            tokens=[
+                [token for new in row for token in new] for row in zip(*(part.tokens for part in parts), strict=False)
+            ],
         )
 
 

@@ -198,7 +198,7 @@ class _Decoding:
         layers_run = self.target.num_layers_run
         tree = self.draft(generator, active)
         self.lap("tree")
-        verify_from = time.perf_counter()
+        launched = time.perf_counter()
         clock = time.thread_time if tree.token_ids.device.type == "cpu" else time.perf_counter
         drafts = self.budget is None or self.budget.drafting
         pending = generator.draft_ahead(tree) if drafts else None
@@ -215,7 +215,7 @@ class _Decoding:
                 torch.cuda.current_stream(tree.token_ids.device).synchronize()
             busy_s = clock() - busy_from
             ahead = pending.result()
-            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - verify_from)
+            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - launched)
         self.lap("verify")
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers_run - layers_run
