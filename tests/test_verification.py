@@ -62,12 +62,12 @@ def test_random_state_is_left_alone(target: PreTrainedModel) -> None:
 class Relaxed(FollowTarget):
     """Likes what was drafted: a drafted token counts for more than the target says."""
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any) -> Acceptance:
+    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
         bent = logits.clone()
         for node in range(1, tree.num_nodes):
             rows = torch.arange(len(bent))
             bent[rows, tree.parents[:, node], tree.token_ids[:, node]] += 1.0
-        return super().__call__(tree, bent, sequences)
+        return super().__call__(tree, bent, sequences, ahead)
 
 
 def drafts_near_misses(target: PreTrainedModel) -> StubDrafter:

@@ -145,8 +145,21 @@ class AdaptiveDrafter(Drafter):
     def set_options(self, **options: Any) -> None:
         self.drafter.set_options(**options)
 
+    @property
+    def tree_budget(self) -> Any:
+        return self.drafter.tree_budget
+
+    @property
+    def compile_mode(self) -> Any:
+        return self.drafter.compile_mode
+
     def check_options(self) -> None:
         self.drafter.check_options()
+        if "tree_budget" in self.option_names and self.tree_budget == "auto":
+            raise ValueError(
+                "tree_budget='auto' decodes some rounds plainly, while an AdaptiveDrafter learns from what every round "
+                "drafted: set a number, as in set_options(tree_budget=16)."
+            )
 
     def check_target(self, model: PreTrainedModel) -> None:
         if model is not self.learner.step.reader.model:

@@ -46,7 +46,7 @@ def parallel_latency(acceptance: float, length: int, speed_ratio: float, draft_s
         >>> parallel_latency(1.0, 8, 8.0)  # Eq. 1: one draft token's time per token
         1.0
         >>> round(parallel_latency(0.8, 8, 8.0), 3)
-        4.114
+        4.116
     """
     if not 0 < acceptance <= 1 or length < 1 or speed_ratio <= 0:
         raise ValueError(

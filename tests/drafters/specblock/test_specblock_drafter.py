@@ -251,6 +251,7 @@ def test_a_round_takes_one_forward_per_block_whatever_the_tree(
     assert all(tree.num_nodes <= 1 + budget for tree in trees)
 
 
+@pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize(
     "options",
     [
