@@ -168,7 +168,7 @@ def main() -> None:
     )
     parser.add_argument("--draft-model", help="a small causal LM for transformers' own assisted generation")
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
-    parser.add_argument("--num-prompts", type=int, default=32, help="0 for all")
+    parser.add_argument("--num-prompts", type=int, default=24, help="0 for all")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafters' folders and cards")
