@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,14 +63,27 @@ def usable(model: PreTrainedModel) -> bool:
     its layers share one config, by which the lookup is made.
     """
     config = model.config.get_text_config(decoder=True)
-    layers = [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
     return (
         config._attn_implementation == "sdpa"
         and bool(model._supports_attention_backend)
         and getattr(config, "attn_logit_softcapping", None) is None
-        and bool(layers)
-        and all(layer.config is config for layer in layers)
+        and _layers_share(model, config)
     )
+
+
+def _layers_share(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
+    """Whether all layers with grouped heads read this very config; looked up once per model: it walks all modules."""
+    known = _SHARED.get(model)
+    if known is None or known[0]() is not config:
+        layers = [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+        share = bool(layers) and all(layer.config is config for layer in layers)
+        known = _SHARED[model] = (weakref.ref(config), share)
+    return known[1]
+
+
+_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[weakref.ref[PreTrainedConfig], bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextmanager
