@@ -111,7 +111,9 @@ def inspect_drafter(
         format, fields = read_config(folder, source)
         found.format, found.family = format.name, format.family
         headers = _headers(source, folder, format)
-        _describe(found, format, fields, headers)
+        beside = source.locate(list(format.beside), revision=folder.name) if format.beside else folder
+        held = {name for file, names in format.beside.items() if (beside / file).is_file() for name in names}
+        _describe(found, format, fields, headers, held)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
     return found
@@ -142,8 +144,10 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
     }
 
 
-def _describe(found: Inspection, format: Format, fields: dict[str, Any], headers: dict[str, StoredTensor]) -> None:
-    """Fills in what config and headers tell."""
+def _describe(
+    found: Inspection, format: Format, fields: dict[str, Any], headers: dict[str, StoredTensor], held: set[str]
+) -> None:
+    """Fills in what config and headers tell; `held` are tensors that lie in files of their own, not opened here."""
     found.tensors = {name: tensor.shape for name, tensor in headers.items()}
     found.dtypes = dict(Counter(tensor.dtype for tensor in headers.values()).most_common())
     found.files = sorted({tensor.file.name for tensor in headers.values()})
@@ -162,7 +166,8 @@ def _describe(found: Inspection, format: Format, fields: dict[str, Any], headers
     if format.shapes is not None:
         stored = {ours: headers[theirs] for theirs, ours in reading.names.items()}
         try:
-            found.problems += _differences(format.shapes(ours), stored)
+            expected = {name: shape for name, shape in format.shapes(ours).items() if name not in held - set(stored)}
+            found.problems += _differences(expected, stored)
         except (TypeError, ValueError, ArithmeticError) as error:
             found.problems.append(f"{CONFIG_FILE} describes no {format.name} drafter: {error}")
 

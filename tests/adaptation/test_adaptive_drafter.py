@@ -49,9 +49,13 @@ def serve(target: PreTrainedModel, adaptive: AdaptiveDrafter, stream: list[Tenso
     outputs = []
     for prompt in stream:
         outputs.append(target.generate(prompt, assistant_model=adaptive, **GREEDY))
-        if adaptive.learner._running is not None:
-            adaptive.learner._running.exception()
+        finish_update(adaptive)
     return outputs
+
+
+def finish_update(adaptive: AdaptiveDrafter) -> None:
+    if adaptive.learner._running is not None:
+        adaptive.learner._running.exception()
 
 
 class HeadOnly(AlwaysUpdate):
@@ -80,6 +84,7 @@ def test_a_ragged_batch_is_served_and_learned_from(target: PreTrainedModel, draf
     with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
         for _ in range(2):
             assert target.generate(**batch, assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
+            finish_update(adaptive)
     assert len(adaptive.adaptation.updates) == 2
 
 

@@ -30,6 +30,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
     "top-k": {"top_k": 3},
     "top-p": {"top_p": 0.8, "temperature": 1.5},
+    "low temperature and top-p": {"temperature": 0.3, "top_p": 0.9},
+    "temperature 1 and top-p": {"temperature": 1.0, "top_p": 0.9},
     "repetition penalty": {"repetition_penalty": 1.8},
     "all of them": {
         "temperature": 1.3,

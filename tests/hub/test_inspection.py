@@ -61,6 +61,17 @@ def test_report_on_what_this_library_saves_is_what_is_loaded(
         }
 
 
+def test_vocabulary_map_in_a_file_of_its_own_is_not_missing(target: PreTrainedModel, tmp_path: Path) -> None:
+    METHODS["specblock"](target).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    maps = {name: weights.pop(name) for name in ("d2t", "t2d")}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert inspect_drafter(tmp_path).problems == ["missing weight d2t [48]", "missing weight t2d [64]"]
+    torch.save(maps, tmp_path / "vocab_mapping.pt")
+    assert inspect_drafter(tmp_path).problems == []
+    assert load_drafter(tmp_path).d2t.tolist() == maps["d2t"].tolist()
+
+
 def test_medusa_heads_in_a_pickle_are_counted_without_reading_them(target: PreTrainedModel, tmp_path: Path) -> None:
     save(tmp_path, {"medusa_num_heads": 2}, as_medusa(make_medusa(target, medusa_num_heads=5)), "medusa_lm_head.pt")
     found = inspect_drafter(tmp_path)

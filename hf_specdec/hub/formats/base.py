@@ -45,6 +45,7 @@ class Format:
             with None for them, and returns None where the config alone does not say enough. Raises ValueError, naming
             the field, if the checkpoint makes no sense.
         pickles: files that may hold the weights where there are no safetensors; opened with `weights_only` alone.
+        beside: further files of the layout, and the tensors (our names) that each holds where it is there.
         check: looks at the loaded tensors, those left out included; raises ValueError or warns.
         shapes: every tensor that a drafter of these fields (ours) has, as the network in `drafters/` makes it; for
             `inspect_drafter`, which has no network at hand. None for plain language models.
@@ -55,6 +56,7 @@ class Format:
     family: str
     read: Callable[[Config, Headers | None], Reading | None]
     pickles: tuple[str, ...] = ()
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None
     shapes: Callable[[Config], Shapes] | None = None
     training: Mapping[str, Any] = field(default_factory=dict)

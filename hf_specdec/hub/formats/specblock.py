@@ -67,4 +67,4 @@ def shapes(fields: Config) -> Shapes:
     return found
 
 
-SPECBLOCK = Format("specblock", "specblock", read, shapes=shapes)
+SPECBLOCK = Format("specblock", "specblock", read, shapes=shapes, beside={"vocab_mapping.pt": ("d2t", "t2d")})

@@ -23,7 +23,9 @@ from hf_specdec.decoding.slices import LAYOUTS, LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbound import calibration as calibrating
-from tests.methods import make_specbound
+from tests.decoding import test_sampling
+from tests.laws import assert_follows
+from tests.methods import METHODS, make_specbound
 from tests.targets import PROMPTS, fresh_target, make_target, one_prompt
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -455,3 +457,13 @@ def test_vocabulary_that_does_not_fit_is_refused(target: PreTrainedModel) -> Non
         drafter.set_vocabulary(torch.tensor([1, 2, 3]))
     with pytest.raises(ValueError, match=r"leads to target ids from 50 to 69"):
         drafter.set_vocabulary(torch.arange(50, 70))
+
+
+# Table 2 of the paper.
+
+
+@pytest.mark.parametrize("sampling", ["low temperature and top-p", "temperature 1 and top-p"])
+def test_sampled_tokens_follow_the_target_at_the_papers_settings(sampling: str) -> None:
+    target = test_sampling.sampled_target()
+    drawn = test_sampling.draw(target, torch.tensor([test_sampling.PROMPT]), sampling, METHODS["specbound"](target))
+    assert_follows(test_sampling.count(drawn), test_sampling.enumerate_law(target, test_sampling.PROMPT, sampling))
