@@ -311,7 +311,9 @@ class SpecBoundDrafter(PretrainedDrafter):
                 )
         check_draft_to_target(self.d2t, embeddings, name)
         weight = model.get_output_embeddings().weight
-        if config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
+        newly_met = self._paired is None or self._paired() is not model
+        # The first call compares; the others need not wait for it before their first token.
+        if newly_met and config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
             likeness = nn.functional.cosine_similarity(
                 sample_of(weight), torch.tensor(config.target_head_sample), dim=0
             ).item()
