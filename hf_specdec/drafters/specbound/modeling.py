@@ -289,7 +289,12 @@ class SpecBoundDrafter(PretrainedDrafter):
         self.config.check_drafting(self.w_max, self.d_max, self.alpha, self.threshold, self.use_exit_layers)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        """Compares sizes and a sample of the target's head, and tries once whether its layers can be run in slices."""
+        """Compares sizes and a sample of the target's head, and tries whether its layers can be run in slices.
+
+        Once per target: later calls need not wait for it before their first token.
+        """
+        if self._paired is not None and self._paired() is model:
+            return
         config, target = self.config, model.config.get_text_config(decoder=True)
         name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
         trained_for = config.target_name_or_path
@@ -311,9 +316,7 @@ class SpecBoundDrafter(PretrainedDrafter):
                 )
         check_draft_to_target(self.d2t, embeddings, name)
         weight = model.get_output_embeddings().weight
-        newly_met = self._paired is None or self._paired() is not model
-        # The first call compares; the others need not wait for it before their first token.
-        if newly_met and config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
+        if config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
             likeness = nn.functional.cosine_similarity(
                 sample_of(weight), torch.tensor(config.target_head_sample), dim=0
             ).item()
