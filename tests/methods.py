@@ -156,7 +156,7 @@ def make_specbranch(
 
 def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBoundDrafter:
     """Exit heads on `target` with random updates, low enough a threshold that they draft; `settings` as above."""
-    names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers")
+    names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers", "learn_refusals")
     options = {"threshold": 0.1} | {name: settings.pop(name) for name in names if name in settings}
     depth, vocab = target.config.num_hidden_layers, target.get_input_embeddings().num_embeddings
     shape = {

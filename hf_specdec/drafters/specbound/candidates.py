@@ -7,6 +7,9 @@ about to decode it. Then all positions go through their remaining layers togethe
 `TargetModel.verify` runs, and it decodes the last position as well. A round of w positions so runs at most
 (w - 1) d_max + L = w d_max + (L - d_max) layers (Eq. 3), and keeps one hidden state per position.
 With d_max = L, the ablation of Figure 4, a difficult position is decoded alone and the draft goes on behind it.
+Beyond the paper: a head that errs at one place is as confident of the same error at the next place like it, and in a
+text that repeats itself then drafts a full width behind it every round. A token that was refused after this very token
+the last time it was drafted there therefore makes the position a difficult one (`learn_refusals`).
 Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; which states are kept and brought up is in
 `decoding/pending.py`. In the paper rows stand alone; here the rows of a batch pass layers together, each leaves at its
 own exit, and the draft goes on while some row has found one.
@@ -14,12 +17,14 @@ own exit, and the draft goes on while some row has found one.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
@@ -51,6 +56,8 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         target: of the call.
     """
 
+    drops_rows = True
+
     def __init__(self, drafter: SpecBoundDrafter, target: TargetModel) -> None:
         self.drafter, self.target = drafter, target
         self.width = drafter.w_max
@@ -58,6 +65,9 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         self.is_unbounded = drafter.d_max == drafter.config.num_target_layers
         self.draft_ids = drafter.draft_ids
         self.vocab_size = drafter.config.vocab_size
+        # Per row the pairs (token, draft behind it) whose draft was refused the last time.
+        self.refused: list[set[tuple[int, int]]] = []
+        self.chains: list[list[int]] = []  # per row, the root and the drafts of this round
 
     @torch.inference_mode()  # cheaper than no_grad, and what outlives the round is the target's cache alone
     def draft(self, context: DraftContext) -> DraftTree:
@@ -65,6 +75,8 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         chain = self.target.begin_chain(context.root_positions, self.width)
         chain.extend(context.root_ids)
         going = list(context.active)
+        self.chains = [[token] for token in context.root_ids.tolist()]
+        self.refused = self.refused or [set() for _ in going]
         columns, laws = [context.root_ids], []
         children: list[dict[tuple[int, int], int]] = [{} for _ in going]
         finite = [True] * len(going)
@@ -78,6 +90,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
             for row, token in enumerate(drafted.token_ids.tolist()):
                 if going[row]:
                     children[row][chain.num_nodes - 1, token] = chain.num_nodes
+                    self.chains[row].append(token)
             token_ids = drafted.token_ids.to(device)
             columns.append(token_ids)
             if drafted.law is not None:
@@ -96,25 +109,42 @@ class EarlyExitGenerator(TreeCandidateGenerator):
             pending=chain,
         )
 
+    def observe(self, outcome: RoundOutcome) -> None:
+        if not self.drafter.learn_refusals:
+            return
+        for refused, chain, num_kept in zip(self.refused, self.chains, outcome.num_accepted, strict=False):
+            pairs = list(itertools.pairwise(chain))
+            refused.difference_update(pairs[:num_kept])
+            refused.update(pairs[num_kept : num_kept + 1])  # those behind it follow a text that is not there
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.refused = [self.refused[row] for row in rows]
+
     def next_tokens(self, chain: PendingChain, going: list[bool], choice: ChoiceRule) -> NextTokens:
-        """Runs the last position from exit to exit, until every row that is `going` has left or d_max is reached."""
+        """Runs the last position from exit to exit, until every row that is `going` has left, or may not any more."""
         found, finite = [False] * len(going), [True] * len(going)
+        waiting = list(going)
         logits, token_ids = None, None
         for layer, rule in self.rules.items():
             here = self.drafter.exit_logits(layer, chain.advance(layer), self.target.slices)
             confidence, likeliest = rule.confidence(here)
             leaving = []
             for row, value in enumerate(confidence.tolist()):
-                waiting = going[row] and not found[row]
                 # A decision that looked at the token drawn later would give drafts another law than they carry.
-                leaving.append(waiting and value >= rule.threshold)
-                if waiting:
+                leaving.append(waiting[row] and value >= rule.threshold)
+                if waiting[row]:
                     finite[row] = leaving[row] or (finite[row] and value == value)
             if any(leaving):
                 if self.draft_ids is not None:
                     likeliest, here = self.draft_ids[likeliest], self.everywhere(here) if choice.do_sample else here
-                found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, likeliest)
-                if found == going:
+                waiting = [there and not now for there, now in zip(waiting, leaving, strict=True)]
+                if any(self.refused):
+                    pairs = zip((row[-1] for row in self.chains), likeliest.tolist(), strict=True)
+                    refused = [pair in known for pair, known in zip(pairs, self.refused, strict=True)]
+                    leaving = [now and not no for now, no in zip(leaving, refused, strict=True)]
+                if any(leaving):
+                    found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, likeliest)
+                if not any(waiting):
                     break
         if self.is_unbounded and found != going:
             here = self.target.slices.logits(chain.advance(self.target.slices.num_layers)).float()

@@ -35,6 +35,7 @@ class SpecBoundConfig(PreTrainedConfig):
         alpha: default of the drafting option: strength of the annealing.
         threshold: default of the drafting option: least annealed top probability to exit with.
         use_exit_layers: default of the drafting option: those of `exit_layers` that are asked; None for all.
+        learn_refusals: default of the drafting option: whether drafts that were refused before are not repeated.
         target_head_sample: some values of the target's head, by which another target is told apart; None if not known.
         calibration: what `SpecBoundDrafter.calibrate` measured when it set the defaults; None before.
         target_name_or_path: the target it was trained for, if known.
@@ -59,6 +60,7 @@ class SpecBoundConfig(PreTrainedConfig):
         alpha: float = PAPER_ALPHA,
         threshold: float = PAPER_THRESHOLD,
         use_exit_layers: Sequence[int] | None = None,
+        learn_refusals: bool = True,
         target_head_sample: list[float] | None = None,
         calibration: dict[str, Any] | None = None,
         target_name_or_path: str | None = None,
@@ -80,6 +82,7 @@ class SpecBoundConfig(PreTrainedConfig):
         self.alpha = alpha
         self.threshold = threshold
         self.use_exit_layers = None if use_exit_layers is None else list(use_exit_layers)
+        self.learn_refusals = learn_refusals
         self.target_head_sample = target_head_sample
         self.calibration = calibration
         self.target_name_or_path = target_name_or_path

@@ -67,6 +67,8 @@ class SpecBoundDrafter(PretrainedDrafter):
         d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft. L is no bound:
             such a token is then decoded alone and the draft goes on.
         use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
+        learn_refusals: whether a draft also ends before a token that was refused after the same token before; False
+            for the paper's rule alone.
 
     Relation to its siblings: the only one that needs no network, no cache and no forward of its own, and whose work is
     not lost when drafts are rejected only late; but a draft costs layers of the target, so it gains less per round.
@@ -77,7 +79,15 @@ class SpecBoundDrafter(PretrainedDrafter):
     d2t: Tensor
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["ExitHead"]
-    option_names: ClassVar[tuple[str, ...]] = ("method", "threshold", "alpha", "w_max", "d_max", "use_exit_layers")
+    option_names: ClassVar[tuple[str, ...]] = (
+        "method",
+        "threshold",
+        "alpha",
+        "w_max",
+        "d_max",
+        "use_exit_layers",
+        "learn_refusals",
+    )
     side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
 
     def __init__(self, config: SpecBoundConfig) -> None:
@@ -92,6 +102,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         self.w_max: int = config.w_max
         self.d_max: int = config.d_max
         self.use_exit_layers: Sequence[int] | None = config.use_exit_layers
+        self.learn_refusals: bool = config.learn_refusals
         self._merged: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
         self._paired: weakref.ref[PreTrainedModel] | None = None
         self.post_init()
@@ -256,7 +267,7 @@ class SpecBoundDrafter(PretrainedDrafter):
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As for every drafter; the drafting options of this moment become the checkpoint's defaults."""
-        for option in ("threshold", "alpha", "w_max", "d_max", "use_exit_layers"):
+        for option in ("threshold", "alpha", "w_max", "d_max", "use_exit_layers", "learn_refusals"):
             setattr(self.config, option, getattr(self, option))
         super().save_pretrained(save_directory, *args, **kwargs)
 

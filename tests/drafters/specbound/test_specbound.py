@@ -81,10 +81,14 @@ def test_annealing_is_the_papers_formula(alpha: float) -> None:
         assert token.item() == 0
 
 
+@pytest.mark.parametrize("learn_refusals", [False, True])
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_a_token_is_drafted_at_the_first_exit_that_is_confident(target: PreTrainedModel, batch: str) -> None:
+def test_a_token_is_drafted_at_the_first_exit_that_is_confident(
+    target: PreTrainedModel, batch: str, learn_refusals: bool
+) -> None:
     # Replayed without slices: hidden states of whole forwards over the same text, the same heads, the same rule.
-    drafter = make_specbound(target, threshold=0.3, use_exit_layers=[1, 3, 4], d_max=4)
+    drafter = make_specbound(target, threshold=0.3, use_exit_layers=[1, 3, 4], d_max=4, learn_refusals=learn_refusals)
+    repeats = 0
     prompts = PROMPTS[batch]()
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
     output = target.generate(**prompts, **GREEDY)
@@ -92,6 +96,7 @@ def test_a_token_is_drafted_at_the_first_exit_that_is_confident(target: PreTrain
     for row, (ids, mask) in enumerate(zip(output, prompts["attention_mask"], strict=True)):
         ids = ids[int((mask == 0).sum()) :][None]
         place = int(mask.sum())  # of the root: the first new token
+        refused: set[tuple[int, int]] = set()
         for accepted in drafter.stats.per_step_accepted[row][:-1]:
             for step in range(accepted + 1):
                 states = target(ids[:, : place + step + 1], output_hidden_states=True).hidden_states
@@ -101,9 +106,18 @@ def test_a_token_is_drafted_at_the_first_exit_that_is_confident(target: PreTrain
                     if confidence >= 0.3:
                         drafted = int(token)
                         break
-                right = step < drafter.w_max - 1 and drafted == int(ids[0, place + step + 1])
+                last, following = ids[0, place + step : place + step + 2].tolist()
+                pair = (last, drafted)
+                known = learn_refusals and pair in refused
+                right = step < drafter.w_max - 1 and drafted == following and not known
                 assert right == (step < accepted)
+                if drafted is None or known or step == drafter.w_max - 1:
+                    repeats += known
+                    continue
+                (refused.discard if right else refused.add)(pair)
             place += accepted + 1
+    if learn_refusals and batch != "batch of one":
+        assert repeats  # the rule has had something to say
 
 
 # The bounds.
