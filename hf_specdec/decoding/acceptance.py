@@ -35,7 +35,7 @@ from transformers.generation import (
 )
 
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
 
 if TYPE_CHECKING:
     from hf_specdec.decoding.candidates import DraftsAhead, DrawnCandidates
@@ -60,7 +60,7 @@ PREFIX_FREE = frozenset(
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Acceptance:
     """What the target made of a tree.
 
@@ -142,8 +142,7 @@ class FollowTarget:
             else:
                 acceptance = _read(tree, *follow(tree, choices))
         if self.keep_scores:
-            index = acceptance.path.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
-            acceptance = replace(acceptance, scores=logits.gather(1, index))
+            acceptance = replace(acceptance, scores=pick(logits, acceptance.path))
         return acceptance
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -338,7 +337,7 @@ def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:
         path, path_ids = count_up(steps, device).expand(len(paths), -1), tree.token_ids[:, :steps]
     else:
         path = from_host([walked + [0] * (steps - len(walked)) for walked in paths], device)
-        path_ids = tree.token_ids.gather(1, path)
+        path_ids = pick(tree.token_ids, path)
     return Acceptance(
         path=path,
         path_ids=path_ids,

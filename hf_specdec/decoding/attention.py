@@ -89,13 +89,14 @@ _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[weakref.ref[PreTrained
 @contextmanager
 def tree_attention(config: PreTrainedConfig) -> Iterator[None]:
     """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`."""
-    before = config._attn_implementation
-    # The setter would walk over the parts of a composite config each time; the lookup reads this field.
-    config._attn_implementation_internal = TREE_ATTENTION
+    # The field that the lookup reads, past the config's setter, which would check it and walk over all parts each time.
+    fields = vars(config)
+    before = fields["_attn_implementation_internal"]
+    fields["_attn_implementation_internal"] = TREE_ATTENTION
     try:
         yield
     finally:
-        config._attn_implementation_internal = before
+        fields["_attn_implementation_internal"] = before
 
 
 def tree_attention_forward(

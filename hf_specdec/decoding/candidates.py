@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree, from_host, pick
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _untimed(stage: str) -> None:
     """A lap that nobody takes."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftContext:
     """Where a round starts.
 
@@ -71,7 +71,7 @@ class DraftContext:
     lap: Callable[[str], None] = _untimed
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundOutcome:
     """What a round, or the prefill, committed to the target's cache: for a round the root and the accepted nodes.
 
@@ -154,8 +154,7 @@ class RoundOutcome:
             order = (~torch.cat(there, 1)).to(torch.int8).argsort(dim=1, stable=True)[:, : max(counts)]
             token_ids, position_ids = token_ids.gather(1, order), position_ids.gather(1, order)
             if features is not None:
-                index = order.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
-                features = features.gather(1, index)
+                features = pick(features, order.to(features.device))
             if min(counts) < max(counts):
                 steps = torch.arange(max(counts), device=order.device)
                 valid = steps < from_host(counts, order.device).unsqueeze(1)

@@ -33,7 +33,7 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -129,6 +129,8 @@ class _Decoding:
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(generation_config.do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
+        # What the target keeps this thread busy: on a CPU the drafter's share of the core is not its own.
+        self.clock = time.thread_time if input_ids.device.type == "cpu" else time.perf_counter
         self.lap: Callable[[str], None]
         self.root_ids: Tensor
         self.root_positions: Tensor
@@ -199,10 +201,9 @@ class _Decoding:
         tree = self.draft(generator, active)
         self.lap("tree")
         launched = time.perf_counter()
-        clock = time.thread_time if tree.token_ids.device.type == "cpu" else time.perf_counter
         drafts = self.budget is None or self.budget.drafting
         pending = generator.draft_ahead(tree) if drafts else None
-        busy_from = clock()
+        busy_from = self.clock()
         output = self.target.verify(
             tree,
             self.root_positions,
@@ -213,7 +214,7 @@ class _Decoding:
         if pending is not None:
             if tree.token_ids.is_cuda:  # else the target's own time would be that of its launch
                 torch.cuda.current_stream(tree.token_ids.device).synchronize()
-            busy_s = clock() - busy_from
+            busy_s = self.clock() - busy_from
             ahead = pending.result()
             self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - launched)
         self.lap("verify")
@@ -269,6 +270,8 @@ class _Decoding:
 
         Not where somebody looks at the batch as a whole: processors with a prefix, criteria of the caller's, records.
         """
+        if not any(self.sequences.finished):
+            return
         going = [not finished for finished in self.live(self.sequences.finished)]
         # Each time all caches are copied once, which a round or two of a smaller batch make up for.
         if sum(going) > 0.75 * len(going) or not any(going) or self.sequences.done:
@@ -316,9 +319,7 @@ class _Decoding:
             features = None if features is None else features[:, :steps]
             self.target.cache.commit_first(counts)
         else:
-            if features is not None:
-                index = path.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[-1])
-                features = features.gather(1, index)
+            features = None if features is None else pick(features, path.to(features.device))
             self.target.cache.commit(path, counts)
         return RoundOutcome(
             token_ids=acceptance.path_ids[:, :steps],

@@ -147,6 +147,41 @@ class Sequences:
         for row in range(self.batch):
             if active[row]:
                 self._write(row, tokens[row])
+        if self._others:
+            kept = self._keep_step_by_step(tokens, active, scores)
+        else:
+            late = self._late()
+            kept = [0] * self.batch
+            for row, going in enumerate(active):
+                if going:
+                    kept[row] = self._keep(row, tokens[row], late)
+        for row, count in enumerate(kept):
+            self.lengths[row] += count
+        self._stream()
+        return kept
+
+    def _keep(self, row: int, tokens: list[int], late: bool) -> int:
+        """How many of its new tokens a row keeps where the host answers all criteria; notes where it stops."""
+        length = self.lengths[row]
+        for token in tokens:
+            length += 1
+            if self.finished_at[row] is None and (late or self._ends(token, length)):
+                self.finished_at[row] = length
+                if self.pads_finished:
+                    break
+        return length - self.lengths[row]
+
+    def _late(self) -> bool:
+        return bool(self._deadlines) and any(
+            time.time() - rule.initial_timestamp > rule.max_time for rule in self._deadlines
+        )
+
+    def _ends(self, token: int, length: int) -> bool:
+        """Whether a row stops with this token, as its `length`-th."""
+        return token in self._eos_ids or (self._max_length is not None and length >= self._max_length)
+
+    def _keep_step_by_step(self, tokens: list[list[int]], active: list[bool], scores: ScoresSoFar) -> list[int]:
+        """The same where criteria are asked that want to see all rows as plain decoding shows them, token by token."""
         kept = [0] * self.batch
         going = [row for row in range(self.batch) if active[row]]
         while going:
@@ -160,9 +195,6 @@ class Sequences:
                 for row in going
                 if kept[row] < len(tokens[row]) and (self.finished_at[row] is None or not self.pads_finished)
             ]
-        for row in range(self.batch):
-            self.lengths[row] += kept[row]
-        self._stream()
         return kept
 
     def _write(self, row: int, tokens: list[int]) -> None:
@@ -180,15 +212,9 @@ class Sequences:
         scores: ScoresSoFar,
     ) -> set[int]:
         """The rows among `rows` that stop with their next token."""
-        late = any(time.time() - rule.initial_timestamp > rule.max_time for rule in self._deadlines)
-        stopped = {
-            row
-            for row in rows
-            if late
-            or tokens[row][kept[row]] in self._eos_ids
-            or (self._max_length is not None and self.lengths[row] + kept[row] + 1 >= self._max_length)
-        }
-        if self._others and rows:
+        late = self._late()
+        stopped = {row for row in rows if late or self._ends(tokens[row][kept[row]], self.lengths[row] + kept[row] + 1)}
+        if rows:
             step = kept[rows[0]]  # all rows that still go on have kept equally many of their new tokens
 
             def ask(length: int, group: list[int], stand_ins: list[int]) -> Tensor:

@@ -34,7 +34,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 _SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
 
 
-@dataclass(frozen=True)
+@dataclass
 class TargetOutput:
     """What one target forward gave.
 
@@ -79,6 +79,7 @@ class TargetModel:
         self.windows = _windows(model)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
+        self.num_layers: int = self.config.num_hidden_layers  # a config takes its time to answer
         self.uses_tree_attention = usable(model)
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
@@ -198,13 +199,14 @@ class TargetModel:
         """What the taps have seen since the last reading, joined; None without taps."""
         if not self.feature_layers:
             return None
-        chunks = {
-            index: states[0] if len(states) == 1 else torch.cat(states, 1) for index, states in self._taps.items()
-        }
+        chunks = []
+        for layer in self.feature_layers:
+            states = self._taps[layer]
+            chunks.append(states[0] if len(states) == 1 else torch.cat(states, 1))
         for states in self._taps.values():
             states.clear()
-        device = chunks[self.feature_layers[-1]].device
-        return torch.cat([chunks[index].to(device) for index in self.feature_layers], dim=-1)
+        device = chunks[-1].device
+        return torch.cat([chunk.to(device) for chunk in chunks], dim=-1)
 
     def prefill(
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -216,9 +218,8 @@ class TargetModel:
             generation_config: of the `generate` call.
             model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are read here.
         """
-        num_layers = self.config.num_hidden_layers
         given = model_kwargs.get("past_key_values")
-        self.cache = TreeCache.continuing(given, num_layers) if given is not None else TreeCache(num_layers)
+        self.cache = TreeCache.continuing(given, self.num_layers) if given is not None else TreeCache(self.num_layers)
         attention_mask = model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() != 2:
@@ -372,7 +373,7 @@ class TargetModel:
         if tree.pending is not None and not (output_attentions or output_hidden_states or self.feature_layers):
             return TargetOutput(tree.pending.finish().to(torch.float32), None, None, None)
         self.cache.reserve(tree.num_nodes)
-        self.num_layers_run += self.config.num_hidden_layers
+        self.num_layers_run += self.num_layers
         for states in self._taps.values():
             states.clear()  # a logits processor may have run the target in between
         position_ids = self.position_ids(tree, root_positions)
@@ -404,8 +405,8 @@ class TargetModel:
         return TargetOutput(
             outputs.logits.to(torch.float32),
             self.read_taps(),
-            outputs.get("attentions"),
-            outputs.get("hidden_states"),
+            outputs.attentions if output_attentions else None,
+            outputs.hidden_states if output_hidden_states else None,
         )
 
     def own_attention(self) -> AbstractContextManager[None]:
@@ -417,16 +418,16 @@ class TargetModel:
 
         By layer type where the target takes a dict, else one for all layers under the key "all".
         """
-        return {
-            kind: (self._additive(tree, window).unsqueeze(1)[:, :, first:], self._spans(tree, window, first))
-            for kind, window in self.windows.items()
-        }
+        masks = {}
+        for kind, window in self.windows.items():
+            mask = self._additive(tree, window).unsqueeze(1)
+            masks[kind] = (mask[:, :, first:] if first else mask, self._spans(tree, window, first))
+        return masks
 
     def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
-        masks = {
-            kind: mask if spans is None else attach(mask, spans)
-            for kind, (mask, spans) in self.attention_masks(tree, first).items()
-        }
+        masks = {}
+        for kind, (mask, spans) in self.attention_masks(tree, first).items():
+            masks[kind] = mask if spans is None else attach(mask, spans)
         return self.masks_as_wanted(masks)
 
     def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Draft trees as tensors: tokens, parents, depths and the ancestor mask.
 
-Pure functions and one frozen dataclass: no model, no cache, no random numbers. Nodes are in topological order (a parent
+Pure functions and one dataclass: no model, no cache, no random numbers. Nodes are in topological order (a parent
 before its children) and node 0 is the root, the last committed token, which the target has not seen yet. Rows of a
 batch share the number of nodes and differ in everything else; `valid` tells padding from nodes. A chain is a tree.
 Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. What the target makes of a tree is decided in `acceptance.py`.
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from hf_specdec.decoding.pending import PendingChain
 
 
-@dataclass(frozen=True)
+@dataclass  # what a round makes is not frozen: on a CPU a frozen one takes three times as long to make
 class DraftTree:
-    """What a drafter proposes in one round.
+    """What a drafter proposes in one round. Never changed once it is made.
 
     Attributes:
         token_ids: [batch, nodes] int64. Column 0 is the root.
@@ -234,8 +234,10 @@ class DraftTree:
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
-        if self.children is not None and all(0 <= token < vocab_size for known in self.children for _, token in known):
-            return self
+        if self.children is not None:
+            tokens = [token for known in self.children for _, token in known]
+            if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
+                return self
         inside = (self.token_ids >= 0) & (self.token_ids < vocab_size)
         inside[:, 0] = True
         valid = self.valid & (inside.unsqueeze(1) | ~self.ancestor_mask).all(-1)
@@ -249,7 +251,7 @@ def count_up(stop: int, device: torch.device, start: int = 0) -> Tensor:
     On a CPU a small new tensor costs more than what is done with it.
     """
     numbers = _NUMBERS.get(device)
-    if numbers is None or len(numbers) < stop:
+    if numbers is None or numbers.shape[0] < stop:
         with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
             numbers = _NUMBERS[device] = torch.arange(max(stop, 1024), device=device)
     return numbers[start:stop]
@@ -266,6 +268,19 @@ def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | N
     """
     # By way of NumPy, which is quicker than torch from a list.
     return torch.from_numpy(np.asarray(values)).to(device, non_blocking=True)
+
+
+def pick(values: Tensor, nodes: Tensor) -> Tensor:
+    """What `values` [batch, nodes, ...] hold at `nodes` [batch, steps] int64: [batch, steps, ...].
+
+    Example:
+        >>> pick(torch.tensor([[5, 6, 7]]), torch.tensor([[2, 0]]))
+        tensor([[7, 5]])
+    """
+    if nodes.shape[0] == 1:  # one operation where `gather` takes three
+        return values.index_select(1, nodes[0])
+    index = nodes.view(*nodes.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
+    return values.gather(1, index)
 
 
 _NUMBERS: dict[torch.device, Tensor] = {}

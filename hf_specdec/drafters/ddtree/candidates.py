@@ -95,7 +95,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     children: list[dict[tuple[int, int], int]] = [{} for _ in roots]
     path_logprobs = [[0.0] for _ in roots]
     mask = _roots_and_selves(batch, nodes).copy()
-    finite = [all(math.isfinite(level[0]) for level in row) for row in logprobs]
+    finite = [all(map(math.isfinite, [level[0] for level in row])) for row in logprobs]
     for row in range(batch):
         if finite[row]:
             _best_first(
@@ -240,6 +240,7 @@ def _best(scores: Tensor, order: Tensor, count: int) -> Tensor:
     return by_order.gather(1, by_score[:, :count])
 
 
+@functools.lru_cache(maxsize=64)
 def num_prefixes(vocab: int, depth: int, budget: int) -> int:
     """How many nodes a tree of this budget has: all prefixes there are, if they are fewer than the budget."""
     total = level = 0

@@ -32,10 +32,10 @@ class DFlashMarginals(BlockMarginals):
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
         self.empty_slots = torch.full((self.block_size - 1,), own.mask_token_id, device=self.device)
-        self.layer_kinds = [
-            (drafter.config.window(layer), drafter.config.block_is_causal(layer))
-            for layer in range(drafter.config.num_hidden_layers)
-        ]
+        # A config takes its time to answer, too much for every round.
+        self.mask_token_id = own.mask_token_id
+        self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
+        self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
 
@@ -50,12 +50,13 @@ class DFlashMarginals(BlockMarginals):
 
     @torch.inference_mode()  # cheaper than no_grad, and nothing made here outlives the round but our own cache
     def marginals(self, context: DraftContext) -> Tensor:
-        config, device, dtype = self.drafter.config, self.device, self.dtype
+        device, dtype = self.device, self.dtype
         pending = self.pending
         assert pending is not None, "draft() before the prefill was observed"
         assert pending.features is not None
         batch, new = pending.token_ids.shape
         if self.cache is None:
+            config = self.drafter.config
             self.cache = TreeCache.empty(
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
                 device=device, capacity=new + self.block_size + 256,
@@ -82,7 +83,7 @@ class DFlashMarginals(BlockMarginals):
             self.cache.commit_first(pending.num_committed)
         self.pending = None
         # The mask may be an id that the target can emit; a draft of it would be a guess about nothing.
-        logits.select(-1, config.mask_token_id).fill_(-torch.inf)
+        logits.select(-1, self.mask_token_id).fill_(-torch.inf)
         return logits
 
     def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:
@@ -90,7 +91,7 @@ class DFlashMarginals(BlockMarginals):
         cache = self.cache
         assert cache is not None
         all_there = pending.valid is None and min(cache.row_lengths) == cache.longest
-        if all_there and all(kind == (None, False) for kind in self.layer_kinds):
+        if all_there and self.sees_everything:
             return None
         device, batch, slots = self.device, cache.batch, self.slots
         cached = torch.arange(cache.longest, device=device)
