@@ -103,28 +103,58 @@ class Workspace:
 
     def __init__(self) -> None:
         self.owner: weakref.ref[Any] | None = None
+        self._weights: frozenset[int] = frozenset()
         self._captured: dict[Hashable, Captured] = {}
         self._slabs: dict[Hashable, list[Tensor]] = {}
+        self._taken: list[Tensor] = []
         self._said = False
 
-    def claim(self, owner: object) -> bool:
-        """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it."""
+    def claim(self, owner: object, *modules: nn.Module) -> bool:
+        """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it.
+
+        Args:
+            owner: the state of the call; captured forwards find it here, and must not hold it themselves.
+            modules: whose weights the forwards read. Where these lie elsewhere than before, nothing is kept: a graph
+                would go on reading where they were.
+        """
         if self.owner is not None and self.owner() is not None:
             return False
         self.owner = weakref.ref(owner)
+        weights = frozenset(
+            part.untyped_storage().data_ptr() for module in modules for part in (*module.parameters(), *module.buffers())
+        )
+        if weights != self._weights:
+            self._captured, self._slabs, self._taken = {}, {}, []
+            self._weights = weights
+        for slab in self._taken:  # of a call that ended in an error
+            self._keep(slab)
+        self._taken = []
         return True
+
+    @property
+    def lasting(self) -> set[int]:
+        """Where tensors begin that live from call to call: all that a captured forward may read but did not make."""
+        inputs = [part for captured in self._captured.values() for part in captured.inputs]
+        slabs = [slab for free in self._slabs.values() for slab in free]
+        return {part.untyped_storage().data_ptr() for part in (*inputs, *slabs, *self._taken)} | self._weights
 
     def release(self) -> None:
         """Ends the claim."""
         self.owner = None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for keys and values; one that was given back, if there is one. New ones are zeros."""
+        """A buffer of zeros for keys and values, at the address of one that was given back, if there is one."""
         free = self._slabs.get((shape, dtype, device))
-        return free.pop() if free else torch.zeros(shape, dtype=dtype, device=device)
+        slab = free.pop().zero_() if free else torch.zeros(shape, dtype=dtype, device=device)
+        self._taken.append(slab)
+        return slab
 
     def give_back(self, slab: Tensor) -> None:
         """Keeps a buffer, at its address, for the next call of the same shape."""
+        self._taken = [taken for taken in self._taken if taken is not slab]
+        self._keep(slab)
+
+    def _keep(self, slab: Tensor) -> None:
         self._slabs.setdefault((tuple(slab.shape), slab.dtype, slab.device), []).append(slab)
 
     def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.target import TargetModel
@@ -22,8 +24,33 @@ from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
 
 
+class Reads(TorchDispatchMode):
+    """Where the tensors lie that a forward reads or writes and has not made itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []  # kept, so that no later tensor is put where one of them lay
+        self.outside: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {tensor.untyped_storage().data_ptr() for tensor in self.made}
+        for tensor in (part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)):
+            if tensor.untyped_storage().data_ptr() not in known:
+                self.outside.setdefault(tensor.untyped_storage().data_ptr(), f"{func}, {list(tensor.shape)}")
+        result = func(*args, **(kwargs or {}))
+        self.made += [
+            part
+            for part in tree_leaves(result)
+            if isinstance(part, Tensor) and part.untyped_storage().data_ptr() not in self.outside
+        ]
+        return result
+
+
 class Replaying:
-    """Writes what its forward gives into the same outputs, as a CUDA graph does."""
+    """Writes what its forward gives into the same outputs, as a CUDA graph does.
+
+    A graph goes on reading where its tensors lay when it was captured: they must outlast the call that captured it.
+    """
 
     made = 0
     replays = 0
@@ -31,7 +58,13 @@ class Replaying:
     def __init__(self, forward: graphs.Forward) -> None:
         Replaying.made += 1
         self.forward = forward
-        forward()
+        with Reads() as reads:
+            forward()
+        lasting: set[int] = set()
+        for workspace in graphs._WORKSPACES.values():
+            lasting |= workspace.lasting
+        lost = {where: use for where, use in reads.outside.items() if where not in lasting}
+        assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         self.outputs = tuple(output.clone() for output in forward())
 
     def replay(self) -> None:
