@@ -145,9 +145,11 @@ class TreeCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
         capacity: int = GROWTH,
+        workspace: Workspace | None = None,
     ) -> TreeCache:
         """A cache that starts with rounds at once, no entry committed, all layers of one shape on one device."""
         cache = cls(num_layers)
+        cache.workspace = workspace
         nothing = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
         for layer in cache.layers:
             layer.lazy_initialization(nothing, nothing)

@@ -109,6 +109,11 @@ class RoundOutcome:
         """Committed entries per row that are nodes of `tree`, root included; the others came from later rounds."""
         return [min(all_, kept + 1) for all_, kept in zip(self.num_committed, self.num_accepted, strict=True)]
 
+    def lasting(self) -> RoundOutcome:
+        """The same in tensors of its own, where a captured forward will write over its outputs before it is read."""
+        features = None if self.features is None else self.features.clone()
+        return replace(self, features=features, target_logits=self.target_logits.clone())
+
     def of_rows(self, rows: Sequence[int]) -> RoundOutcome:
         """The same for some of the rows."""
         index = from_host(rows, self.token_ids.device)

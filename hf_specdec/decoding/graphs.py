@@ -121,7 +121,9 @@ class Workspace:
             return False
         self.owner = weakref.ref(owner)
         weights = frozenset(
-            part.untyped_storage().data_ptr() for module in modules for part in (*module.parameters(), *module.buffers())
+            part.untyped_storage().data_ptr()
+            for module in modules
+            for part in (*module.parameters(), *module.buffers())
         )
         if weights != self._weights:
             self._captured, self._slabs, self._taken = {}, {}, []
@@ -145,7 +147,8 @@ class Workspace:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of zeros for keys and values, at the address of one that was given back, if there is one."""
         free = self._slabs.get((shape, dtype, device))
-        slab = free.pop().zero_() if free else torch.zeros(shape, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
+            slab = free.pop().zero_() if free else torch.zeros(shape, dtype=dtype, device=device)
         self._taken.append(slab)
         return slab
 
@@ -187,6 +190,50 @@ class Workspace:
             return None
 
 
+class StaticCalls:
+    """What a drafter computes of tensors in one `generate` call, captured for each shape that it computes it in.
+
+    Args:
+        workspace: of the drafter, claimed for the state of the call.
+        model: the drafter, for messages.
+    """
+
+    def __init__(self, workspace: Workspace, model: nn.Module) -> None:
+        self.workspace, self.model = workspace, model
+
+    def __call__(
+        self, key: Hashable, compute: Callable[..., tuple[Tensor, ...]], *values: Tensor, width: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """`compute(owner, *values)`, good until the next call with this key and these shapes.
+
+        Args:
+            key: names the computation and all that it depends on but the values: a graph serves every call with an
+                equal key, so that nothing else may be read that changes or ends.
+            compute: makes tensors of fixed shapes, without waiting for the device.
+            values: [batch, ...] each.
+            width: values with a second dimension are padded to so many there, with anything.
+        """
+        shapes = [
+            (*value.shape[:1], *(width or size for size in value.shape[1:2]), *value.shape[2:]) for value in values
+        ]
+        key = (key, *((shape, value.dtype) for shape, value in zip(shapes, values, strict=True)))
+
+        def make() -> tuple[Tensor, ...]:
+            return tuple(value.new_zeros(shape) for shape, value in zip(shapes, values, strict=True))
+
+        with torch.inference_mode(False):  # they outlive the call, whatever mode it runs in
+            inputs = self.workspace.inputs(key, make)
+        for goal, value in zip(inputs, values, strict=True):
+            goal[:, : value.shape[1]].copy_(value) if value.dim() > 1 else goal.copy_(value)
+        workspace = self.workspace
+
+        def forward() -> tuple[Tensor, ...]:
+            assert workspace.owner is not None
+            return compute(workspace.owner(), *inputs)
+
+        return workspace.run(key, forward, self.model)
+
+
 _WORKSPACES: weakref.WeakKeyDictionary[nn.Module, Workspace] = weakref.WeakKeyDictionary()
 _REFUSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -202,6 +249,26 @@ def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
             logger.warning("Forwards of %s are not captured as graphs: %s.", type(model).__name__, reason)
         return None
     return _WORKSPACES.setdefault(model, Workspace())
+
+
+def static_calls(
+    owner: object, model: nn.Module, borrowed: Sequence[nn.Module], compile_mode: CompileMode
+) -> StaticCalls | None:
+    """What captures a drafter's computations in one call; None where they are to run as they are.
+
+    Args:
+        owner: the state of the call.
+        model: the drafter.
+        borrowed: modules of the target that it runs too.
+        compile_mode: as for the target's forward; on a CPU a drafter's are too small to gain from being compiled.
+    """
+    device = next(model.parameters()).device
+    if compile_mode == "none" or any(part.device != device for each in borrowed for part in each.parameters()):
+        return None
+    workspace = workspace_of(model, device)
+    if workspace is None or not workspace.claim(owner, model, *borrowed):
+        return None
+    return StaticCalls(workspace, model)
 
 
 def run(model: nn.Module, **inputs: Any) -> Any:

@@ -236,6 +236,8 @@ class _Decoding:
         if self.budget is None or self.budget.drafting:
             generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
             self.outcomes = []
+        elif self.target.static is not None:
+            self.outcomes[-1] = self.outcomes[-1].lasting()
         self.drop_finished_rows(generator)
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:

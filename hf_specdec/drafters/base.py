@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes, Trace
@@ -30,8 +31,9 @@ class Drafter(ABC):
         method: name of the way it drafts.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
-        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, or on a CPU compiled by
-            `torch.compile`; "none", the default, runs them as they are.
+        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, and the drafter's where its
+            shapes allow; on a CPU it has the target's compiled by `torch.compile`. "none", the default, runs all as
+            they are.
         option_names: drafting options that `load_drafter` accepts, all of them attributes.
         common_options: those that all drafters have.
     """
@@ -139,7 +141,12 @@ class BlockMarginals(ABC):
     """One `generate` call of a drafter that predicts all positions of a block in one forward.
 
     Methods that build trees from independent per-position distributions (`ddtree`) or chains (`dflash`) need no more.
+
+    Attributes:
+        calls: captures what is computed in each round; None where it runs as it is.
     """
+
+    calls: StaticCalls | None = None
 
     @abstractmethod
     def marginals(self, context: DraftContext) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, marginal_notes
@@ -43,9 +44,12 @@ class DDTreeGenerator(TreeCandidateGenerator):
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.logits = self.source.marginals(context)
         context.lap("draft")
-        build = heap_tree if logits.device.type == "cpu" else level_tree
-        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
-        tree = build(context.root_ids, logits, budget)
+        if self.source.calls is not None:
+            tree = captured_tree(self.source.calls, context.root_ids, logits, self.tree_budget)
+        else:
+            build = heap_tree if logits.device.type == "cpu" else level_tree
+            budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+            tree = build(context.root_ids, logits, budget)
         context.lap("tree")
         return tree
 
@@ -224,7 +228,21 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     )
 
 
-@functools.lru_cache(maxsize=64)
+TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
+
+
+def captured_tree(calls: StaticCalls, root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
+    """`level_tree` as one launch; the tree is good until the next one."""
+
+    def build(owner: object, root_ids: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+        tree = level_tree(root_ids, logits, budget)
+        return tuple(getattr(tree, name) for name in TENSORS)
+
+    parts = calls(("tree", budget), build, root_ids, logits)
+    return DraftTree(**dict(zip(TENSORS, parts, strict=True)), max_depth=logits.shape[1])  # type: ignore[arg-type]
+
+
+@functools.cache  # for good: captured graphs read them
 def _pairs(width: int, ranks: int, budget: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which of `width` prefixes and which rank of the next token make a candidate; on the device, once."""
     pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import static_calls
+from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.drafters.dflash.static import StaticBlocks
 
 
 class DFlashMarginals(BlockMarginals):
@@ -38,6 +41,9 @@ class DFlashMarginals(BlockMarginals):
         ]
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
+        self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
+        self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
+        self.target = target  # its cache tells how long rows may grow
 
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
@@ -56,10 +62,18 @@ class DFlashMarginals(BlockMarginals):
         assert pending.features is not None
         batch, new = pending.token_ids.shape
         if self.cache is None:
+            capacity = new + self.block_size + 256
+            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+                capacity = max(self.target.cache.capacity, capacity_for(capacity))
             self.cache = TreeCache.empty(
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
-                device=device, capacity=new + self.block_size + 256,
+                device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
+        if self.static is not None and self.static.fits(pending):
+            logits = self.static(self.cache, context, pending, self.block_size)
+            self.cache.commit_first(pending.num_committed)
+            self.pending = None
+            return logits
         self.cache.reserve(new + self.block_size)
 
         roots = context.root_ids.unsqueeze(1)
