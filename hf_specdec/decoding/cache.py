@@ -219,11 +219,12 @@ class TreeCache(Cache):
         self._extent.nodes_at = at
 
     def release(self) -> None:
-        """Gives the buffers back to the workspace; the cache is of no use afterwards."""
+        """Gives the buffers back to the workspace, for the next call; the cache is of no use afterwards."""
         if self.workspace is not None:
             for slab in self._slabs:
                 self.workspace.give_back(slab)
             self._slabs = []
+            self.workspace.release()
 
     @property
     def capacity(self) -> int:

@@ -202,20 +202,26 @@ class StaticCalls:
         self.workspace, self.model = workspace, model
 
     def __call__(
-        self, key: Hashable, compute: Callable[..., tuple[Tensor, ...]], *values: Tensor, width: int | None = None
+        self,
+        key: Hashable,
+        compute: Callable[..., tuple[Tensor, ...]],
+        *values: Tensor,
+        padded: Sequence[Tensor] = (),
+        width: int = 0,
     ) -> tuple[Tensor, ...]:
-        """`compute(owner, *values)`, good until the next call with this key and these shapes.
+        """`compute(owner, *values, *padded)`, good until the next call with this key and these shapes.
 
         Args:
             key: names the computation and all that it depends on but the values: a graph serves every call with an
                 equal key, so that nothing else may be read that changes or ends.
             compute: makes tensors of fixed shapes, without waiting for the device.
             values: [batch, ...] each.
-            width: values with a second dimension are padded to so many there, with anything.
+            padded: [batch, up to `width`, ...] each; `compute` gets them with `width` there, filled up with anything.
+            width: see `padded`.
         """
-        shapes = [
-            (*value.shape[:1], *(width or size for size in value.shape[1:2]), *value.shape[2:]) for value in values
-        ]
+        shapes = [value.shape for value in values]
+        shapes += [torch.Size((len(value), width, *value.shape[2:])) for value in padded]
+        values = (*values, *padded)
         key = (key, *((shape, value.dtype) for shape, value in zip(shapes, values, strict=True)))
 
         def make() -> tuple[Tensor, ...]:

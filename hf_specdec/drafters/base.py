@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -159,6 +159,35 @@ class BlockMarginals(ABC):
     @abstractmethod
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Goes on with these rows only, in this order."""
+
+    def close(self) -> None:
+        """Ends the call; the next one may use what this one has captured."""
+        if self.calls is not None:
+            self.calls.workspace.release()
+
+
+_TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
+
+
+def captured_tree(
+    calls: StaticCalls, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
+) -> DraftTree:
+    """`build(*values)` as one launch, for trees that are built on the device; good until the next one.
+
+    Args:
+        calls: of the drafter.
+        budget: what, besides the values' shapes and `max_depth`, the tree depends on.
+        max_depth: of the tree.
+        build: makes a tree from the values, with `finite` and `path_logprobs`.
+        values: [batch, ...] each.
+    """
+
+    def tensors(owner: object, *values: Tensor) -> tuple[Tensor, ...]:
+        tree = build(*values)
+        return tuple(getattr(tree, name) for name in _TENSORS)
+
+    parts: dict[str, Any] = dict(zip(_TENSORS, calls(("tree", budget, max_depth), tensors, *values), strict=True))
+    return DraftTree(**parts, max_depth=max_depth)
 
 
 def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:

@@ -274,6 +274,44 @@ def test_captured_blocks_have_the_logits_of_the_usual_forward(
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "eagle3", "medusa", "medusa_static"])
+def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    drafter: Any = METHODS[method](target).to(torch.float64)
+    make = type(drafter).candidate_generator
+
+    def trees() -> list[tuple[Any, ...]]:
+        seen: list[tuple[Any, ...]] = []
+
+        def watched(self: Any, bound: TargetModel) -> Any:
+            generator = make(self, bound)
+            draft = generator.draft
+
+            def noting(context: DraftContext) -> Any:
+                tree = draft(context)
+                going = [row for row, active in enumerate(context.active) if active]
+                seen.append((going, tree.token_ids[going].tolist(), tree.parents[going].tolist(), tree.max_depth))
+                return tree
+
+            generator.draft = noting
+            return generator
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(drafter), "candidate_generator", watched)
+            target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        return seen
+
+    usual = trees()
+    compiling(drafter)
+    assert trees() == usual
+    replays = Replaying.replays
+    assert trees() == usual  # from what the first call captured
+    rounds = drafter.stats.num_target_forwards
+    per_round = {"dflash": 2, "ddtree": 3, "eagle3": 4, "medusa": 3, "medusa_static": 2}[method]
+    assert Replaying.replays - replays >= per_round * rounds - 1  # the prompt is taken in as it comes
+
+
 def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
-from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import BlockMarginals, marginal_notes
+from hf_specdec.drafters.base import BlockMarginals, captured_tree, marginal_notes
 
 
 class DDTreeGenerator(TreeCandidateGenerator):
@@ -45,11 +44,12 @@ class DDTreeGenerator(TreeCandidateGenerator):
         logits = self.logits = self.source.marginals(context)
         context.lap("draft")
         if self.source.calls is not None:
-            tree = captured_tree(self.source.calls, context.root_ids, logits, self.tree_budget)
+            build = functools.partial(level_tree, budget=self.tree_budget)
+            tree = captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
         else:
-            build = heap_tree if logits.device.type == "cpu" else level_tree
+            make = heap_tree if logits.device.type == "cpu" else level_tree
             budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
-            tree = build(context.root_ids, logits, budget)
+            tree = make(context.root_ids, logits, budget)
         context.lap("tree")
         return tree
 
@@ -58,6 +58,9 @@ class DDTreeGenerator(TreeCandidateGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)
+
+    def close(self) -> None:
+        self.source.close()
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)
@@ -226,20 +229,6 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         finite=finite,
         path_logprobs=path_logprobs.clamp(max=0),
     )
-
-
-TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
-
-
-def captured_tree(calls: StaticCalls, root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
-    """`level_tree` as one launch; the tree is good until the next one."""
-
-    def build(owner: object, root_ids: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
-        tree = level_tree(root_ids, logits, budget)
-        return tuple(getattr(tree, name) for name in TENSORS)
-
-    parts = calls(("tree", budget), build, root_ids, logits)
-    return DraftTree(**dict(zip(TENSORS, parts, strict=True)), max_depth=logits.shape[1])  # type: ignore[arg-type]
 
 
 @functools.cache  # for good: captured graphs read them

@@ -157,5 +157,8 @@ class ChainGenerator(TreeCandidateGenerator):
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)
 
+    def close(self) -> None:
+        self.source.close()
+
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)

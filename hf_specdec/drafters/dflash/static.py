@@ -59,8 +59,7 @@ class StaticBlocks:
             context.root_positions,
             cache.lengths,
             from_host(pending.num_committed, cache.lengths.device),
-            pending.position_ids,
-            pending.features,
+            padded=(pending.position_ids, pending.features),
             width=self.width,
         )
         return logits
