@@ -190,6 +190,7 @@ class ScriptedGenerator(TreeCandidateGenerator):
         self.random = random.Random(seed)
         self.inner = inner
         self.drops_rows = inner is None or inner.drops_rows
+        self.drafts_early = inner is None or inner.drafts_early
         self.template: DraftTree | None = None
         self.tokens: Tensor  # [depth + 1, nodes], what to add to the root where so many of the path are right
 
@@ -200,7 +201,7 @@ class ScriptedGenerator(TreeCandidateGenerator):
 
     def tree_below(self, root_ids: Tensor) -> DraftTree:
         """The next tree, below [batch] int64 roots."""
-        batch = len(root_ids)
+        batch = root_ids.shape[0]
         if self.template is None or len(self.template.token_ids) != batch:
             self._prepare(batch, root_ids.device)
         assert self.template is not None

@@ -169,7 +169,7 @@ class AutoBudget:
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds
-    MEMORY = 0.9  # per drafted round, of tokens and seconds
+    MEMORY = 0.95  # per drafted round, of tokens and seconds
     CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, that a call is given before it is judged
 
     def __init__(self, knowledge: BudgetKnowledge) -> None:

@@ -144,9 +144,11 @@ class BlockMarginals(ABC):
 
     Attributes:
         calls: captures what is computed in each round; None where it runs as it is.
+        drafts_early: see `TreeCandidateGenerator`.
     """
 
     calls: StaticCalls | None = None
+    drafts_early: bool = False
 
     @abstractmethod
     def marginals(self, context: DraftContext) -> Tensor:

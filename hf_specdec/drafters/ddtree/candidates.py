@@ -38,6 +38,7 @@ class DDTreeGenerator(TreeCandidateGenerator):
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         self.source = source
         self.tree_budget = tree_budget
+        self.drafts_early = source.drafts_early
         self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:

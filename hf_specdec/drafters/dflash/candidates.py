@@ -43,6 +43,7 @@ class DFlashMarginals(BlockMarginals):
         self.pending: RoundOutcome | None = None
         self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
+        self.drafts_early = self.static is not None
         self.target = target  # its cache tells how long rows may grow
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -71,7 +72,6 @@ class DFlashMarginals(BlockMarginals):
             )  # fmt: skip
         if self.static is not None and self.static.fits(pending):
             logits = self.static(self.cache, context, pending, self.block_size)
-            self.cache.commit_first(pending.num_committed)
             self.pending = None
             return logits
         self.cache.reserve(new + self.block_size)
@@ -136,6 +136,7 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
+        self.drafts_early = source.drafts_early
         self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:

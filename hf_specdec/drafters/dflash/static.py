@@ -17,7 +17,7 @@ from hf_specdec.decoding.attention import Spans, attach
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket
-from hf_specdec.decoding.tree import from_host
+from hf_specdec.decoding.tree import count_up, from_host
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.dflash.candidates import DFlashMarginals
@@ -49,6 +49,9 @@ class StaticBlocks:
             block_size: slots of a block, root included.
         """
         assert pending.features is not None
+        counts = pending.counts
+        if counts is None:
+            counts = from_host(pending.num_committed, cache.lengths.device)
         at = prefix_bucket(cache.longest)
         cache.place_nodes(at)
         cache.reserve(self.width + block_size)
@@ -58,10 +61,12 @@ class StaticBlocks:
             context.root_ids,
             context.root_positions,
             cache.lengths,
-            from_host(pending.num_committed, cache.lengths.device),
+            counts,
             padded=(pending.position_ids, pending.features),
             width=self.width,
         )
+        steps = count_up(pending.token_ids.shape[1], counts.device)
+        cache.commit_unread(steps.expand(cache.batch, -1), counts, pending.num_committed)
         return logits
 
 
