@@ -43,7 +43,7 @@ def heap_tree(logits: Tensor, root: int, budget: int) -> HostTree:
     best, ranked = logits.float().log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
     logprobs, ids = best.tolist(), ranked.tolist()
     tokens, parents = [root], [-1]
-    heap = [(-logprobs[0][0], (0,), 0)]
+    heap: list[tuple[float, tuple[int, ...], int]] = [(-logprobs[0][0], (0,), 0)]
     while heap and len(tokens) <= budget:
         score, ranks, parent = heapq.heappop(heap)
         level, rank = len(ranks) - 1, ranks[-1]
@@ -122,7 +122,7 @@ class _Loop:
             self.target.get_input_embeddings()(block_ids),
             features,
             positions,
-            cache=self.draft_cache,  # type: ignore[arg-type]
+            cache=self.draft_cache,
             lm_head=self.target.get_output_embeddings(),
         )
         self.draft_cache.crop(start - self.draft_cache.get_seq_length())

@@ -170,7 +170,7 @@ class AutoBudget:
 
     FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds
     MEMORY = 0.95  # per drafted round, of tokens and seconds
-    CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, that a call is given before it is judged
+    CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, given to a call, or after a rest, before it is judged
 
     def __init__(self, knowledge: BudgetKnowledge) -> None:
         self.knowledge = knowledge
@@ -198,7 +198,7 @@ class AutoBudget:
         if on_host is None:
             # In device memory: what they are is not known in time, so the mean of recent rounds has to do.
             gains = self.knowledge.curve[:most]
-            sizes = [size for size in BUCKETS if size <= len(gains)] or [most]
+            sizes: Sequence[int] = [size for size in BUCKETS if size <= len(gains)] or [most]
         else:
             probabilities = self.knowledge.calibration.probabilities
             rows = [probabilities(row[1:]) for row, going in zip(on_host, active, strict=True) if going]
@@ -308,8 +308,9 @@ class AutoBudget:
         """Drafts in the next round."""
         self.drafting = True
         if self.probing:
-            self._tokens = self._seconds = self._credit = 0.0  # this one round is judged by itself
-            self._kept_up = 0
+            # What was before the rest is forgotten; one miss is not yet a sign that nothing has changed.
+            self._tokens = self._seconds = 0.0
+            self._credit, self._kept_up = self.CREDIT, 0
 
 
 def _on_host(path_logprobs: list[list[float]] | Tensor) -> list[list[float]] | None:

@@ -274,6 +274,18 @@ def test_drafting_that_pays_goes_on() -> None:
     assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=100))
 
 
+def test_one_miss_after_a_rest_is_not_taken_for_the_rule() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=30)
+    while not budget.drafting:
+        play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
+    assert play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=3) == [True, True, False]
+    while not budget.drafting:
+        play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
+    play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
+    assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=50))
+
+
 def test_first_looks_are_not_held_against_the_drafter() -> None:
     budget = AutoBudget(BudgetKnowledge())
     tree = tree_of([0.9 - 0.01 * node for node in range(64)])
