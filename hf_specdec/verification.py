@@ -53,6 +53,7 @@ class Difference:
         assisted_token: id that came with the drafter.
         gap: the target's logit of its best token minus that of `assisted_token`, by a forward over the whole prefix.
         rounding: how far logits of this target move by rounding alone, there.
+        top2_gap: between the target's two best logits there.
     """
 
     position: int
@@ -60,6 +61,7 @@ class Difference:
     assisted_token: int
     gap: float
     rounding: float
+    top2_gap: float = math.inf
 
     @property
     def is_near_tie(self) -> bool:
@@ -140,8 +142,9 @@ class LosslessReport:
         for prompt, difference in self.differences.items():
             lines.append(
                 f"    prompt {prompt}, token {difference.position}: {difference.assisted_token} in place of "
-                f"{difference.plain_token}, {difference.gap:.2g} below the best logit; rounding moves logits by "
-                f"{difference.rounding:.2g}: {'a near tie' if difference.is_near_tie else 'NOT a near tie'}"
+                f"{difference.plain_token}, {difference.gap:.2g} below the best logit (the second best "
+                f"{difference.top2_gap:.2g}); rounding moves logits by {difference.rounding:.2g}: "
+                f"{'a near tie' if difference.is_near_tie else 'NOT a near tie'}"
             )
         if self.replays:
             worst = max(self.replays, key=lambda replay: replay.sigma)
@@ -291,12 +294,19 @@ def _compare_greedy(
         report.num_prompts += 1
         report.num_tokens += len(plain)
         if plain != assisted:
-            report.differences[index] = _first_difference(model, prompt, plain, assisted)
+            report.differences[index] = first_difference(model, prompt, plain, assisted)
     report.mean_acceptance_length = committed / rounds if rounds else 0.0
 
 
-def _first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], assisted: list[int]) -> Difference:
-    """Where two continuations part, and how the target sees it."""
+def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], assisted: list[int]) -> Difference:
+    """Where two continuations part, and how the target sees it.
+
+    Args:
+        model: the target.
+        prompt: [1, seq] int64.
+        plain: tokens of plain decoding.
+        assisted: other ones.
+    """
     pairs = zip(plain, assisted, strict=False)
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(plain), len(assisted)))
     if position == min(len(plain), len(assisted)):  # one ends where the other goes on: no choice of tokens explains it
@@ -312,7 +322,8 @@ def _first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], 
         step = model(prefix[:, -1:], past_key_values=cached.past_key_values, use_cache=True).logits[0, -1].float()
         rounding = max(rounding, float((step - logits).abs().max()))
     gap = float(logits.max() - logits[assisted[position]])
-    return Difference(position, plain[position], assisted[position], gap, rounding)
+    best, second = logits.topk(2).values.tolist()
+    return Difference(position, plain[position], assisted[position], gap, rounding, best - second)
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.verification import Difference, LosslessReport, _first_difference
+from hf_specdec.verification import Difference, LosslessReport, first_difference
 from tests.methods import METHODS, make_causal_lm_chain
 from tests.scripted import StubDrafter, fixed_tree
 from tests.targets import make_target, one_prompt
@@ -145,12 +145,13 @@ def test_difference_within_rounding_is_a_near_tie() -> None:
 def test_gap_is_the_targets_own(target: PreTrainedModel) -> None:
     plain = target.generate(PROMPT, max_new_tokens=4, do_sample=False)[0, PROMPT.shape[1] :].tolist()
     other = [*plain[:2], (plain[2] + 1) % 64, 5]
-    difference = _first_difference(target, PROMPT, plain, other)
+    difference = first_difference(target, PROMPT, plain, other)
     logits = target(torch.cat([PROMPT, torch.tensor([plain[:2]])], 1)).logits[0, -1]
     assert difference.position == 2
     assert difference.gap == pytest.approx(float(logits[plain[2]] - logits[other[2]]), rel=1e-4)
+    assert difference.top2_gap == pytest.approx(float(logits[plain[2]] - logits.topk(2).values[1]), rel=1e-4)
     assert not difference.is_near_tie
-    assert math.isinf(_first_difference(target, PROMPT, plain, plain[:3]).gap)
+    assert math.isinf(first_difference(target, PROMPT, plain, plain[:3]).gap)
 
 
 def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:

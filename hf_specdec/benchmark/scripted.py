@@ -9,14 +9,15 @@ the text is not.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from hf_specdec.benchmark.reference import HostTree
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.slices import decoder_layers
 from hf_specdec.decoding.target import TargetModel
@@ -45,13 +46,41 @@ def shapes() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def counting_target(shape: str, device: torch.device | str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedModel:
-    """A target of this shape, made on the device, that counts: after token t comes t + 1, after the last one 0."""
+def draft_shape(shape: str) -> Any:
+    """The config of a draft model for stock assisted generation beside a target of `shape`: its family's small one."""
+    own = shapes()[shape]
+    hidden, layers, heads = {
+        "qwen3-8b": (1024, 28, 16), "llama-3.1-8b": (2048, 16, 32), "tiny": (64, 2, 4),
+    }[shape]  # fmt: skip
+    return type(own)(
+        vocab_size=own.vocab_size, hidden_size=hidden, intermediate_size=3 * hidden if hidden < 2048 else 4 * hidden,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=min(8, heads),
+        head_dim=2048 // heads if hidden > 64 else 16, max_position_embeddings=own.max_position_embeddings,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def counting_target(
+    shape: str | PreTrainedConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    error_rate: float = 0.0,
+) -> PreTrainedModel:
+    """A model that counts, made on the device: after token t comes t + 1, after the last one 0.
+
+    Args:
+        shape: a name from `shapes`, or a config.
+        device: to make it on.
+        dtype: of its weights.
+        seed: of its weights and errors.
+        error_rate: after this share of tokens, drawn at random, comes another one: for draft models.
+    """
     torch.manual_seed(seed)
+    config = shapes()[shape] if isinstance(shape, str) else shape
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shapes()[shape], dtype=dtype, attn_implementation="sdpa"
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     with torch.no_grad():
         table = model.get_input_embeddings().weight.normal_()
         # What layers add stays small beside the token's own embedding, which the head of its successor then finds.
@@ -59,7 +88,12 @@ def counting_target(shape: str, device: torch.device | str, dtype: torch.dtype, 
         for layer in layers:
             layer.self_attn.o_proj.weight.mul_(0.01)
             layer.mlp.down_proj.weight.mul_(0.01)
-        model.get_output_embeddings().weight.copy_(table.roll(1, 0))
+        head = model.get_output_embeddings().weight
+        head.copy_(table.roll(1, 0))
+        wrong = torch.rand(len(table), device=head.device) < error_rate
+        if int(wrong.sum()) > 1:  # the successors of these tokens change places
+            places = wrong.roll(1).nonzero().squeeze(1)
+            head[places] = head[places.roll(1)]
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
@@ -130,6 +164,16 @@ class ScriptedDrafter(Drafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return () if self.network is None else self.network.feature_layers(model)
 
+    def script(self, vocab: int) -> Callable[[int], HostTree]:
+        """The trees of one call of one row, as lists: from a root's token to tokens and parents, root first."""
+        generator = ScriptedGenerator(self.tree_budget, self.depth, self.rate, self.seed, vocab, None)
+
+        def draft(root: int) -> HostTree:
+            tree = generator.tree_below(torch.tensor([root]))
+            return tree.token_ids[0].tolist(), tree.parents[0].tolist()
+
+        return draft
+
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         inner = None if self.network is None else self.network.candidate_generator(target)
         vocab = target.model.get_input_embeddings().num_embeddings
@@ -146,18 +190,23 @@ class ScriptedGenerator(TreeCandidateGenerator):
         self.random = random.Random(seed)
         self.inner = inner
         self.drops_rows = inner is None or inner.drops_rows
+        self.drafts_early = inner is None or inner.drafts_early
         self.template: DraftTree | None = None
         self.tokens: Tensor  # [depth + 1, nodes], what to add to the root where so many of the path are right
 
     def draft(self, context: DraftContext) -> DraftTree:
         if self.inner is not None:
             self.inner.draft(context)
-        batch = len(context.lengths)
+        return self.tree_below(context.root_ids)
+
+    def tree_below(self, root_ids: Tensor) -> DraftTree:
+        """The next tree, below [batch] int64 roots."""
+        batch = root_ids.shape[0]
         if self.template is None or len(self.template.token_ids) != batch:
-            self._prepare(batch, context.root_ids.device)
+            self._prepare(batch, root_ids.device)
         assert self.template is not None
-        right = from_host([self._draw() for _ in range(batch)], context.root_ids.device)
-        token_ids = (context.root_ids.unsqueeze(1) + self.tokens[right]) % self.vocab
+        right = from_host([self._draw() for _ in range(batch)], root_ids.device)
+        token_ids = (root_ids.unsqueeze(1) + self.tokens[right]) % self.vocab
         return replace(self.template, token_ids=token_ids)
 
     def _draw(self) -> int:

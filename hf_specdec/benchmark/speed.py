@@ -2,11 +2,14 @@
 
     python -m hf_specdec.benchmark.speed --shape qwen3-8b --part rounds --output speed-rounds.json
 
-Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 rows),
-`length` (does a round grow dearer over thousands of tokens), `baselines` (plain, plain compiled with a static cache),
-`auto` (`tree_budget="auto"` against fixed budgets on the bundled model). Targets are `counting_target`s, drafts are
-scripted (`scripted.py`), and a DFlash network of the same shape runs in each round for what it costs. `--shape tiny`
-is a dry run for a CPU: its numbers say nothing about 8B shapes.
+Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged
+rows that finish at different times), `length` (does a round grow dearer over thousands of tokens), `baselines` (plain,
+plain compiled with a static cache, stock assisted generation), `reference` (the DDTree loop as its authors describe
+it, on the same weights and trees), and on the bundled model `auto` (`tree_budget="auto"` against fixed budgets) and
+`exact` (output against plain decoding's, with the target's top-2 gap at every first difference). Targets of the others
+are `counting_target`s, drafts are scripted (`scripted.py`), and a DFlash network of the same shape runs in each round
+for what it costs. `--shape tiny` is a dry run for a CPU: its numbers say nothing about 8B shapes. What the speed of a
+round is judged by stands at the end, "not measured" where this run has not measured it (`judged.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +33,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Pre
 
 import hf_specdec
 from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
-from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, drafter_network, rate_for, shapes
+from hf_specdec.benchmark.judged import judged
+from hf_specdec.benchmark.reference import reference_ddtree
+from hf_specdec.benchmark.scripted import (
+    ScriptedDrafter,
+    counting_target,
+    draft_shape,
+    drafter_network,
+    rate_for,
+    shapes,
+)
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.base import COMPILE_MODES
+from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.hub.loading import load_drafter
+from hf_specdec.verification import first_difference
 
 DEPTH = 15
 BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"
@@ -57,7 +71,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--new-tokens", type=int, default=256)
     options.add_argument("--length", type=int, default=4000, help="new tokens of the part `length`")
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--prompts-per-group", type=int, default=2, help="of the part `auto`")
+    options.add_argument("--prompts-per-group", type=int, default=2, help="of the parts `auto` and `exact`")
+    options.add_argument("--groups", nargs="+", default=None, help="of prompts, for the same parts; default: all")
     options.add_argument("--no-network", action="store_true", help="drafts cost nothing: verify alone")
     options.add_argument("--output", type=Path, default=None, help="JSON file")
     return options
@@ -74,7 +89,7 @@ class Bench:
         self.modes = options.modes or (COMPILE_MODES if self.device.type == "cuda" else COMPILE_MODES[:1])
         self.bandwidth = copy_bandwidth(self.device)
         self._target: PreTrainedModel | None = None
-        self._network: Any = None
+        self._network: DFlashDrafter | None = None
 
     @property
     def target(self) -> PreTrainedModel:
@@ -84,11 +99,23 @@ class Bench:
             self._network = None if self.options.no_network else drafter_network(self._target)
         return self._target
 
+    @property
+    def network(self) -> DFlashDrafter:
+        """What drafting costs.
+
+        Raises:
+            ValueError: this run does without.
+        """
+        _ = self.target
+        if self._network is None:
+            raise ValueError("The part `reference` runs the drafter's network in each round: leave out --no-network.")
+        return self._network
+
     def drafter(self, nodes: int, mode: str) -> ScriptedDrafter:
         """A scripted drafter of this many nodes; the network beside it drafts as many."""
         _ = self.target
         if self._network is not None:
-            self._network.set_options(tree_budget=nodes)
+            self._network.set_options(tree_budget=nodes, compile_mode=mode)
         rate = rate_for(min(self.options.tau, 1 + min(DEPTH, nodes)), min(DEPTH, nodes))
         return ScriptedDrafter(self._network, tree_budget=nodes, depth=DEPTH, rate=rate, compile_mode=mode)
 
@@ -97,17 +124,29 @@ class Bench:
         starts = 7 * torch.arange(batch, device=self.device).unsqueeze(1)
         return (starts + torch.arange(context, device=self.device)) % self.target.config.vocab_size
 
+    def ragged(self, context: int, batch: int) -> tuple[dict[str, Any], list[int]]:
+        """Rows of `context` tokens and less that end at different times.
+
+        Returns:
+            arguments for `generate`: left-padded prompts, their mask, and the token that ends each row; and how many
+            tokens each row gets: from `new_tokens` / batch up to `new_tokens`.
+        """
+        end = self.target.config.vocab_size - 1
+        tokens = [max(2, self.options.new_tokens * (row + 1) // batch) for row in range(batch)]
+        lengths = torch.tensor([max(1, context - context * row // (2 * batch)) for row in range(batch)])
+        last = torch.tensor([[end - new] for new in tokens], device=self.device)
+        prompt = (last - torch.arange(context - 1, -1, -1, device=self.device)) % self.target.config.vocab_size
+        mask = torch.arange(context) >= context - lengths.unsqueeze(1)
+        mask = mask.to(self.device)
+        arguments = {"attention_mask": mask.long(), "eos_token_id": end, "pad_token_id": 0}
+        return {"prompt": prompt * mask, **arguments}, tokens
+
     def generate(self, prompt: torch.Tensor, new_tokens: int, **arguments: Any) -> tuple[torch.Tensor, float]:
         """The output, and the seconds of the whole call."""
+        arguments.setdefault("attention_mask", torch.ones_like(prompt))
         self.wait()
         began = time.perf_counter()
-        output = self.target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            **arguments,
-        )
+        output = self.target.generate(prompt, max_new_tokens=new_tokens, do_sample=False, **arguments)
         self.wait()
         return output, time.perf_counter() - began
 
@@ -116,11 +155,20 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def check(self, output: torch.Tensor, prompt: torch.Tensor) -> None:
-        """Raises AssertionError unless the target counted on: with any other text the drafts would not be scripted."""
-        vocab = self.target.config.vocab_size
-        first = prompt[:, :1]
-        assert torch.equal(output, (first + torch.arange(output.shape[1], device=output.device)) % vocab)
+    def check(self, output: torch.Tensor, prompt: torch.Tensor, tokens: Sequence[int] | None = None) -> None:
+        """Raises AssertionError unless the target counted on: with any other text the drafts would not be scripted.
+
+        Args:
+            output: [batch, seq] int64.
+            prompt: [batch, context] int64.
+            tokens: how many each row gets, where they are not as many as there is room for.
+        """
+        new = output[:, prompt.shape[1] :]
+        order = torch.arange(1, new.shape[1] + 1, device=new.device)
+        expected = (prompt[:, -1:] + order) % self.target.config.vocab_size
+        if tokens is not None:
+            expected = expected * (order <= torch.tensor(tokens, device=new.device).unsqueeze(1))  # 0 is the padding
+        assert torch.equal(new, expected)
 
     def of_calls(self, prompt: torch.Tensor, drafter: ScriptedDrafter) -> Row:
         """Figures of rounds: medians over the repeats, after a call that warms up."""
@@ -160,25 +208,47 @@ class Bench:
 
 
 def rounds(bench: Bench) -> list[Row]:
-    """Time per round by context, nodes and mode."""
-    return [
-        {"part": "rounds", "context": context, "nodes": nodes, "mode": mode}
-        | bench.of_calls(bench.prompt(context), bench.drafter(nodes, mode))
-        for mode in bench.modes
-        for context in bench.options.contexts
-        for nodes in bench.options.nodes
-    ]
+    """Time per round by context, nodes and mode, and how much longer it takes than at the first context."""
+    rows = []
+    for mode, nodes in itertools.product(bench.modes, bench.options.nodes):
+        first = None
+        for context in bench.options.contexts:
+            figures = bench.of_calls(bench.prompt(context), bench.drafter(nodes, mode))
+            first = first or figures["round_ms"]
+            row = {"part": "rounds", "mode": mode, "nodes": nodes, "context": context, **figures}
+            rows.append(row | {"times_first_context": figures["round_ms"] / first})
+    return rows
 
 
 def batch(bench: Bench) -> list[Row]:
-    """Throughput by rows, at the first context and number of nodes."""
+    """Throughput by rows, at the first context and number of nodes; rows end one after the other.
+
+    A way's `tokens_per_s` are those of its whole calls, prefill included: that of plain decoding cannot be told apart.
+    """
     context, nodes = bench.options.contexts[0], bench.options.nodes[0]
-    return [
-        {"part": "batch", "batch": size, "context": context, "nodes": nodes, "mode": mode}
-        | bench.of_calls(bench.prompt(context, size), bench.drafter(nodes, mode))
-        for mode in bench.modes
-        for size in bench.options.batches
-    ]
+    rows = []
+    for size in bench.options.batches:
+        inputs, tokens = bench.ragged(context, size)
+        ways: dict[str, dict[str, Any]] = {"plain": {}}
+        ways |= {mode: {"assistant_model": bench.drafter(nodes, mode)} for mode in bench.modes}
+        plain_s = 0.0
+        for way, arguments in ways.items():
+            if way != "plain":
+                bench.drafter(nodes, way)  # sets up the network that both modes share
+            taken = []
+            for repeat in range(bench.options.repeats + 1):
+                output, seconds = bench.generate(new_tokens=bench.options.new_tokens, **inputs, **arguments)
+                bench.check(output, inputs["prompt"], tokens)
+                taken += [seconds] if repeat else []
+            seconds = statistics.median(taken)
+            plain_s = plain_s or seconds
+            row = {"part": "batch", "batch": size, "context": context, "nodes": nodes, "way": way}
+            row |= {"tokens_per_s": sum(tokens) / seconds, "speedup": plain_s / seconds}
+            if way != "plain":
+                stats = arguments["assistant_model"].stats
+                row |= {"rounds": stats.num_target_forwards, "tau": stats.mean_acceptance_length}
+            rows.append(row)
+    return rows
 
 
 def length(bench: Bench) -> list[Row]:
@@ -215,10 +285,21 @@ def length(bench: Bench) -> list[Row]:
 
 
 def baselines(bench: Bench) -> list[Row]:
-    """Plain decoding: as it comes, and compiled with a static cache."""
+    """What stock transformers offers: plain decoding, the same compiled with a static cache, and a draft model.
+
+    The draft model has the shape of the family's small one and errs as often as the scripted drafts do. Stock DFlash
+    has no row: transformers loads no DFlash drafter for targets of these shapes.
+    """
     compiled = CompileConfig()
     compiled._compile_all_devices = True  # left alone, generate compiles on accelerators only
-    ways = {"plain": {}, "plain compiled": {"cache_implementation": "static", "compile_config": compiled}}
+    error_rate = 1 - rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
+    small = draft_shape(bench.options.shape)
+    assistant = counting_target(small, bench.device, bench.dtype, error_rate=error_rate)
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "plain compiled": {"cache_implementation": "static", "compile_config": compiled},
+        "stock assisted": {"assistant_model": assistant},
+    }
     rows = []
     for context in bench.options.contexts:
         for way, arguments in ways.items():
@@ -232,30 +313,98 @@ def baselines(bench: Bench) -> list[Row]:
                     prefill.append(first)
             per_token = (statistics.median(seconds) - statistics.median(prefill)) / (bench.options.new_tokens - 1)
             rows.append(
-                {"part": "baselines", "way": way, "context": context, "round_ms": 1000 * per_token}
-                | {"round_to_floor": round_to_floor(per_token, bench.target, bench.bandwidth)}
+                {"part": "baselines", "way": way, "context": context, "token_ms": 1000 * per_token}
+                | {"token_to_floor": round_to_floor(per_token, bench.target, bench.bandwidth)}
                 | {"tokens_per_s": 1 / per_token}
             )
     return rows
 
 
-def auto(bench: Bench) -> list[Row]:
-    """`tree_budget="auto"` against fixed budgets and plain decoding, on the bundled model, by prompt group."""
+def reference(bench: Bench) -> list[Row]:
+    """The reference DDTree loop beside ours: the same weights, the same scripted trees."""
+    nodes, vocab = bench.options.nodes[-1], bench.target.config.vocab_size
+    rows = []
+    for context in bench.options.contexts:
+        prompt = bench.prompt(context)
+        ours = {mode: bench.of_calls(prompt, bench.drafter(nodes, mode)) for mode in bench.modes}
+        network = bench.network
+        network.set_options(compile_mode="none")
+        runs = []
+        for repeat in range(bench.options.repeats + 1):
+            scripted = bench.drafter(nodes, "none").script(vocab)
+            run = reference_ddtree(bench.target, network, prompt, bench.options.new_tokens, nodes, scripted)
+            bench.check(run.token_ids, prompt)
+            runs += [run] if repeat else []
+        seconds = statistics.median(run.seconds for run in runs)
+        own = (bench.options.new_tokens - 1) / seconds
+        lengths = runs[0].acceptance_lengths
+        round_s = seconds / len(lengths)
+        row: Row = {"part": "reference", "context": context, "nodes": nodes, "way": "reference"}
+        row |= {"round_ms": 1000 * round_s, "round_to_floor": round_to_floor(round_s, bench.target, bench.bandwidth)}
+        rows.append(row | {"tokens_per_s": own, "tau": statistics.fmean(lengths), "times_reference": 1.0})
+        for mode, figures in ours.items():
+            row = {"part": "reference", "context": context, "nodes": nodes, "way": mode}
+            row |= {name: figures[name] for name in ("round_ms", "round_to_floor", "tokens_per_s", "tau")}
+            rows.append(row | {"times_reference": figures["tokens_per_s"] / own})
+    return rows
+
+
+def bundled(bench: Bench) -> tuple[PreTrainedModel, Any, dict[str, list[torch.Tensor]]]:
+    """The bundled target and DFlash drafter, and prompts [1, seq] by group."""
     model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=bench.dtype).to(bench.device)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     drafter: Any = load_drafter(str(BUNDLED / "dflash"))
     drafter.to(bench.device, bench.dtype)
-    lines = (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    groups: dict[str, list[str]] = {}
-    for line in map(json.loads, lines):
-        groups.setdefault(line["source"].split("/")[0], []).append(line["prompt"])
+    groups: dict[str, list[torch.Tensor]] = {}
+    for line in map(json.loads, (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()):
+        ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"].to(bench.device)
+        groups.setdefault(line["source"].split("/")[0], []).append(ids)
+    chosen = bench.options.groups or sorted(groups)
+    return model, drafter, {name: groups[name] for name in groups if name in chosen}
+
+
+def exact(bench: Bench) -> list[Row]:
+    """Greedy output on the bundled model against plain decoding's, mode by mode: how often they are the same tokens.
+
+    Where they are not, in bfloat16, a forward over a tree has rounded a near tie the other way than one over a token:
+    `gaps` are between the target's two best logits at each first difference, `rounding` how far its logits move there
+    by rounding alone (`verification.first_difference`), and `above_rounding` counts the differences that this does not
+    explain.
+    """
+    model, drafter, groups = bundled(bench)
+    rows = []
+    for mode, (group, prompts) in itertools.product(bench.modes, groups.items()):
+        drafter.set_options(tree_budget=bench.options.nodes[-1], compile_mode=mode)
+        found = []
+        chosen = prompts[: bench.options.prompts_per_group]
+        for prompt in chosen:
+            settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": bench.options.new_tokens}
+            plain, assisted = (
+                model.generate(prompt, **settings, **way, do_sample=False)[0, prompt.shape[1] :].tolist()
+                for way in ({}, {"assistant_model": drafter})
+            )
+            if plain != assisted:
+                with torch.no_grad():
+                    found.append(first_difference(model, prompt, plain, assisted))
+        rows.append(
+            {"part": "exact", "mode": mode, "group": group, "prompts": len(chosen)}
+            | {"identical": 1 - len(found) / len(chosen), "gaps": [each.top2_gap for each in found]}
+            | {"rounding": [each.rounding for each in found]}
+            | {"above_rounding": sum(not each.is_near_tie for each in found)}
+        )
+    return rows
+
+
+def auto(bench: Bench) -> list[Row]:
+    """`tree_budget="auto"` against fixed budgets and plain decoding, on the bundled model, by prompt group."""
+    model, drafter, groups = bundled(bench)
     budgets: list[Any] = [8, 16, 32, 64, "auto"]
     rows = []
     for warming_up in (True, False):
         for group, prompts in groups.items():
             seconds: dict[Any, list[float]] = {budget: [] for budget in ["plain", *budgets]}
             for prompt in prompts[: 1 if warming_up else bench.options.prompts_per_group]:
-                inputs = tokenizer(prompt, return_tensors="pt").to(bench.device)
+                inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
                 best = dict.fromkeys(seconds, float("inf"))
                 outputs = []
                 for repeat in range(bench.options.repeats):
@@ -273,7 +422,9 @@ def auto(bench: Bench) -> list[Row]:
                         best[budget] = min(best[budget], time.perf_counter() - began)
                         outputs.append(output.tolist())
                 if bench.dtype == torch.float32:
-                    assert all(output == outputs[0] for output in outputs), f"outputs differ: {prompt[:60]!r}"
+                    assert all(output == outputs[0] for output in outputs), (
+                        f"{group}: outputs differ for {prompt.tolist()}"
+                    )
                 for budget, taken in best.items():
                     seconds[budget].append(taken)
             if warming_up:
@@ -293,7 +444,8 @@ def auto(bench: Bench) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {
-    "auto": auto, "baselines": baselines, "batch": batch, "length": length, "rounds": rounds,
+    "auto": auto, "baselines": baselines, "batch": batch, "exact": exact, "length": length, "reference": reference,
+    "rounds": rounds,
 }  # fmt: skip
 
 
@@ -306,6 +458,7 @@ def environment(bench: Bench, argv: Sequence[str]) -> Row:
         "device": torch.cuda.get_device_name(bench.device) if cuda else f"CPU, {torch.get_num_threads()} threads",
         "dtype": str(bench.dtype).removeprefix("torch."),
         "shape": bench.options.shape,
+        "on_gpu": cuda,
         "drafter_network": not bench.options.no_network,
         "bandwidth_gb_per_s": bench.bandwidth / 1e9,
         "versions": {
@@ -325,8 +478,8 @@ def table(rows: Sequence[Row]) -> str:
             return f"{value:.3g}" if value < 100 else f"{value:.0f}"
         return " ".join(map(shown, value)) if isinstance(value, list) else str(value)
 
-    names = [name for name in rows[0] if name != "part"]
-    lines = [names] + [[shown(row[name]) for name in names] for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "part"))
+    lines = [names] + [[shown(row.get(name, "")) for name in names] for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -341,8 +494,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = PARTS[part](bench)
         print(f"\n{part}\n{table(rows)}", flush=True)
         report["rows"] += rows
+        report["judged"] = judged(report["environment"], report["rows"])
         if bench.options.output is not None:  # after each part: a later one may run out of time
             bench.options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"\njudged\n{table(report['judged'])}")
     return 0
 
 

@@ -35,6 +35,7 @@ from transformers.generation import (
 )
 
 from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.decoding.transfer import ToHost
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
 
 if TYPE_CHECKING:
@@ -120,10 +121,7 @@ class FollowTarget:
         drawn = ahead.drawn if ahead is not None and self.do_sample else None
         if not self.prefix_free:
             return self._walk_step_by_step(tree, logits, sequences, drawn)
-        if self.processors:
-            vocab = logits.shape[-1]
-            flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, vocab))
-            logits = flat.view(logits.shape)
+        logits = self._processed(tree, logits)
         if tree.children is not None and not self.do_sample and logits.device.type == "cpu":
             # Only nodes on the path are asked. NumPy and torch agree on ties (the first) and on NaN (the largest).
             on_host = logits.numpy()
@@ -144,6 +142,22 @@ class FollowTarget:
         if self.keep_scores:
             acceptance = replace(acceptance, scores=pick(logits, acceptance.path))
         return acceptance
+
+    def begin(self, tree: DraftTree, logits: Tensor) -> Walk:
+        """The same on the device alone, for processors without a prefix; `Walk.read` waits for it.
+
+        Args:
+            tree: the tree that was verified; drafted, not drawn, and nothing of it known to the host.
+            logits: [batch, nodes, vocab] float32, the target's. May be written to.
+        """
+        return Walk(tree, *follow(tree, self._choose(self._processed(tree, logits))))
+
+    def _processed(self, tree: DraftTree, logits: Tensor) -> Tensor:
+        """[batch, nodes, vocab], all nodes through the processors at once."""
+        if not self.processors:
+            return logits
+        flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]))
+        return flat.view(logits.shape)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[..., vocab] -> [...] int64: the target's choice, as plain decoding makes it."""
@@ -296,23 +310,42 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)
 
 
+class Walk:
+    """What came of a tree, on the device: the outcome of `follow`, and the only transfer of a round under way.
+
+    Attributes:
+        path: [batch, max_depth + 1] int64.
+        path_ids: [batch, max_depth + 1] int64, its tokens.
+        num_accepted: [batch] int64.
+        bonus_ids: [batch] int64.
+    """
+
+    def __init__(self, tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor) -> None:
+        self.path, self.num_accepted, self.bonus_ids = path, num_accepted, bonus_ids
+        self.path_ids = tree.token_ids.gather(1, path)
+        self._first = 3 + tree.num_nodes + 1  # where the path's tokens begin, root left out
+        finite = tree.valid[:, :1] if tree.finite is None else tree.finite.unsqueeze(1)
+        columns = (num_accepted.unsqueeze(1), bonus_ids.unsqueeze(1), finite, tree.valid, self.path_ids)
+        self._outcome = ToHost(torch.cat(columns, dim=1))
+
+    def read(self) -> Acceptance:
+        """Waits for the outcome."""
+        rows, first = self._outcome.tolist(), self._first
+        return Acceptance(
+            path=self.path,
+            path_ids=self.path_ids,
+            bonus_ids=self.bonus_ids,
+            tokens=[[*row[first : first + row[0]], row[1]] for row in rows],
+            num_drafted=[sum(row[3 : first - 1]) - 1 for row in rows],
+            finite=[bool(row[2]) for row in rows],
+            leading=False,  # only the device knows
+            scores=None,
+        )
+
+
 def _read(tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor) -> Acceptance:
-    """Brings the outcome of a walk to the host: the only transfer of a round."""
-    path_ids = tree.token_ids.gather(1, path)
-    finite = tree.valid[:, :1] if tree.finite is None else tree.finite.unsqueeze(1)
-    columns = (num_accepted.unsqueeze(1), bonus_ids.unsqueeze(1), finite, tree.valid, path_ids)
-    rows = torch.cat(columns, dim=1).tolist()
-    first = 3 + tree.num_nodes + 1  # where the path's tokens begin, root left out
-    return Acceptance(
-        path=path,
-        path_ids=path_ids,
-        bonus_ids=bonus_ids,
-        tokens=[[*row[first : first + row[0]], row[1]] for row in rows],
-        num_drafted=[sum(row[3 : first - 1]) - 1 for row in rows],
-        finite=[bool(row[2]) for row in rows],
-        leading=False,  # only the device knows
-        scores=None,
-    )
+    """Brings the outcome of a walk to the host."""
+    return Walk(tree, path, num_accepted, bonus_ids).read()
 
 
 def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:

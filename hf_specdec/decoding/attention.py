@@ -55,6 +55,11 @@ def attach(mask: Tensor, spans: Spans) -> Tensor:
     return mask
 
 
+def is_split(mask: Tensor | None) -> bool:
+    """Whether intervals travel with this mask, so that `tree_attention_forward` need not read all of it."""
+    return mask is not None and hasattr(mask, "tree_spans")
+
+
 def usable(model: PreTrainedModel) -> bool:
     """Whether a target's trees are verified with this attention; the host's own is used otherwise.
 

@@ -15,6 +15,7 @@ Verifying the likeliest prefixes is DDTree, arXiv 2604.12989, Proposition 2; wei
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import deque
@@ -37,6 +38,7 @@ class RoundTimes:
     def __init__(self) -> None:
         self._plain: deque[float] = deque(maxlen=9)
         self._drafted: dict[int, deque[tuple[int, float]]] = {}
+        self._points: dict[int, tuple[float, float, int]] = {}  # by bucket: mean nodes, median seconds, rounds
         self._line: tuple[float, float] | None = None
 
     def note(self, nodes: int, seconds: float) -> None:
@@ -44,7 +46,12 @@ class RoundTimes:
         if nodes == 0:
             self._plain.append(seconds)
             return
-        self._drafted.setdefault(bucket_of(nodes), deque(maxlen=9)).append((nodes, seconds))
+        bucket = bucket_of(nodes)
+        seen = self._drafted.setdefault(bucket, deque(maxlen=9))
+        seen.append((nodes, seconds))
+        count = len(seen)
+        median = sorted(seconds for _, seconds in seen)[(count - 1) // 2]
+        self._points[bucket] = (sum(nodes for nodes, _ in seen) / count, median, count)
         self._line = None
 
     @property
@@ -58,18 +65,20 @@ class RoundTimes:
         """Rounds without a draft that are still remembered."""
         return len(self._plain)
 
-    def of(self, nodes: int) -> float:
-        """Seconds of a round with `nodes` drafted nodes; needs one measured round."""
+    @property
+    def line(self) -> tuple[float, float]:
+        """Seconds of a round with no drafted node, and of each node more; needs one measured round."""
         if self._line is None:
             self._line = self._fit()
-        start, slope = self._line
+        return self._line
+
+    def of(self, nodes: int) -> float:
+        """Seconds of a round with `nodes` drafted nodes; needs one measured round."""
+        start, slope = self.line
         return start + slope * nodes
 
     def _fit(self) -> tuple[float, float]:
-        points = [
-            (statistics.fmean(nodes for nodes, _ in seen), statistics.median_low(s for _, s in seen), len(seen))
-            for seen in self._drafted.values()
-        ]
+        points = list(self._points.values())
         weight = sum(count for _, _, count in points)
         mean_nodes = sum(nodes * count for nodes, _, count in points) / weight
         mean_s = sum(seconds * count for _, seconds, count in points) / weight
@@ -104,13 +113,23 @@ class Calibration:
                 self._drafted[place] += 1
                 self._accepted[place] += node in accepted
 
+    def probabilities(self, logprobs: Sequence[float]) -> list[float]:
+        """That nodes of these path log-probabilities are accepted; asked in every round, so no calls in the loop."""
+        accepted, drafted, prior, lowest = self._accepted, self._drafted, self.PRIOR, -math.inf
+        place_of, exp = bisect.bisect_right, math.exp
+        found = []
+        for logprob in logprobs:
+            if logprob > lowest:
+                place = place_of(EDGES, -logprob)
+                said = prior * exp(logprob) if logprob < 0.0 else prior
+                found.append((accepted[place] + said) / (drafted[place] + prior))
+            else:
+                found.append(0.0)
+        return found
+
     def probability(self, logprob: float) -> float:
         """That a node of this path log-probability is accepted."""
-        if not logprob > -math.inf:
-            return 0.0
-        place = bisect.bisect_right(EDGES, -logprob)
-        said = self.PRIOR * math.exp(min(logprob, 0.0))
-        return (self._accepted[place] + said) / (self._drafted[place] + self.PRIOR)
+        return self.probabilities([logprob])[0]
 
 
 class BudgetKnowledge:
@@ -122,6 +141,13 @@ class BudgetKnowledge:
         self.rounds = 0
         # Mean over recent rounds of how likely the first, second, ... node of a row is accepted.
         self.curve: list[float] = []
+        # Sizes that recent trees were cut to, or more where they could have been larger.
+        self.recent: deque[int] = deque([MOST_NODES], maxlen=8)
+
+    @property
+    def first_look(self) -> int | None:
+        """Nodes of the next round where that is one of the first, which are for measuring; None afterwards."""
+        return FIRST_LOOKS[self.rounds % len(FIRST_LOOKS)] if self.rounds < 2 * len(FIRST_LOOKS) else None
 
     def note_curve(self, probabilities: list[float]) -> None:
         """Takes the acceptance probabilities of one row's nodes, in order."""
@@ -143,8 +169,8 @@ class AutoBudget:
     """
 
     FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds
-    MEMORY = 0.9  # per drafted round, of tokens and seconds
-    CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, that a call is given before it is judged
+    MEMORY = 0.95  # per drafted round, of tokens and seconds
+    CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, given to a call, or after a rest, before it is judged
 
     def __init__(self, knowledge: BudgetKnowledge) -> None:
         self.knowledge = knowledge
@@ -154,48 +180,46 @@ class AutoBudget:
         self._tokens = self._seconds = 0.0
         self._credit = self.CREDIT
         self._kept_up = 0
-        self._recent: deque[int] = deque([MOST_NODES], maxlen=8)
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
 
     @property
     def node_limit(self) -> int:
         """Nodes that a drafter in host memory need not exceed in the next round."""
-        if self.knowledge.rounds < 2 * len(FIRST_LOOKS):
-            return FIRST_LOOKS[self.knowledge.rounds % len(FIRST_LOOKS)]
-        return min(MOST_NODES, max(8, 2 * max(self._recent)))
+        return self.knowledge.first_look or min(MOST_NODES, max(8, max(self.knowledge.recent) + 2))
 
     def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:
         """The part of `tree` that is worth its time; all of it where the drafter does not say how likely it is."""
         most = tree.num_nodes - 1
         if tree.path_logprobs is None or not most:
             return tree
-        if self.knowledge.rounds < 2 * len(FIRST_LOOKS):
-            return tree.first_nodes(min(most, self.node_limit))
+        if self.knowledge.first_look is not None:
+            return tree.first_nodes(min(most, self.knowledge.first_look))
         on_host = _on_host(tree.path_logprobs)
         if on_host is None:
             # In device memory: what they are is not known in time, so the mean of recent rounds has to do.
             gains = self.knowledge.curve[:most]
-            sizes = [size for size in BUCKETS if size <= len(gains)] or [most]
+            sizes: Sequence[int] = [size for size in BUCKETS if size <= len(gains)] or [most]
         else:
-            probability = self.knowledge.calibration.probability
-            rows = [row for row, going in zip(on_host, active, strict=True) if going]
-            gains = [
-                sum(probability(row[node]) for row in rows if node < len(row)) / len(rows)
-                for node in range(1, most + 1)
-            ]
-            sizes = list(range(1, most + 1))
+            probabilities = self.knowledge.calibration.probabilities
+            rows = [probabilities(row[1:]) for row, going in zip(on_host, active, strict=True) if going]
+            gains = rows[0]
+            if len(rows) > 1:
+                gains = [sum(column) / len(rows) for column in itertools.zip_longest(*rows, fillvalue=0.0)]
+            sizes = range(1, len(gains) + 1)
         size = self.best_size(gains, sizes)
-        self._recent.append(size)
+        # A tree that is worth all its nodes might have been worth more.
+        self.knowledge.recent.append(size if size < most else 2 * size)
         return tree.first_nodes(size)
 
     def best_size(self, gains: list[float], sizes: Sequence[int]) -> int:
         """Of `sizes` the one with the most tokens per second; `gains` are the acceptance probabilities in order."""
-        times = self.knowledge.times
+        start, slope = self.knowledge.times.line
         best, best_rate, expected, counted = sizes[0], 0.0, 1.0, 0
         for size in sizes:
-            expected += sum(gains[counted:size])
-            counted = size
-            rate = expected / times.of(size)
+            while counted < size:
+                expected += gains[counted]
+                counted += 1
+            rate = expected / (start + slope * size)
             if rate > best_rate:
                 best, best_rate = size, rate
         return best
@@ -217,10 +241,12 @@ class AutoBudget:
         if nodes:
             self._learn(tree, path, [kept if going else -1 for kept, going in zip(num_accepted, active, strict=True)])
         if drafted:
+            looked = self.knowledge.first_look is not None
             self.knowledge.rounds += 1
             self._since_plain += 1
             kept = [kept for kept, going in zip(num_accepted, active, strict=True) if going]
-            self._weigh(1 + statistics.fmean(kept), seconds)
+            if not looked:  # those are of any size, and slow from warming up: they do not show what drafting gains
+                self._weigh(1 + sum(kept) / len(kept), seconds)
         else:
             self._since_plain = 0
             self._rest -= 1
@@ -251,7 +277,7 @@ class AutoBudget:
             if kept >= 0:
                 calibration.note(row[1:], {node - 1 for node in walked[1 : 1 + kept]})
                 if learns_curve:
-                    self.knowledge.note_curve([calibration.probability(logprob) for logprob in row[1:]])
+                    self.knowledge.note_curve(calibration.probabilities(row[1:]))
 
     def _weigh(self, tokens: float, seconds: float) -> None:
         """After a drafted round: goes on drafting, or rests."""
@@ -282,8 +308,9 @@ class AutoBudget:
         """Drafts in the next round."""
         self.drafting = True
         if self.probing:
-            self._tokens = self._seconds = self._credit = 0.0  # this one round is judged by itself
-            self._kept_up = 0
+            # What was before the rest is forgotten; one miss is not yet a sign that nothing has changed.
+            self._tokens = self._seconds = 0.0
+            self._credit, self._kept_up = self.CREDIT, 0
 
 
 def _on_host(path_logprobs: list[list[float]] | Tensor) -> list[list[float]] | None:

@@ -95,14 +95,14 @@ class TreeCache(Cache):
         num_layers: attention layers that will write here.
 
     Attributes:
-        row_lengths: committed entries of each row. Left padding counts: its entries exist, the mask hides them.
-        lengths: the same as [batch] int64, on the device of the first layer.
+        lengths: `row_lengths` as [batch] int64, on the device of the first layer.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._extent = Extent()
         super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
-        self.row_lengths: list[int] = []
+        self._row_lengths: list[int] = []
+        self._unread: list[int] | None = None  # what the latest commit has added, once the host knows
         self.lengths: Tensor
         self.workspace: Workspace | None = None  # where buffers come from, if they outlive the call
         self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
@@ -145,9 +145,11 @@ class TreeCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
         capacity: int = GROWTH,
+        workspace: Workspace | None = None,
     ) -> TreeCache:
         """A cache that starts with rounds at once, no entry committed, all layers of one shape on one device."""
         cache = cls(num_layers)
+        cache.workspace = workspace
         nothing = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
         for layer in cache.layers:
             layer.lazy_initialization(nothing, nothing)
@@ -155,10 +157,22 @@ class TreeCache(Cache):
         return cache
 
     @property
+    def row_lengths(self) -> list[int]:
+        """Committed entries of each row, left padding included: it exists, and the mask hides it.
+
+        After `commit_unread` to be asked only when its counts are known.
+        """
+        if self._unread is not None:
+            counts, self._unread, lengths = self._unread, None, self.lengths
+            self._set_lengths([length + count for length, count in zip(self._row_lengths, counts, strict=True)])
+            self.lengths = lengths  # the device has known them all along
+        return self._row_lengths
+
+    @property
     def longest(self) -> int:
         """The largest of `row_lengths`."""
         assert self._extent.longest is not None, "the cache is still in its prefill phase"
-        return self._extent.longest
+        return max(self.row_lengths) if self._unread is not None else self._extent.longest
 
     def begin_rounds(self, capacity: int) -> None:
         """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
@@ -217,11 +231,12 @@ class TreeCache(Cache):
         self._extent.nodes_at = at
 
     def release(self) -> None:
-        """Gives the buffers back to the workspace; the cache is of no use afterwards."""
+        """Gives the buffers back to the workspace, for the next call; the cache is of no use afterwards."""
         if self.workspace is not None:
             for slab in self._slabs:
                 self.workspace.give_back(slab)
             self._slabs = []
+            self.workspace.release()
 
     @property
     def capacity(self) -> int:
@@ -279,6 +294,22 @@ class TreeCache(Cache):
             flat.index_copy_(1, target.to(slab.device), kept)
         self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
 
+    def commit_unread(self, path: Tensor, counts: Tensor, known: list[int]) -> None:
+        """`commit` with counts that only the device knows yet.
+
+        Args:
+            path: as there; `steps` entries behind a row's end must fit into the buffer, as the nodes of a round do.
+            counts: [batch] int64, on the device.
+            known: will hold the same numbers before anything is asked of this cache that depends on them.
+        """
+        batch, steps = path.shape
+        source = (path + (self._row_starts + self.node_start)).flatten()
+        target = (count_up(steps, path.device) + (self._row_starts + self.lengths.unsqueeze(1))).flatten()
+        for slab in self._slabs:
+            flat = slab.view(slab.shape[0], batch * self.capacity, -1)
+            flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
+        self.lengths, self._unread = self.lengths + counts, known
+
     def commit_first(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` nodes of the round, in order, at the end of each row: a commit of a chain.
 
@@ -323,7 +354,7 @@ class TreeCache(Cache):
         self._set_lengths(list(row_lengths))
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
-        self.row_lengths = row_lengths
+        self._row_lengths, self._unread = row_lengths, None
         longest = max(row_lengths)
         if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
             length = count_up(longest + 1, self.lengths.device, start=longest)

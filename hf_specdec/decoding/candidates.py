@@ -91,6 +91,8 @@ class RoundOutcome:
         path: [batch, steps] int64, the node of each token in `tree`, for as many as came from it; None for the prefill.
         tokens: the same for the host: per row the accepted tokens, root excluded, then the bonus token; empty for the
             prefill. The bonus token is the next root of rows that go on.
+        counts: [batch] int64, `num_committed` on the device, where the host has not read it yet: the lists are then
+            empty, and filled before the round ends. Only generators that draft early see such an outcome.
     """
 
     token_ids: Tensor
@@ -103,11 +105,17 @@ class RoundOutcome:
     tree: DraftTree | None = None
     path: Tensor | None = None
     tokens: list[list[int]] = field(default_factory=list)
+    counts: Tensor | None = None
 
     @property
     def num_from_tree(self) -> list[int]:
         """Committed entries per row that are nodes of `tree`, root included; the others came from later rounds."""
         return [min(all_, kept + 1) for all_, kept in zip(self.num_committed, self.num_accepted, strict=True)]
+
+    def lasting(self) -> RoundOutcome:
+        """The same in tensors of its own, where a captured forward will write over its outputs before it is read."""
+        features = None if self.features is None else self.features.clone()
+        return replace(self, features=features, target_logits=self.target_logits.clone())
 
     def of_rows(self, rows: Sequence[int]) -> RoundOutcome:
         """The same for some of the rows."""
@@ -216,9 +224,13 @@ class TreeCandidateGenerator(ABC):
 
     Attributes:
         drops_rows: whether `keep_rows` is implemented.
+        drafts_early: whether it drafts from `observe` and the roots alone, on the device: the loop may then ask for the
+            next tree before the host has read what came of the last one. Of the context, `sequences`, `lengths` and
+            `active` are those of the round before.
     """
 
     drops_rows: bool = False
+    drafts_early: bool = False
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:

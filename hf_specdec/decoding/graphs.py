@@ -103,28 +103,61 @@ class Workspace:
 
     def __init__(self) -> None:
         self.owner: weakref.ref[Any] | None = None
+        self._weights: frozenset[int] = frozenset()
         self._captured: dict[Hashable, Captured] = {}
         self._slabs: dict[Hashable, list[Tensor]] = {}
+        self._taken: list[Tensor] = []
         self._said = False
 
-    def claim(self, owner: object) -> bool:
-        """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it."""
+    def claim(self, owner: object, *modules: nn.Module) -> bool:
+        """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it.
+
+        Args:
+            owner: the state of the call; captured forwards find it here, and must not hold it themselves.
+            modules: whose weights the forwards read. Where these lie elsewhere than before, nothing is kept: a graph
+                would go on reading where they were.
+        """
         if self.owner is not None and self.owner() is not None:
             return False
         self.owner = weakref.ref(owner)
+        weights = frozenset(
+            part.untyped_storage().data_ptr()
+            for module in modules
+            for part in (*module.parameters(), *module.buffers())
+        )
+        if weights != self._weights:
+            self._captured, self._slabs, self._taken = {}, {}, []
+            self._weights = weights
+        for slab in self._taken:  # of a call that ended in an error
+            self._keep(slab)
+        self._taken = []
         return True
+
+    @property
+    def lasting(self) -> set[int]:
+        """Where tensors begin that live from call to call: all that a captured forward may read but did not make."""
+        inputs = [part for captured in self._captured.values() for part in captured.inputs]
+        slabs = [slab for free in self._slabs.values() for slab in free]
+        return {part.untyped_storage().data_ptr() for part in (*inputs, *slabs, *self._taken)} | self._weights
 
     def release(self) -> None:
         """Ends the claim."""
         self.owner = None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for keys and values; one that was given back, if there is one. New ones are zeros."""
+        """A buffer of zeros for keys and values, at the address of one that was given back, if there is one."""
         free = self._slabs.get((shape, dtype, device))
-        return free.pop() if free else torch.zeros(shape, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
+            slab = free.pop().zero_() if free else torch.zeros(shape, dtype=dtype, device=device)
+        self._taken.append(slab)
+        return slab
 
     def give_back(self, slab: Tensor) -> None:
         """Keeps a buffer, at its address, for the next call of the same shape."""
+        self._taken = [taken for taken in self._taken if taken is not slab]
+        self._keep(slab)
+
+    def _keep(self, slab: Tensor) -> None:
         self._slabs.setdefault((tuple(slab.shape), slab.dtype, slab.device), []).append(slab)
 
     def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -157,6 +190,56 @@ class Workspace:
             return None
 
 
+class StaticCalls:
+    """What a drafter computes of tensors in one `generate` call, captured for each shape that it computes it in.
+
+    Args:
+        workspace: of the drafter, claimed for the state of the call.
+        model: the drafter, for messages.
+    """
+
+    def __init__(self, workspace: Workspace, model: nn.Module) -> None:
+        self.workspace, self.model = workspace, model
+
+    def __call__(
+        self,
+        key: Hashable,
+        compute: Callable[..., tuple[Tensor, ...]],
+        *values: Tensor,
+        padded: Sequence[Tensor] = (),
+        width: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """`compute(owner, *values, *padded)`, good until the next call with this key and these shapes.
+
+        Args:
+            key: names the computation and all that it depends on but the values: a graph serves every call with an
+                equal key, so that nothing else may be read that changes or ends.
+            compute: makes tensors of fixed shapes, without waiting for the device.
+            values: [batch, ...] each.
+            padded: [batch, up to `width`, ...] each; `compute` gets them with `width` there, filled up with anything.
+            width: see `padded`.
+        """
+        shapes = [value.shape for value in values]
+        shapes += [torch.Size((len(value), width, *value.shape[2:])) for value in padded]
+        values = (*values, *padded)
+        key = (key, *((shape, value.dtype) for shape, value in zip(shapes, values, strict=True)))
+
+        def make() -> tuple[Tensor, ...]:
+            return tuple(value.new_zeros(shape) for shape, value in zip(shapes, values, strict=True))
+
+        with torch.inference_mode(False):  # they outlive the call, whatever mode it runs in
+            inputs = self.workspace.inputs(key, make)
+        for goal, value in zip(inputs, values, strict=True):
+            goal[:, : value.shape[1]].copy_(value) if value.dim() > 1 else goal.copy_(value)
+        workspace = self.workspace
+
+        def forward() -> tuple[Tensor, ...]:
+            assert workspace.owner is not None
+            return compute(workspace.owner(), *inputs)
+
+        return workspace.run(key, forward, self.model)
+
+
 _WORKSPACES: weakref.WeakKeyDictionary[nn.Module, Workspace] = weakref.WeakKeyDictionary()
 _REFUSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -172,6 +255,26 @@ def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
             logger.warning("Forwards of %s are not captured as graphs: %s.", type(model).__name__, reason)
         return None
     return _WORKSPACES.setdefault(model, Workspace())
+
+
+def static_calls(
+    owner: object, model: nn.Module, borrowed: Sequence[nn.Module], compile_mode: CompileMode
+) -> StaticCalls | None:
+    """What captures a drafter's computations in one call; None where they are to run as they are.
+
+    Args:
+        owner: the state of the call.
+        model: the drafter.
+        borrowed: modules of the target that it runs too.
+        compile_mode: as for the target's forward; on a CPU a drafter's are too small to gain from being compiled.
+    """
+    device = next(model.parameters()).device
+    if compile_mode == "none" or any(part.device != device for each in borrowed for part in each.parameters()):
+        return None
+    workspace = workspace_of(model, device)
+    if workspace is None or not workspace.claim(owner, model, *borrowed):
+        return None
+    return StaticCalls(workspace, model)
 
 
 def run(model: nn.Module, **inputs: Any) -> Any:

@@ -119,6 +119,7 @@ class _Decoding:
         self.budget = budget
         self.rows: list[int] | None = None  # those that rounds are made for, once some have been dropped
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
+        self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -198,7 +199,7 @@ class _Decoding:
         began = time.perf_counter()
         self.root_positions = self.target.root_positions()
         layers_run = self.target.num_layers_run
-        tree = self.draft(generator, active)
+        tree, self.early_tree = self.early_tree or self.draft(generator, active), None
         self.lap("tree")
         launched = time.perf_counter()
         drafts = self.budget is None or self.budget.drafting
@@ -220,6 +221,9 @@ class _Decoding:
         self.lap("verify")
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers_run - layers_run
+        if self.may_draft_early(generator, tree):
+            self.draft_before_reading(generator, tree, output, active)
+            return
         roots = self.root_ids
         acceptance = self.judge(tree, output, ahead)
         self.lap("accept")
@@ -237,6 +241,61 @@ class _Decoding:
         if self.budget is None or self.budget.drafting:
             generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
             self.outcomes = []
+        elif self.target.static is not None:
+            self.outcomes[-1] = self.outcomes[-1].lasting()
+        self.drop_finished_rows(generator)
+
+    def may_draft_early(self, generator: TreeCandidateGenerator, tree: DraftTree) -> bool:
+        """Whether nothing that the host must know stands between this round and the next draft."""
+        on_device = self.target.static is not None and tree.children is None and tree.draft_probs is None
+        watched = self.trace is not None or self.records.keeps_any or self.budget is not None
+        return generator.drafts_early and on_device and self.accept.prefix_free and not watched
+
+    def draft_before_reading(
+        self, generator: TreeCandidateGenerator, tree: DraftTree, output: TargetOutput, active: list[bool]
+    ) -> None:
+        """The rest of a round, with the next draft launched before the host waits for what came of this one.
+
+        All that it reads, counts and streams then happens beside the device, which has a draft to make. A last round
+        drafts in vain.
+        """
+        walk = self.accept.begin(tree, output.logits)
+        self.lap("accept")
+        going = from_host(active, self.root_ids.device)
+        counts = (walk.num_accepted + 1) * going
+        num_committed, num_accepted, tokens = [], [], []  # type: ignore[var-annotated]
+        self.target.cache.commit_unread(walk.path, counts, num_committed)
+        order = count_up(walk.path.shape[1], walk.path.device)
+        features = output.features
+        if features is not None:
+            features = pick(features, walk.path.to(features.device))
+        generator.observe(
+            RoundOutcome(
+                token_ids=walk.path_ids,
+                features=features,
+                position_ids=self.root_positions.unsqueeze(1) + order,
+                valid=order < counts.unsqueeze(1),
+                num_committed=num_committed,
+                num_accepted=num_accepted,
+                target_logits=output.logits,
+                tree=tree,
+                path=walk.path,
+                tokens=tokens,
+                counts=counts,
+            )
+        )
+        self.lap("commit")
+        self.root_ids = walk.bonus_ids.where(going, self.root_ids)
+        self.root_positions = self.target.root_positions()
+        self.early_tree = self.draft(generator, active)
+        self.lap("tree")
+        acceptance = walk.read()
+        num_accepted += acceptance.num_accepted
+        num_committed += [kept + 1 if on else 0 for kept, on in zip(num_accepted, active, strict=True)]
+        tokens += acceptance.tokens
+        self.append(acceptance, None)
+        self.count(acceptance, active)
+        self.lap("accept")
         self.drop_finished_rows(generator)
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
@@ -288,21 +347,26 @@ class _Decoding:
         self.target.keep_rows(kept)
         generator.keep_rows(kept)
         self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
+        self.early_tree = None if self.early_tree is None else self.early_tree.of_rows(kept)
 
     def judge(self, tree: DraftTree, output: TargetOutput, ahead: DraftsAhead | None = None) -> Acceptance:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
         acceptance = self.accept(tree, output.logits, self.sequences, ahead)
         self.root_ids = acceptance.bonus_ids
+        kept = self.append(acceptance, acceptance.scores)
+        if self.rows is None:
+            self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
+        return acceptance
+
+    def append(self, acceptance: Acceptance, scores: Tensor | None) -> list[int]:
+        """Appends what the target chose to the sequences; returns how many tokens of each row were kept."""
+        tokens = acceptance.tokens
         if self.rows is not None:
-            tokens: list[list[int]] = [[] for _ in range(self.sequences.batch)]
+            tokens = [[] for _ in range(self.sequences.batch)]
             for row, new in zip(self.rows, acceptance.tokens, strict=True):
                 tokens[row] = new
-            self.sequences.append(tokens, self.records.scores_including(None))
-            return acceptance
-        kept = self.sequences.append(acceptance.tokens, self.records.scores_including(acceptance.scores))
-        self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
-        return acceptance
+        return self.sequences.append(tokens, self.records.scores_including(scores))
 
     def commit(self, acceptance: Acceptance, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
         """Keeps root and accepted nodes in the target's cache, and tells what was kept."""

@@ -97,8 +97,10 @@ def _mask(
         sees = sees & (depths.unsqueeze(-1) - depths.unsqueeze(1) < window)
     entries = torch.arange(at, device=depths.device)
     prefix = (entries >= first.unsqueeze(-1)) & (entries < lengths[:, None, None])
-    visible = torch.cat([prefix, sees], dim=-1)
-    mask = torch.where(visible, target.visible, target.hidden).unsqueeze(1)
+    seen = torch.cat([prefix, sees], dim=-1)
+    # Made anew: a graph must not read what ends with the call that captured it, as `target.visible` does.
+    mask = torch.zeros(seen.shape, dtype=target.dtype, device=seen.device)
+    mask = mask.masked_fill_(~seen, torch.finfo(target.dtype).min).unsqueeze(1)
     if target.uses_tree_attention and target.splits_prefix:
         attach(mask, Spans(first.to(torch.int32).contiguous(), lengths.to(torch.int32), depths.shape[1]))
     return mask

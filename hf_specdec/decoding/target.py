@@ -267,7 +267,7 @@ class TargetModel:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
         if self.compiles and self.prompt_starts is not None:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
-            if workspace is not None and workspace.claim(self):
+            if workspace is not None and workspace.claim(self, self.model):
                 self.static = StaticVerify(workspace)
                 self.cache.workspace = workspace
                 capacity = capacity_for(capacity)

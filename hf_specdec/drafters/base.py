@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes, Trace
@@ -30,8 +31,9 @@ class Drafter(ABC):
         method: name of the way it drafts.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
-        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, or on a CPU compiled by
-            `torch.compile`; "none", the default, runs them as they are.
+        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, and the drafter's where its
+            shapes allow; on a CPU it has the target's compiled by `torch.compile`. "none", the default, runs all as
+            they are.
         option_names: drafting options that `load_drafter` accepts, all of them attributes.
         common_options: those that all drafters have.
     """
@@ -139,7 +141,14 @@ class BlockMarginals(ABC):
     """One `generate` call of a drafter that predicts all positions of a block in one forward.
 
     Methods that build trees from independent per-position distributions (`ddtree`) or chains (`dflash`) need no more.
+
+    Attributes:
+        calls: captures what is computed in each round; None where it runs as it is.
+        drafts_early: see `TreeCandidateGenerator`.
     """
+
+    calls: StaticCalls | None = None
+    drafts_early: bool = False
 
     @abstractmethod
     def marginals(self, context: DraftContext) -> Tensor:
@@ -152,6 +161,35 @@ class BlockMarginals(ABC):
     @abstractmethod
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Goes on with these rows only, in this order."""
+
+    def close(self) -> None:
+        """Ends the call; the next one may use what this one has captured."""
+        if self.calls is not None:
+            self.calls.workspace.release()
+
+
+_TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
+
+
+def captured_tree(
+    calls: StaticCalls, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
+) -> DraftTree:
+    """`build(*values)` as one launch, for trees that are built on the device; good until the next one.
+
+    Args:
+        calls: of the drafter.
+        budget: what, besides the values' shapes and `max_depth`, the tree depends on.
+        max_depth: of the tree.
+        build: makes a tree from the values, with `finite` and `path_logprobs`.
+        values: [batch, ...] each.
+    """
+
+    def tensors(owner: object, *values: Tensor) -> tuple[Tensor, ...]:
+        tree = build(*values)
+        return tuple(getattr(tree, name) for name in _TENSORS)
+
+    parts: dict[str, Any] = dict(zip(_TENSORS, calls(("tree", budget, max_depth), tensors, *values), strict=True))
+    return DraftTree(**parts, max_depth=max_depth)
 
 
 def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:

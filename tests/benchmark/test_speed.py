@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationMixin
 
 from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import speed
-from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, drafter_network, rate_for
+from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
+from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
 
 
 def test_target_counts_and_scripted_drafts_are_right_as_often_as_told() -> None:
@@ -40,21 +43,95 @@ def test_network_beside_the_script_changes_no_token() -> None:
 
 def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.json"
-    parts = ["rounds", "batch", "length"]
+    parts = ["rounds", "batch", "length", "reference"]
     small = ["--contexts", "32", "64", "--nodes", "8", "--batches", "1", "2", "--new-tokens", "12", "--repeats", "1"]
     small += ["--length", "90"]
     assert speed.main(["--part", *parts, "--device", "cpu", *small, "--output", str(out)]) == 0
     report = json.loads(out.read_text())
     assert {row["part"] for row in report["rows"]} == set(parts)
     for row in report["rows"]:
-        if row["part"] != "length":
+        if row["part"] in ("rounds", "reference"):
             assert row["round_to_floor"] > 0
             assert row["tau"] >= 1
+        if row["part"] == "rounds":
             assert row["drafter_floor_ms"] > 0
+            assert (row["times_first_context"] == 1) == (row["context"] == 32)
+    assert {row["way"] for row in report["rows"] if row["part"] == "batch"} == {"plain", "none"}
+    assert len(report["judged"]) == len(LINES)
+    assert all(line["holds"] == NOT_MEASURED == line["figure"] for line in report["judged"])
     environment = report["environment"]
     assert environment["shape"] == "tiny"
     assert environment["command"].startswith("python -m hf_specdec.benchmark.speed --part rounds")
     assert "round_to_floor" in capsys.readouterr().out
+
+
+def test_rows_of_a_ragged_batch_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = speed.parser().parse_args(["--device", "cpu", "--new-tokens", "24", "--no-network"])
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    bench = speed.Bench(options)
+    inputs, tokens = bench.ragged(context=20, batch=4)
+    assert tokens == [6, 12, 18, 24]
+    assert inputs["attention_mask"].sum(1).tolist() == [20, 18, 15, 13]
+    drafter = bench.drafter(8, "none")
+    output, _ = bench.generate(new_tokens=24, **inputs, assistant_model=drafter)
+    bench.check(output, inputs["prompt"], tokens)
+    assert drafter.stats is not None
+    assert [1 + sum(kept + 1 for kept in row) for row in drafter.stats.per_step_accepted] >= tokens
+    with pytest.raises(AssertionError):
+        bench.check(output, inputs["prompt"], [6, 12, 18, 23])
+
+
+def test_draft_model_errs_as_often_as_told() -> None:
+    model = counting_target(draft_shape("tiny"), "cpu", torch.float32, error_rate=0.2)
+    with torch.no_grad():
+        said = model(torch.arange(512).unsqueeze(1)).logits[:, -1].argmax(-1)
+    right = said == (torch.arange(512) + 1) % 512
+    assert 0.14 < 1 - float(right.float().mean()) < 0.26  # 3 sigma
+    assert sorted(said.tolist()) == list(range(512))
+
+
+def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "speed.json"
+    command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "24"]
+    command += ["--nodes", "8", "--output", str(out)]
+    assert speed.main(command) == 0
+    report = json.loads(out.read_text())
+    assert [row["group"] for row in report["rows"]] == ["python"]
+    assert report["rows"][0]["above_rounding"] == 0
+    assert report["judged"][-1]["holds"] is True
+    generate = GenerationMixin.generate
+
+    def wrong(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
+        output = generate(self, *arguments, **settings)
+        if "assistant_model" in settings:
+            output[:, -5] = (output[:, -5] + 100) % 4096
+        return output
+
+    monkeypatch.setattr(GenerationMixin, "generate", wrong)
+    speed.main(command)
+    report = json.loads(out.read_text())
+    assert report["rows"][0]["identical"] == 0
+    assert report["rows"][0]["above_rounding"] == len(report["rows"][0]["gaps"]) == 2
+    assert report["judged"][-1]["holds"] is False
+
+
+def test_lines_about_the_gpu_are_judged_by_what_a_gpu_measured() -> None:
+    rows = [
+        {"part": "rounds", "nodes": 64, "context": 1024, "round_to_floor": value, "verify_to_floor": 1.2}
+        | {"tokens_per_s": 900.0, "times_first_context": 1.0}
+        for value in (1.7, 1.4)
+    ]
+    environment = {"on_gpu": True, "shape": "qwen3-8b", "dtype": "bfloat16", "drafter_network": True}
+    found = {line["line"].split(",")[0]: line["holds"] for line in judged(environment, rows)}
+    assert found["round-to-floor"] is True  # the better mode counts
+    assert found["tokens/s at a mean acceptance length of 6.5"] is False
+    assert found["round at context 8192 over one at 1024"] == NOT_MEASURED
+    for other in ({"on_gpu": False}, {"shape": "tiny"}, {"dtype": "float32"}):
+        assert {line["holds"] for line in judged(environment | other, rows)} == {NOT_MEASURED}
+    without = {
+        line["line"].split(",")[0]: line["holds"] for line in judged(environment | {"drafter_network": False}, rows)
+    }
+    assert without["round-to-floor"] == NOT_MEASURED
 
 
 def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:

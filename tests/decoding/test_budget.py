@@ -274,6 +274,52 @@ def test_drafting_that_pays_goes_on() -> None:
     assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=100))
 
 
+def test_one_miss_after_a_rest_is_not_taken_for_the_rule() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=30)
+    while not budget.drafting:
+        play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
+    assert play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=3) == [True, True, False]
+    while not budget.drafting:
+        play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
+    play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
+    assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=50))
+
+
+def test_first_looks_are_not_held_against_the_drafter() -> None:
+    budget = AutoBudget(BudgetKnowledge())
+    tree = tree_of([0.9 - 0.01 * node for node in range(64)])
+    rested = []
+    for round_ in range(60):
+        drafting = budget.drafting
+        cut = budget.cut(tree, [True]) if drafting else DraftTree.root_only(torch.tensor([0]))
+        nodes = cut.num_nodes - 1
+        # The first rounds of all, and the widest, are dear: 64 nodes take more than they bring.
+        seconds = 1.0 + 0.05 * nodes + (5.0 if round_ < 2 else 0.0)
+        budget.note(cut, torch.tensor([[0, 1]]), [1 if drafting else 0], [True], seconds)
+        rested += [] if drafting else [round_]
+    assert len(rested) <= 4, f"rests in rounds {rested}: 3 show what a plain round takes"
+
+
+def test_later_calls_ask_for_trees_of_the_size_that_earlier_ones_used() -> None:
+    knowledge = knowing(plain=1.0, start=1.0, slope=0.05)
+    budget = AutoBudget(knowledge)
+    for _ in range(20):
+        budget.cut(tree_of([0.5, 0.3, 0.1, *[0.001] * 20]), [True])
+    assert AutoBudget(knowledge).node_limit < 16
+
+
+def test_a_tree_worth_all_its_nodes_is_asked_for_with_more() -> None:
+    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=0.0))
+    for _ in range(10):
+        budget.cut(tree_of([0.5, 0.3, 0.1, *[0.001] * 20]), [True])
+    limits = []
+    for _ in range(6):
+        limits.append(budget.node_limit)
+        budget.cut(tree_of([0.9] * limits[-1]), [True])
+    assert limits[-1] == 64
+
+
 def test_drafting_that_pays_again_is_taken_up_again() -> None:
     budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
     play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=60)

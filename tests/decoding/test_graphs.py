@@ -3,35 +3,79 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.decoding import graphs
+from hf_specdec.decoding import graphs, loop
+from hf_specdec.decoding.budget import AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import Trace
+from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.drafters.ddtree import candidates
+from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
 from tests.decoding.test_outputs import assert_same_cache
-from tests.methods import METHODS
+from tests.methods import METHODS, make_dflash
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
 
 
+class Reads(TorchDispatchMode):
+    """Where the tensors lie that a forward reads or writes and has not made itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []  # kept, so that no later tensor is put where one of them lay
+        self.outside: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {tensor.untyped_storage().data_ptr() for tensor in self.made}
+        fresh = func.overloadpacket is torch.ops.aten.lift_fresh  # a number that becomes a tensor
+        for tensor in (part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor) and not fresh):
+            if tensor.untyped_storage().data_ptr() not in known:
+                self.outside.setdefault(tensor.untyped_storage().data_ptr(), f"{func}, {list(tensor.shape)}")
+        result = func(*args, **(kwargs or {}))
+        self.made += [
+            part
+            for part in tree_leaves(result)
+            if isinstance(part, Tensor) and part.untyped_storage().data_ptr() not in self.outside
+        ]
+        return result
+
+
 class Replaying:
-    """Writes what its forward gives into the same outputs, as a CUDA graph does."""
+    """Writes what its forward gives into the same outputs, as a CUDA graph does.
+
+    A graph goes on reading where its tensors lay when it was captured: they must outlast the call that captured it.
+    """
 
     made = 0
     replays = 0
+    tables: ClassVar[list[Tensor]] = []  # kept for good by `level_tree`
 
     def __init__(self, forward: graphs.Forward) -> None:
         Replaying.made += 1
         self.forward = forward
-        forward()
+        with Reads() as reads:
+            forward()
+        lasting: set[int] = set()
+        for workspace in graphs._WORKSPACES.values():
+            lasting |= workspace.lasting
+        lasting |= {table.untyped_storage().data_ptr() for table in Replaying.tables}
+        lost = {where: use for where, use in reads.outside.items() if where not in lasting}
+        assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         self.outputs = tuple(output.clone() for output in forward())
 
     def replay(self) -> None:
@@ -41,27 +85,34 @@ class Replaying:
             goal.copy_(new)
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forwards on the CPU are captured too, by the stand-in; small buckets, so that prefixes outgrow them."""
+def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards on the CPU are captured too, by the stand-in."""
+    pairs = candidates._pairs
+
+    def kept(*arguments: Any) -> tuple[Tensor, ...]:
+        Replaying.tables += pairs(*arguments)
+        return pairs(*arguments)
+
+    monkeypatch.setattr(candidates, "_pairs", kept)
     monkeypatch.setattr(graphs, "make_graph", Replaying)
     monkeypatch.setattr(graphs, "can_capture", lambda device: True)
+    monkeypatch.setattr(graphs, "_WORKSPACES", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(graphs, "_REFUSED", weakref.WeakSet())
+    # On a CPU the same option would have torch compile the forward.
+    monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: graphs.run)
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets, so that prefixes outgrow them."""
+    capture_on_cpu(monkeypatch)
     monkeypatch.setattr(graphs, "FIRST_PREFIX", 16)
     Replaying.made = Replaying.replays = 0
-    yield
-    graphs._WORKSPACES.clear()
-    graphs._REFUSED.clear()
 
 
 def compiling(drafter: Any) -> Any:
     drafter.set_options(compile_mode="reduce-overhead")
     return drafter
-
-
-@pytest.fixture(autouse=True)
-def plain_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a CPU the same option would have torch compile the forward.
-    monkeypatch.setattr("hf_specdec.decoding.target.compiled_forward", lambda: graphs.run)
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -161,15 +212,213 @@ def test_what_cannot_be_captured_runs_on_the_same_buffers_and_says_so_once(
 
         with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr(TargetModel, "verify", keep)
+            drafter = compiling(METHODS["ddtree"](target))
             for _ in range(2):
-                target.generate(**prompts, **GREEDY, assistant_model=compiling(METHODS["ddtree"](target)))
+                target.generate(**prompts, **GREEDY, assistant_model=drafter)
         outputs.append(seen)
     for one, other in zip(*outputs, strict=True):  # up to how the BLAS of a CPU treats other alignments
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     said = [record.getMessage() for record in caplog.records if "cannot be captured" in record.getMessage()]
-    assert len(said) == 1
-    assert "LlamaForCausalLM" in said[0]
-    assert "stream is capturing" in said[0]
+    assert len(said) == 2
+    assert any("LlamaForCausalLM" in message for message in said)
+    assert any("DFlashDrafter" in message for message in said)
+    assert all("stream is capturing" in message for message in said)
+
+
+def logits_of(drafter: DFlashDrafter, target: Any, prompts: Any, **settings: Any) -> tuple[list[Tensor], Any]:
+    """The marginals of every round of a call, and its output."""
+    seen: list[Tensor] = []
+    original = DFlashMarginals.marginals
+
+    def keep(self: DFlashMarginals, context: DraftContext) -> Tensor:
+        logits = original(self, context)
+        seen.append(logits.clone())
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DFlashMarginals, "marginals", keep)
+        output = target.generate(**prompts, **(GREEDY | settings), assistant_model=drafter)
+    return seen, output.sequences
+
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "windows": SLIDING,
+    "causal": {"is_causal": True},
+    "anchor, own head": {"dflash_config": {"sample_from_anchor": True, "own_head": True, "own_embeddings": True}},
+    "soft cap": {"final_logit_softcapping": 3.0},
+}
+
+
+@pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
+@pytest.mark.parametrize("split", [False, True], ids=["whole mask", "context as intervals"])
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_captured_blocks_have_the_logits_of_the_usual_forward(
+    variant: str, batch: str, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    drafter = make_dflash(target, **VARIANTS[variant]).to(torch.float64)
+    with torch.no_grad():  # drafts that are kept now and then, so that rounds commit different numbers of tokens
+        drafter.layers[0].mlp.down_proj.weight.mul_(0.1)
+    usual, alone = logits_of(drafter, target, prompts)
+    make = drafter.candidate_generator
+
+    def splitting(bound: TargetModel) -> Any:
+        bound.splits_prefix = split
+        return make(bound)
+
+    monkeypatch.setattr(drafter, "candidate_generator", splitting)
+    for _ in range(2):
+        captured, output = logits_of(compiling(drafter), target, prompts)
+        assert output.tolist() == alone.tolist()
+        assert len(captured) == len(usual) + 1  # drafted before the last outcome was read
+        for one, other in zip(captured, usual, strict=False):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "eagle3", "medusa", "medusa_static"])
+def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    drafter: Any = METHODS[method](target).to(torch.float64)
+    make = type(drafter).candidate_generator
+
+    active: list[list[bool]] = []
+
+    def trees() -> list[list[Any]]:
+        seen: list[list[Any]] = []
+
+        def watched(self: Any, bound: TargetModel) -> Any:
+            generator = make(self, bound)
+            draft = generator.draft
+
+            def noting(context: DraftContext) -> Any:
+                tree = draft(context)
+                seen.append([tree.token_ids.tolist(), tree.parents.tolist(), [[tree.max_depth]] * len(context.active)])
+                active.append(context.active)
+                return tree
+
+            generator.draft = noting
+            return generator
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(drafter), "candidate_generator", watched)
+            target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        return seen
+
+    usual = trees()
+    rows = [[row for row, going in enumerate(round_) if going] for round_ in active]
+
+    def of_active(found: list[list[Any]]) -> list[Any]:
+        # A tree that was drafted before the last outcome was read is one more, and nobody asks for it.
+        return [[[part[row] for row in kept] for part in tree] for tree, kept in zip(found, rows, strict=False)]
+
+    compiling(drafter)
+    assert of_active(trees()) == of_active(usual)
+    replays = Replaying.replays
+    assert of_active(trees()) == of_active(usual)  # from what the first call captured
+    rounds = drafter.stats.num_target_forwards
+    per_round = {"dflash": 2, "ddtree": 3, "eagle3": 4, "medusa": 3, "medusa_static": 2}[method]
+    assert Replaying.replays - replays >= per_round * rounds - 1  # the prompt is taken in as it comes
+
+
+def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    rounds = drafter.stats.num_target_forwards
+    # Blocks, trees, verify; the first block comes with the prompt, and after the last round one is drafted in vain.
+    assert Replaying.replays == 3 * rounds - 1 + 2
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_next_tree_is_drafted_before_the_outcome_is_read(
+    method: str, batch: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
+    events: list[str] = []
+    tolist, marginals = ToHost.tolist, DFlashMarginals.marginals
+    monkeypatch.setattr(ToHost, "tolist", lambda self: events.append("read") or tolist(self))
+    monkeypatch.setattr(
+        DFlashMarginals, "marginals", lambda self, context: events.append("draft") or marginals(self, context)
+    )
+    torch.manual_seed(0)
+    target.generate(**prompts, **(GREEDY | {"do_sample": do_sample}), assistant_model=drafter)
+    assert events[:4] == ["draft", "draft", "read", "draft"]
+    assert events == ["draft"] + ["draft", "read"] * drafter.stats.num_target_forwards
+
+
+def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    for extra in ({"output_scores": True}, {"repetition_penalty": 1.3}, {"trace": True}, {"tree_budget": "auto"}):
+        drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
+        if "trace" in extra:
+            drafter.trace, extra = Trace(), {}
+        if "tree_budget" in extra:
+            drafter.set_options(**extra)
+            extra = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop._Decoding, "draft_before_reading", None)
+            alone = target.generate(**prompts, **GREEDY, **extra)
+            assisted = target.generate(**prompts, **GREEDY, **extra, assistant_model=drafter)
+        assert assisted.sequences.tolist() == alone.sequences.tolist()
+
+
+def test_drafts_after_a_rest_are_those_of_the_usual_forward() -> None:
+    class Resting(AutoBudget):
+        """Rests for longer than what a captured block is wide for."""
+
+        def note(self, *arguments: Any) -> None:
+            self.rounds = getattr(self, "rounds", 0) + 1
+            self.drafting = self.rounds % 12 in (0, 1, 3)
+
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter = METHODS["ddtree"](target)
+    drafter.to(torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(drafter), "auto_budget", lambda self, model, batch: Resting(BudgetKnowledge()))
+        usual, alone = logits_of(drafter, target, prompts, max_new_tokens=40)
+        captured, output = logits_of(compiling(drafter), target, prompts, max_new_tokens=40)
+    assert output.tolist() == alone.tolist()
+    for one, other in zip(captured, usual, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_weights_that_have_moved_are_captured_anew() -> None:
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    settings = {**GREEDY, "max_new_tokens": 8}
+    target.generate(**prompts, **settings, assistant_model=drafter)
+    made = Replaying.made
+    target.get_output_embeddings().weight.data = -target.get_output_embeddings().weight  # the drafter's head as well
+    alone = target.generate(**prompts, **settings)
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert Replaying.made == 2 * made
+
+
+def test_buffers_of_a_call_that_failed_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    made = Replaying.made
+
+    class Broken(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(
+            **prompts, **GREEDY, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Broken()])
+        )
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert Replaying.made == made
 
 
 def test_obstacles_known_beforehand_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding import loop
 from hf_specdec.drafters.ddtree import candidates, level_tree
+from tests.decoding.test_graphs import capture_on_cpu
 from tests.methods import METHODS, make_dflash
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -74,6 +75,7 @@ def target() -> PreTrainedModel:
     return make_target("qwen3-mixed", "sdpa")
 
 
+@pytest.mark.parametrize("compile_mode", ["none", "reduce-overhead"])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "medusa", "eagle3"])
@@ -82,14 +84,18 @@ def test_a_round_transfers_once_from_the_device(
     method: str,
     batch: str,
     do_sample: bool,
+    compile_mode: str,
     waits: Callable[[], list[list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(candidates, "heap_tree", level_tree)  # the one for devices; the other is for host memory
     candidates._pairs.cache_clear()
+    if compile_mode != "none":
+        capture_on_cpu(monkeypatch)
     drafter = METHODS[method](target)
     if isinstance(drafter, torch.nn.Module):
         drafter.to(torch.float64)
+    drafter.set_options(compile_mode=compile_mode)
     target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=False, assistant_model=drafter)  # makes constants
     waits().clear()
     target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=do_sample, assistant_model=drafter)

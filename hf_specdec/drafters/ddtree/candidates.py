@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import BlockMarginals, marginal_notes
+from hf_specdec.drafters.base import BlockMarginals, captured_tree, marginal_notes
 
 
 class DDTreeGenerator(TreeCandidateGenerator):
@@ -38,14 +38,19 @@ class DDTreeGenerator(TreeCandidateGenerator):
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         self.source = source
         self.tree_budget = tree_budget
+        self.drafts_early = source.drafts_early
         self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.logits = self.source.marginals(context)
         context.lap("draft")
-        build = heap_tree if logits.device.type == "cpu" else level_tree
-        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
-        tree = build(context.root_ids, logits, budget)
+        if self.source.calls is not None:
+            build = functools.partial(level_tree, budget=self.tree_budget)
+            tree = captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
+        else:
+            make = heap_tree if logits.device.type == "cpu" else level_tree
+            budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+            tree = make(context.root_ids, logits, budget)
         context.lap("tree")
         return tree
 
@@ -54,6 +59,9 @@ class DDTreeGenerator(TreeCandidateGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)
+
+    def close(self) -> None:
+        self.source.close()
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)
@@ -224,7 +232,7 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: captured graphs read them
 def _pairs(width: int, ranks: int, budget: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which of `width` prefixes and which rank of the next token make a candidate; on the device, once."""
     pairs = [(i, j) for i in range(width) for j in range(min(ranks, budget // (i + 1)))]

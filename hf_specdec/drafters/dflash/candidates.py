@@ -9,11 +9,14 @@ from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import static_calls
+from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.drafters.dflash.static import StaticBlocks
 
 
 class DFlashMarginals(BlockMarginals):
@@ -38,6 +41,10 @@ class DFlashMarginals(BlockMarginals):
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
+        self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
+        self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
+        self.drafts_early = self.static is not None
+        self.target = target  # its cache tells how long rows may grow
 
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
@@ -57,10 +64,17 @@ class DFlashMarginals(BlockMarginals):
         batch, new = pending.token_ids.shape
         if self.cache is None:
             config = self.drafter.config
+            capacity = new + self.block_size + 256
+            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+                capacity = max(self.target.cache.capacity, capacity_for(capacity))
             self.cache = TreeCache.empty(
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
-                device=device, capacity=new + self.block_size + 256,
+                device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
+        if self.static is not None and self.static.fits(pending):
+            logits = self.static(self.cache, context, pending, self.block_size)
+            self.pending = None
+            return logits
         self.cache.reserve(new + self.block_size)
 
         roots = context.root_ids.unsqueeze(1)
@@ -123,6 +137,7 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
+        self.drafts_early = source.drafts_early
         self.logits: Tensor  # of the latest round
 
     def draft(self, context: DraftContext) -> DraftTree:
@@ -143,6 +158,9 @@ class ChainGenerator(TreeCandidateGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)
+
+    def close(self) -> None:
+        self.source.close()
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)

@@ -7,6 +7,7 @@ arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in E
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.base import path_notes
+from hf_specdec.drafters.base import captured_tree, path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 
 
@@ -39,7 +42,10 @@ class Eagle3Generator(TreeCandidateGenerator):
         self.embeddings: nn.Module = drafter.embed_tokens if own else target.model.get_input_embeddings()
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
-        self.path_logprobs: Tensor  # [batch, nodes], of the latest tree
+        self.path_logprobs: Any  # [batch, nodes], of the latest tree
+        self.calls = static_calls(self, drafter, (self.embeddings,), drafter.compile_mode)
+        self.width = nodes_bucket(self.depth + 1)  # of what a round commits at most
+        self.target = target  # its cache tells how long rows may grow
         # [batch, hidden], the drafter's output at each row's last pair.
         self.last_outputs: Tensor | None = None
 
@@ -52,6 +58,10 @@ class Eagle3Generator(TreeCandidateGenerator):
             self.cache.keep_rows(rows)
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
         self.last_outputs = None if self.last_outputs is None else self.last_outputs[list(rows)]
+
+    def close(self) -> None:
+        if self.calls is not None:
+            self.calls.workspace.release()
 
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
@@ -78,10 +88,15 @@ class Eagle3Generator(TreeCandidateGenerator):
         batch, new = pending.token_ids.shape
         levels = (self.depth - 1) * self.top_k
         if self.cache is None:
+            capacity = new + levels + 256
+            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+                capacity = max(self.target.cache.capacity, capacity_for(capacity))
             self.cache = TreeCache.empty(
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
-                device=device, capacity=new + levels + 256,
+                device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
+        if self.calls is not None and pending.tree is not None and new <= self.width:
+            return self._take_in_captured(root_ids, pending)
         self.cache.reserve(new + levels)
 
         last = root_ids.new_full((batch, 1), new - 1)
@@ -112,6 +127,29 @@ class Eagle3Generator(TreeCandidateGenerator):
         self.pending, self.last_outputs = None, outputs
         return outputs
 
+    def _take_in_captured(self, root_ids: Tensor, pending: RoundOutcome) -> Tensor:
+        """The same for the pairs of a round, in one launch."""
+        assert self.cache is not None
+        assert self.calls is not None
+        assert self.last_outputs is not None
+        assert pending.features is not None
+        at = prefix_bucket(self.cache.longest)
+        self.cache.place_nodes(at)
+        self.cache.reserve(self.width + (self.depth - 1) * self.top_k)
+        (outputs,) = self.calls(
+            ("pairs", at, self.cache.addresses),
+            functools.partial(_pairs, at),
+            root_ids,
+            self.cache.lengths,
+            from_host(pending.num_committed, root_ids.device),
+            self.last_outputs,
+            padded=(pending.token_ids, pending.position_ids, pending.features),
+            width=self.width,
+        )
+        self.cache.commit_first(pending.num_committed)
+        self.pending, self.last_outputs = None, outputs
+        return outputs
+
     def _pair_mask(self, pending: RoundOutcome, new: int) -> tuple[Tensor | None, bool]:
         """Additive [batch, 1, new, cached + new] or None, and whether attention is plainly causal."""
         cache = self.cache
@@ -122,24 +160,56 @@ class Eagle3Generator(TreeCandidateGenerator):
         block = causal.expand(cache.batch, new, new)
         if pending.valid is not None:
             block = block & pending.valid.to(self.drafter.device).unsqueeze(1)
-        return self._additive(block), False
+        return self._additive(block, cache.longest, cache.lengths), False
 
-    def _additive(self, block: Tensor) -> Tensor:
-        """What `block` [batch, queries, entries of this round] and each row's own past make visible, as a mask."""
-        assert self.cache is not None
-        entries = torch.arange(self.cache.longest, device=block.device)
-        past = (entries < self.cache.lengths.unsqueeze(1)).unsqueeze(1).expand(-1, block.shape[1], -1)
+    def _additive(self, block: Tensor, at: int, lengths: Tensor) -> Tensor:
+        """What `block` [batch, queries, entries of this round] and each row's own past make visible, as a mask.
+
+        The past is the first of `at` entries, as many as `lengths` [batch] says.
+        """
+        entries = torch.arange(at, device=block.device)
+        past = (entries < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, block.shape[1], -1)
         visible = torch.cat([past, block], dim=-1)
         mask = torch.zeros(visible.shape, dtype=self.drafter.dtype, device=block.device)
         return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min).unsqueeze(1)
 
     def _grow(self, outputs: Tensor, context: DraftContext) -> DraftTree:
         """The tree below each row's root; `outputs` [batch, hidden] are the drafter's at the roots."""
+        cache, device = self.cache, self.drafter.device
+        assert cache is not None
+        root_ids = context.root_ids.to(device)
+        values = (outputs, context.root_positions.to(device), cache.lengths)
+        if self.calls is None:
+            levels = self.levels(cache.longest, *values)
+        else:
+            at = prefix_bucket(cache.longest)
+            cache.place_nodes(at)
+            cache.reserve((self.depth - 1) * self.top_k)
+            key = ("levels", self.depth, self.top_k, at, cache.addresses)
+            levels = self.calls(key, functools.partial(_levels, at), *values)
+        context.lap("draft")
+        build = functools.partial(_best_tree, depth=self.depth, budget=self.tree_budget)
+        if self.calls is None:
+            tree = build(root_ids, *levels)
+        else:
+            tree = captured_tree(self.calls, self.tree_budget, self.depth, build, root_ids, *levels)
+        self.path_logprobs = tree.path_logprobs
+        return tree
+
+    def levels(self, at: int, outputs: Tensor, root_positions: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        """All candidates, level after level: scores, token ids, parents (see `_best_tree`), and which rows are finite.
+
+        Args:
+            at: where the nodes' entries begin in the cache; those of the pairs lie before.
+            outputs: [batch, hidden], the drafter's at the roots.
+            root_positions: [batch] int64.
+            lengths: [batch] int64, pairs of each row.
+        """
         drafter, cache = self.drafter, self.cache
         assert cache is not None
-        device, batch = drafter.device, outputs.shape[0]
+        device, batch = outputs.device, outputs.shape[0]
         width = min(self.top_k, drafter.config.draft_vocab_size)
-        root_ids, positions = context.root_ids.to(device), context.root_positions.to(device).unsqueeze(1)
+        positions = root_positions.unsqueeze(1)
         rows = torch.arange(batch, device=device).unsqueeze(1)
         itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
 
@@ -155,14 +225,14 @@ class Eagle3Generator(TreeCandidateGenerator):
         block = itself
         start = width
         for level in range(1, self.depth):
-            outputs = drafter(
-                self._embed(ids),
-                states,
-                (positions + level - 1).expand(-1, width),
-                mask=self._additive(block),
-                cache=cache,
-            )
-            cache.hold(width)
+            with cache.behind((level - 1) * width):
+                outputs = drafter(
+                    self._embed(ids),
+                    states,
+                    (positions + level - 1).expand(-1, width),
+                    mask=self._additive(block, at, lengths),
+                    cache=cache,
+                )
             logprobs, draft_ids = drafter.logits(outputs).log_softmax(-1).topk(width)
             finite &= logprobs.isfinite().all(-1).all(-1)
             candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
@@ -177,21 +247,60 @@ class Eagle3Generator(TreeCandidateGenerator):
             states = drafter.recurrent(outputs)[rows, above]
             block = torch.cat([block[rows, above], itself], dim=-1)
             start += width * width
-        context.lap("draft")
-        tree, self.path_logprobs = _best_tree(
-            root_ids, torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite, self.depth,
-            self.tree_budget,
-        )  # fmt: skip
-        return tree
+        return torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return path_notes(tree, self.path_logprobs, tree.depths)  # a forward per level
 
 
+def _levels(at: int, generator: Eagle3Generator, *values: Tensor) -> tuple[Tensor, ...]:
+    return generator.levels(at, *values)
+
+
+def _pairs(
+    at: int,
+    generator: Eagle3Generator,
+    root_ids: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    last_outputs: Tensor,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    features: Tensor,
+) -> tuple[Tensor]:
+    """`Eagle3Generator._take_in` after the prompt, in fixed shapes, for `decoding/graphs.py` to capture.
+
+    Args:
+        at: where the new pairs' entries begin in the cache; those of earlier pairs lie before.
+        generator: of the call.
+        root_ids: [batch] int64.
+        lengths: [batch] int64, earlier pairs of each row.
+        counts: [batch] int64, new pairs of each row, the first of `width`.
+        last_outputs: [batch, hidden], for rows without new pairs.
+        token_ids: [batch, width] int64, committed tokens.
+        position_ids: [batch, width] int64, theirs.
+        features: [batch, width, taps * hidden], theirs.
+    """
+    drafter, width = generator.drafter, token_ids.shape[1]
+    last = (counts - 1).clamp(min=0).unsqueeze(1)
+    next_ids = token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
+    places = torch.arange(width, device=token_ids.device)
+    block = (places.unsqueeze(1) >= places) & (places < counts[:, None, None])
+    outputs = drafter(
+        generator._embed(next_ids),
+        drafter.fuse(features.to(drafter.dtype)),
+        position_ids,
+        mask=generator._additive(block, at, lengths),
+        cache=generator.cache,
+    )
+    outputs = outputs.gather(1, last.unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
+    return (outputs.where(counts.unsqueeze(1) > 0, last_outputs),)
+
+
 def _best_tree(
-    root_ids: Tensor, scores: Tensor, token_ids: Tensor, parents: Tensor, finite: Tensor, depth: int, budget: int
-) -> tuple[DraftTree, Tensor]:
-    """The tree of the likeliest candidates, and the scores of its nodes [batch, nodes], 0 at the root.
+    root_ids: Tensor, scores: Tensor, token_ids: Tensor, parents: Tensor, finite: Tensor, *, depth: int, budget: int
+) -> DraftTree:
+    """The tree of the likeliest candidates.
 
     Args:
         root_ids: [batch] int64.
@@ -212,13 +321,11 @@ def _best_tree(
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
     valid = finite.unsqueeze(1).expand(-1, kept + 1).clone()
     valid[:, 0] = True
-    path_logprobs = nn.functional.pad(scores.gather(1, best), (1, 0))
-    tree = DraftTree.from_parents(
+    return DraftTree.from_parents(
         torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
         nn.functional.pad(node_parents, (1, 0), value=-1),
         max_depth=depth,
         valid=valid,
         finite=finite,
-        path_logprobs=path_logprobs,
+        path_logprobs=nn.functional.pad(scores.gather(1, best), (1, 0)),
     )
-    return tree, path_logprobs

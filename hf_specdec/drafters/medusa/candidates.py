@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import static_calls
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals
@@ -28,6 +29,7 @@ class MedusaMarginals(BlockMarginals):
         self.drafter = drafter
         self.lm_head = target.model.get_output_embeddings()
         self.last_states: Tensor | None = None  # [batch, hidden]
+        self.calls = static_calls(self, drafter, (self.lm_head,), drafter.compile_mode)
 
     def observe(self, outcome: RoundOutcome) -> None:
         features = outcome.features
@@ -49,7 +51,13 @@ class MedusaMarginals(BlockMarginals):
     def marginals(self, context: DraftContext) -> Tensor:
         assert self.last_states is not None, "draft() before the prefill was observed"
         states = self.last_states.to(device=self.drafter.device, dtype=self.drafter.dtype)
-        return self.drafter(states, self.lm_head)
+        if self.calls is None:
+            return self.drafter(states, self.lm_head)
+        return self.calls("heads", _guesses, states)[0]
+
+
+def _guesses(source: MedusaMarginals, states: Tensor) -> tuple[Tensor]:
+    return (source.drafter(states, source.lm_head),)
 
 
 class StaticTreeGenerator(TreeCandidateGenerator):
@@ -98,6 +106,9 @@ class StaticTreeGenerator(TreeCandidateGenerator):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)
+
+    def close(self) -> None:
+        self.source.close()
 
 
 def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:

@@ -1,0 +1,158 @@
+"""The DDTree loop as its authors describe it, in plain host code: what our rounds are compared with.
+
+Each round the drafter runs eagerly, the marginals' best tokens travel to the host, a heap there makes the tree
+(DDTree, arXiv 2604.12989, Algorithm 1), a dense mask over cache and tree is built anew, the target verifies with a
+stock `DynamicCache` and hidden states of all layers, its choices travel to the host, which walks the tree, and accepted
+entries are gathered out of every layer's cache. Greedy, one row. Written from the paper for this comparison; golden
+tests hold our own rounds to the published implementation's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specdec.drafters.dflash import DFlashDrafter
+
+HostTree = tuple[list[int], list[int]]  # tokens and parents, root first
+
+
+@dataclass
+class ReferenceRun:
+    """What a run gave.
+
+    Attributes:
+        token_ids: [1, seq] int64, prompt included.
+        acceptance_lengths: tokens committed per round.
+        seconds: of the rounds, prefill left aside.
+    """
+
+    token_ids: Tensor
+    acceptance_lengths: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def heap_tree(logits: Tensor, root: int, budget: int) -> HostTree:
+    """The likeliest `budget` prefixes by Algorithm 1; `logits` [depth, vocab] are normalised where they lie."""
+    best, ranked = logits.float().log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
+    logprobs, ids = best.tolist(), ranked.tolist()
+    tokens, parents = [root], [-1]
+    heap: list[tuple[float, tuple[int, ...], int]] = [(-logprobs[0][0], (0,), 0)]
+    while heap and len(tokens) <= budget:
+        score, ranks, parent = heapq.heappop(heap)
+        level, rank = len(ranks) - 1, ranks[-1]
+        tokens.append(ids[level][rank])
+        parents.append(parent)
+        if rank + 1 < len(ids[level]):
+            sibling = score + logprobs[level][rank] - logprobs[level][rank + 1]
+            heapq.heappush(heap, (sibling, (*ranks[:-1], rank + 1), parent))
+        if level + 1 < len(ids):
+            heapq.heappush(heap, (score - logprobs[level + 1][0], (*ranks, 0), len(tokens) - 1))
+    return tokens, parents
+
+
+def reference_ddtree(
+    target: PreTrainedModel,
+    drafter: DFlashDrafter,
+    prompt: Tensor,
+    new_tokens: int,
+    budget: int,
+    script: Callable[[int], HostTree] | None = None,
+) -> ReferenceRun:
+    """Generates greedily with the loop of this file's head.
+
+    Args:
+        target: any that takes 4D masks and a `DynamicCache`.
+        drafter: whose blocks give the marginals.
+        prompt: [1, seq] int64.
+        new_tokens: exactly so many; ends of text are not looked for.
+        budget: most drafted nodes.
+        script: from a root's token to the tree that is verified in place of the drafted one, which is made all the
+            same, for what it costs.
+    """
+    with torch.inference_mode():
+        return _Loop(target, drafter, prompt, budget, script).run(new_tokens)
+
+
+class _Loop:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: DFlashDrafter,
+        prompt: Tensor,
+        budget: int,
+        script: Callable[[int], HostTree] | None,
+    ) -> None:
+        self.target, self.drafter, self.prompt, self.budget, self.script = target, drafter, prompt, budget, script
+        self.layers = drafter.config.target_layer_ids
+        self.cache, self.draft_cache = DynamicCache(), DynamicCache(config=drafter.config)
+
+    def run(self, new_tokens: int) -> ReferenceRun:
+        output = self.target(self.prompt, past_key_values=self.cache, output_hidden_states=True, logits_to_keep=1)
+        tokens = [int(output.logits[0, -1].argmax())]
+        features = self._features(output.hidden_states)
+        run = ReferenceRun(self.prompt)
+        began = time.perf_counter()
+        while len(tokens) < new_tokens:
+            drafted = self._draft(tokens[-1], features)
+            tree, parents = drafted if self.script is None else self.script(tokens[-1])
+            new, features = self._verify(tree, parents)
+            tokens += new
+            run.acceptance_lengths.append(len(new))
+        run.seconds = time.perf_counter() - began
+        ids = torch.tensor([tokens[:new_tokens]], device=self.prompt.device)
+        run.token_ids = torch.cat([self.prompt, ids], dim=1)
+        return run
+
+    def _features(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat([hidden_states[layer + 1] for layer in self.layers], dim=-1)
+
+    def _draft(self, root: int, features: Tensor) -> HostTree:
+        drafter, device = self.drafter, self.prompt.device
+        start, block = self.draft_cache.get_seq_length() + features.shape[1], drafter.block_size
+        block_ids = torch.tensor([[root] + [drafter.config.mask_token_id] * (block - 1)], device=device)
+        positions = torch.arange(start - features.shape[1], start + block, device=device).unsqueeze(0)
+        logits = drafter(
+            self.target.get_input_embeddings()(block_ids),
+            features,
+            positions,
+            cache=self.draft_cache,
+            lm_head=self.target.get_output_embeddings(),
+        )
+        self.draft_cache.crop(start - self.draft_cache.get_seq_length())
+        logits[..., drafter.config.mask_token_id] = -torch.inf
+        return heap_tree(logits[0], root, self.budget)
+
+    def _verify(self, tokens: list[int], parents: list[int]) -> tuple[list[int], Tensor]:
+        """Accepted tokens and the bonus token, and features [1, accepted + 1, ...] of the root and the accepted."""
+        device, past, nodes = self.prompt.device, self.cache.get_seq_length(), len(tokens)
+        depths, sees = [0] * nodes, torch.eye(nodes, dtype=torch.bool)
+        for node in range(1, nodes):
+            depths[node] = depths[parents[node]] + 1
+            sees[node, :node] = sees[parents[node], :node]
+        mask = torch.zeros(1, 1, nodes, past + nodes, dtype=self.target.dtype, device=device)
+        mask[0, 0, :, past:].masked_fill_(~sees.to(device), torch.finfo(mask.dtype).min)
+        output = self.target(
+            torch.tensor([tokens], device=device),
+            attention_mask=mask,
+            position_ids=past + torch.tensor([depths], device=device),
+            past_key_values=self.cache,
+            output_hidden_states=True,
+        )
+        choices = output.logits[0].argmax(-1).tolist()
+        children = {(parents[node], tokens[node]): node for node in range(1, nodes)}
+        path = [0]
+        while (child := children.get((path[-1], choices[path[-1]]))) is not None:
+            path.append(child)
+        kept = torch.tensor(path, device=device)
+        for layer in self.cache.layers:
+            layer.keys = torch.cat([layer.keys[:, :, :past], layer.keys[:, :, past + kept]], dim=2)
+            layer.values = torch.cat([layer.values[:, :, :past], layer.values[:, :, past + kept]], dim=2)
+        new = [tokens[node] for node in path[1:]] + [choices[path[-1]]]
+        return new, self._features(output.hidden_states)[:, kept]

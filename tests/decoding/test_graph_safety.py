@@ -1,0 +1,141 @@
+"""What a graph cannot capture, looked for on the meta device: tensors of the host that a captured forward would upload.
+
+There every tensor says where it lives without living anywhere, so that a forward runs as it would on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_specdec.decoding import static_verify
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.graphs import Workspace
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.ddtree import candidates as ddtree
+from hf_specdec.drafters.dflash import static as dflash
+from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.drafters.eagle3 import candidates as eagle3
+from hf_specdec.drafters.medusa.candidates import MedusaMarginals, _guesses
+from tests.methods import make_dflash, make_eagle3, make_medusa
+from tests.targets import fresh_target
+
+META = torch.device("meta")
+AT, WIDTH = 256, 8
+
+
+class HostTensors(TorchDispatchMode):
+    """Operations that read or make a tensor in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [part for part in tree_leaves((args, kwargs, result)) if isinstance(part, Tensor)]
+        if any(part.device != META for part in tensors):
+            self.seen.append(f"{func}, {[list(part.shape) for part in tensors]}")
+        return result
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int64, device=META)
+
+
+def states(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64, device=META)
+
+
+def bound_target(family: str = "qwen3-mixed") -> TargetModel:
+    target = TargetModel(fresh_target(family, "sdpa").to(META), feature_layers=(0, 2))
+    target.splits_prefix = True
+    return target
+
+
+def cache(layers: int) -> TreeCache:
+    made = TreeCache.empty(layers, 2, 2, 8, dtype=torch.float64, device=META, capacity=600)
+    made.place_nodes(AT)
+    return made
+
+
+def verify() -> Callable[[], object]:
+    target = bound_target()
+    target.cache, workspace = cache(4), Workspace()
+    assert workspace.claim(target, target.model)
+    inputs = (ids(2, WIDTH), ids(2, WIDTH), ids(2, WIDTH), ids(2, WIDTH, WIDTH) > 0, ids(2), ids(2))
+
+    def run(target: TargetModel = target) -> object:
+        with target.tapping():
+            return static_verify._forward(workspace, inputs, AT)
+
+    return run
+
+
+def block() -> Callable[[], object]:
+    target = bound_target("llama")
+    windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
+    source = DFlashMarginals(make_dflash(target.model, **windows).to(META, torch.float64), target)
+    source.cache = cache(2)
+    features = states(2, WIDTH, 64)
+    return lambda: dflash._block_logits(AT, 5, source, ids(2), ids(2), ids(2), ids(2), ids(2, WIDTH), features)
+
+
+def drafter_of_levels() -> eagle3.Eagle3Generator:
+    target = bound_target("llama")
+    generator = eagle3.Eagle3Generator(make_eagle3(target.model).to(META, torch.float64), target)
+    generator.cache = cache(1)
+    return generator
+
+
+def pairs() -> Callable[[], object]:
+    generator = drafter_of_levels()
+    values = (ids(2), ids(2), ids(2), states(2, 32), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, 64))
+    return lambda: eagle3._pairs(AT, generator, *values)
+
+
+def levels() -> Callable[[], object]:
+    generator = drafter_of_levels()
+    return lambda: eagle3._levels(AT, generator, states(2, 32), ids(2), ids(2))
+
+
+def best_of_levels() -> Callable[[], object]:
+    values = (ids(2), states(2, 40), ids(2, 40), ids(2, 40), ids(2) > 0)
+    return lambda: eagle3._best_tree(*values, depth=4, budget=9)
+
+
+def heads() -> Callable[[], object]:
+    target = bound_target("llama")
+    source = MedusaMarginals(make_medusa(target.model).to(META, torch.float64), target)
+    return lambda: _guesses(source, states(2, 32))
+
+
+def tree() -> Callable[[], object]:
+    ddtree.level_tree(ids(2), states(2, 7, 64), 24)  # makes its tables, as warming up does
+    return lambda: ddtree.level_tree(ids(2), states(2, 7, 64), 24)
+
+
+CAPTURED = {
+    "verify": verify, "dflash block": block, "eagle3 pairs": pairs, "eagle3 levels": levels,
+    "eagle3 tree": best_of_levels, "medusa heads": heads, "ddtree tree": tree,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", CAPTURED)
+def test_what_is_captured_touches_no_host_memory(part: str) -> None:
+    run = CAPTURED[part]()
+    with HostTensors() as mode, torch.inference_mode():
+        run()
+    assert not mode.seen
+
+
+def test_the_mode_sees_uploads() -> None:
+    with HostTensors() as mode:
+        ids(3) + torch.tensor([1, 2, 3]).to(META)
+    assert mode.seen
