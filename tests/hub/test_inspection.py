@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -19,8 +18,8 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.hub.formats.base import _DEFAULTS, as_it_is, with_defaults
 from hf_specdec.hub.recognition import recognise
+from tests.hub.layouts import CASES, LAYERS, as_medusa, build, save
 from tests.hub.loopback_hub import LoopbackHub
-from tests.hub.test_formats import CASES, LAYERS, as_medusa, build, save
 from tests.methods import METHODS, make_medusa
 from tests.targets import make_target
 
@@ -33,7 +32,7 @@ def target() -> PreTrainedModel:
 @pytest.mark.parametrize("name", CASES)
 def test_report_on_a_published_layout_is_what_is_loaded(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
     case = CASES[name]
-    save(tmp_path, *case.write(build(case, target), **copy.deepcopy(case.written)), case.file)
+    case.save(build(case, target), tmp_path)
     found = inspect_drafter(tmp_path)
     loaded = load_drafter(tmp_path, target)
     assert found.problems == []
