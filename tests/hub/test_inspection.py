@@ -18,7 +18,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.hub.formats.base import _DEFAULTS, as_it_is, with_defaults
 from hf_specdec.hub.recognition import recognise
-from tests.hub.layouts import CASES, LAYERS, as_medusa, build, save
+from tests.hub.layouts import CASES, LAYERS, Case, as_medusa, build, save
 from tests.hub.loopback_hub import LoopbackHub
 from tests.methods import METHODS, make_medusa
 from tests.targets import make_target
@@ -27,6 +27,15 @@ from tests.targets import make_target
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS)
+
+
+PICKLED = {
+    "Medusa": Case(
+        "Medusa", make_medusa, lambda drafter: ({"medusa_num_heads": 2}, as_medusa(drafter)), file="medusa_lm_head.pt"
+    ),
+    "EAGLE-3": CASES["safeailab, rotary base at the top, in a pickle"],
+    "SpecBlock": CASES["specblock, a vocabulary map in a file of its own, which wins"],
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,7 +88,7 @@ def test_medusa_heads_in_a_pickle_are_counted_without_reading_them(target: PreTr
     assert found.dtypes == {"F32": 15}
 
 
-@pytest.mark.parametrize("kind", ["a drafter", "a plain language model", "hostile"])
+@pytest.mark.parametrize("kind", ["a drafter", "a plain language model", "hostile", *PICKLED])
 def test_command_answers_without_torch_and_transformers(kind: str, folder_of: Any) -> None:
     # In another process, for this one has both. `inspect` is promised to answer at once.
     code = (
@@ -98,6 +107,10 @@ def folder_of(folder: Path, target: PreTrainedModel, tmp_path: Path) -> Any:
         if kind == "a plain language model":
             target.save_pretrained(tmp_path / "model")
             return tmp_path / "model"
+        if kind in PICKLED:
+            (tmp_path / "pickled").mkdir()
+            PICKLED[kind].save(build(PICKLED[kind], target), tmp_path / "pickled")
+            return tmp_path / "pickled"
         if kind == "hostile":
             (folder / "model.safetensors").write_bytes((10 * 2**30).to_bytes(8, "little") + b"{}")
         return folder

@@ -25,7 +25,7 @@ from hf_specdec import load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from tests.hub.layouts import CASES, LAYERS, TREE, Case, Fields, rope
+from tests.hub.layouts import CASES, LAYERS, TREE, Fields, rope
 from tests.targets import VOCAB, fresh_target
 
 Change = Fields | Callable[[Any], None]
@@ -154,8 +154,8 @@ TRAPS: dict[str, Trap] = {
     "A6 norm_output: false in SpecForge is no norm before the head, read as one": Trap(
         FORGE_DEFAULT, {"norm_before_head": True}
     ),
-    "A6 block_size: at the top, read as 16": Trap(Z_FORMULA, block_of_16, says="place", place=5),
-    "A6 block_size: nested, read as 16": Trap(Z_LIST, block_of_16, says="place", place=5),
+    "A6 block_size: at the top, read as 16": Trap(Z_FORMULA, block_of_16, says="place", place=4),
+    "A6 block_size: nested, read as 16": Trap(Z_LIST, block_of_16, says="place", place=4),
     "A6 causality: absent for sliding layers, read as not causal": Trap(
         "z-lab, sliding layers are causal", {"is_causal": False}, says="place", place=2
     ),
@@ -163,7 +163,7 @@ TRAPS: dict[str, Trap] = {
         "z-lab, sliding layers said not to be causal", {"is_causal": True}, says="place", place=2
     ),
     "A6 causality: is_causal true for full layers, left aside": Trap(
-        "z-lab, full layers said to be causal", {"is_causal": False}, says="place", place=2
+        "z-lab, full layers said to be causal", {"is_causal": False}, says="place", place=3
     ),
     "A6 causality: use_swa is not causal, read as causal": Trap(
         "z-lab, use_swa", {"is_causal": True}, says="place", place=2
@@ -288,13 +288,13 @@ def looks(drafter: Any, place: int) -> None:
     is 1 whatever the base; others a slower one, which says another place where the base is another.
     """
     head_dim, sharpness = drafter.config.head_dim, 3000.0
-    pair = 0 if abs(place) < 6 else head_dim // 8
-    angle = -place * float(drafter.rotary_emb.inv_freq[pair])
     inside_block = place > 0  # only what the last layer finds there differs from slot to slot
+    pair = 0 if inside_block else head_dim // 8
+    angle = -place * float(drafter.rotary_emb.inv_freq[pair])
     layers = drafter.layers[-1:] if inside_block else drafter.layers
     if inside_block:  # and it drowns what the layers before it have made of the slot itself
-        layers[0].self_attn.o_proj.weight.data *= 50
-        layers[0].mlp.down_proj.weight.data *= 50
+        layers[0].self_attn.o_proj.weight.data *= 1000
+        layers[0].mlp.down_proj.weight.data *= 1000
     for name, module in layers.named_modules():
         if not name.endswith(("q_proj", "k_proj")):
             continue
@@ -426,4 +426,6 @@ def test_convention_read_the_other_way_leaves_no_more_than_chance(
     assert chance < MOST_CHANCE, "the drafter says the same whatever the prompt"
     assert share(loaded) == 1.0, "the folder is not read as it was written"
     found = share(misread(drafter, trap.misread))
-    assert found <= bound, f"misread, {found:.2f} of its words are right; chance is {chance:.2f}, with noise {bound:.2f}"
+    assert found <= bound, (
+        f"misread, {found:.2f} of its words are right; chance is {chance:.2f}, with noise {bound:.2f}"
+    )
