@@ -174,3 +174,45 @@ def test_absent_fields_mean_what_the_config_classes_of_the_host_mean(model_type:
 def test_own_layouts_are_known_by_their_prefix() -> None:
     found = recognise({"model_type": "hf_specdec_eagle3"}, "it")
     assert (found.family, found.read) == ("eagle3", as_it_is)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        (
+            "llama",
+            {"vocab_size": 65},
+            "model.embed_tokens.weight, the embedding, is [64, 32], but config.json makes it",
+        ),
+        ("llama", {"num_hidden_layers": 5}, "the weights have layers 0 to 3, but config.json says there are 5"),
+        ("gpt-neox", {"hidden_size": 48}, "gpt_neox.embed_in.weight, the embedding, is [64, 32], but"),
+        ("gpt2", {"n_layer": 3}, "the weights have layers 0 to 3, but config.json says there are 3"),
+    ],
+)
+def test_plain_language_model_of_another_config_is_told(
+    family: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    make_target(family, dtype=torch.float32).save_pretrained(tmp_path)
+    assert inspect_drafter(tmp_path).problems == []
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert any(problem in found for found in inspect_drafter(tmp_path).problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"lora_rank": 4}, "exit-layer-01/adapter_model.safetensors holds {"),
+        ({"exit_layers": [1, 2, 3, 4, 5, 6, 8], "num_target_layers": 9}, "exit-layer-08/adapter_model.safetensors is"),
+        ({"draft_vocab_size": 9}, "d2t is [64], but config.json makes it [9]"),
+        ({"exit_layers": None}, "exit_layers is None, hidden_size 32 and vocab_size 64"),
+    ],
+)
+def test_exit_heads_of_another_config_are_told(
+    change: dict[str, Any], problem: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    METHODS["specbound"](target).save_pretrained(tmp_path)
+    assert inspect_drafter(tmp_path).problems == []
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert problem in inspect_drafter(tmp_path).problems[0]

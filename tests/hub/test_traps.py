@@ -33,6 +33,7 @@ PROMPTS, LENGTH = 96, 60
 MOST_CHANCE = 0.25
 BOUND_SIGMA = 4  # of a share over so many prompts; at chance it is exceeded once in thirty thousand times
 HIDDEN = 32
+FAR = -12  # of what a drafter looks at outside its block
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ TRAPS: dict[str, Trap] = {
     "A6 norm_output: false in SpecForge is no norm before the head, read as one": Trap(
         FORGE_DEFAULT, {"norm_before_head": True}
     ),
-    "A6 block_size: at the top, read as 16": Trap(Z_FORMULA, block_of_16, says="place", place=4),
-    "A6 block_size: nested, read as 16": Trap(Z_LIST, block_of_16, says="place", place=4),
+    "A6 block_size: at the top, read as 16": Trap(Z_FORMULA, block_of_16, says="place", place=5),
+    "A6 block_size: nested, read as 16": Trap(Z_LIST, block_of_16, says="place", place=5),
     "A6 causality: absent for sliding layers, read as not causal": Trap(
         "z-lab, sliding layers are causal", {"is_causal": False}, says="place", place=2
     ),
@@ -163,7 +164,7 @@ TRAPS: dict[str, Trap] = {
         "z-lab, sliding layers said not to be causal", {"is_causal": True}, says="place", place=2
     ),
     "A6 causality: is_causal true for full layers, left aside": Trap(
-        "z-lab, full layers said to be causal", {"is_causal": False}, says="place", place=3
+        "z-lab, full layers said to be causal", {"is_causal": False}, says="place", place=2
     ),
     "A6 causality: use_swa is not causal, read as causal": Trap(
         "z-lab, use_swa", {"is_causal": True}, says="place", place=2
@@ -178,32 +179,32 @@ TRAPS: dict[str, Trap] = {
     "A6 swa_window_size: left aside": Trap(
         "z-lab, use_swa", {"sliding_window": 512, "dflash_config.swa_window_size": 512}
     ),
-    "A6 rotary base: z-lab at the top, read as absent": Trap(Z_FORMULA, rope(1e4), says="place", place=-12),
+    "A6 rotary base: z-lab at the top, read as absent": Trap(Z_FORMULA, rope(1e4), says="place", place=FAR),
     "A6 rotary base: z-lab as parameters, read as absent": Trap(
-        "z-lab, rotary base as parameters", rope(1e4), says="place", place=-12
+        "z-lab, rotary base as parameters", rope(1e4), says="place", place=FAR
     ),
     "A6 rotary base: z-lab absent, read as vLLM's 1e6": Trap(
-        "z-lab, no rotary base, no block size but nested", rope(1e6), says="place", place=-12
+        "z-lab, no rotary base, no block size but nested", rope(1e6), says="place", place=FAR
     ),
-    "A6 rotary base: safeailab absent, read as 1e6": Trap(SAFE, rope(1e6), says="place", place=-12),
+    "A6 rotary base: safeailab absent, read as 1e6": Trap(SAFE, rope(1e6), says="place", place=FAR),
     "A6 rotary base: safeailab at the top, read as absent": Trap(
-        "safeailab, rotary base at the top, in a pickle", rope(1e4), says="place", place=-12
+        "safeailab, rotary base at the top, in a pickle", rope(1e4), says="place", place=FAR
     ),
     "A6 rotary base: safeailab as parameters, read as absent": Trap(
-        "safeailab, rotary base as parameters", rope(1e4), says="place", place=-12
+        "safeailab, rotary base as parameters", rope(1e4), says="place", place=FAR
     ),
     "A6 rotary base: speculators absent, read as 5e5": Trap(
-        "speculators, no rotary base", rope(5e5), says="place", place=-12
+        "speculators, no rotary base", rope(5e5), says="place", place=FAR
     ),
     "A6 rotary base: speculators nested, read as absent": Trap(
-        "speculators, head_dim at the default of qwen3", rope(1e4), says="place", place=-12
+        "speculators, head_dim at the default of qwen3", rope(1e4), says="place", place=FAR
     ),
     "A6 rotary base: speculators nested as parameters, read as absent": Trap(
-        "speculators, rotary base as parameters of the nested config", rope(1e4), says="place", place=-12
+        "speculators, rotary base as parameters of the nested config", rope(1e4), says="place", place=FAR
     ),
-    "A6 rotary base: specblock absent, read as 1e6": Trap(BLOCKS, rope(1e6), says="place", place=-12),
+    "A6 rotary base: specblock absent, read as 1e6": Trap(BLOCKS, rope(1e6), says="place", place=FAR),
     "A6 rotary base: specblock at the top, read as absent": Trap(
-        "specblock, a rotary base", rope(1e4), says="place", place=-12
+        "specblock, a rotary base", rope(1e4), says="place", place=FAR
     ),
     "A6 tie_word_embeddings: of no meaning, read as a tied head": Trap(
         "specforge, embeddings beside a full head, said to be tied", tied
@@ -259,7 +260,15 @@ def built(trap: Trap, target: PreTrainedModel) -> Any:
             weights[:, :HIDDEN] *= 20
     speak_of_prompts(drafter, target)
     if trap.says == "place":
-        looks(drafter, trap.place)
+        for layer in drafter.layers:
+            looks(drafter, layer, min(trap.place, FAR))
+        if (
+            trap.place > 0
+        ):  # what slots found far away is what other slots find in them, over what they found themselves
+            last = drafter.layers[-1]
+            looks(drafter, last, trap.place)
+            last.self_attn.o_proj.weight.data *= 1000
+            last.mlp.down_proj.weight.data *= 1000
     return drafter
 
 
@@ -281,32 +290,26 @@ def speak_of_prompts(drafter: Any, target: PreTrainedModel) -> None:
     fusing.weight.data -= torch.outer(fusing.weight.data @ common, common)
 
 
-def looks(drafter: Any, place: int) -> None:
-    """Makes queries and keys constant, so that each position looks at the one `place` further on, or nearest to it.
+def looks(drafter: Any, layer: Any, place: int) -> None:
+    """Makes a layer's queries and keys constant: it sees nothing but what stands `place` further on, or nearest to it.
 
-    Rotary positions leave of them cos(frequency * (distance - place)). Short distances take the first frequency, which
-    is 1 whatever the base; others a slower one, which says another place where the base is another.
+    Rotary positions leave of them cos(frequency * (distance - place)). Places inside the block take the first
+    frequency, which is 1 whatever the base; others a slower one, which says another place where the base is another.
     """
-    head_dim, sharpness = drafter.config.head_dim, 3000.0
-    inside_block = place > 0  # only what the last layer finds there differs from slot to slot
-    pair = 0 if inside_block else head_dim // 8
+    head_dim, sharpness = drafter.config.head_dim, 1e6  # 44 places are seven turns less 0.02
+    pair = 0 if place > 0 else head_dim // 8
     angle = -place * float(drafter.rotary_emb.inv_freq[pair])
-    layers = drafter.layers[-1:] if inside_block else drafter.layers
-    if inside_block:  # and it drowns what the layers before it have made of the slot itself
-        layers[0].self_attn.o_proj.weight.data *= 1000
-        layers[0].mlp.down_proj.weight.data *= 1000
-    for name, module in layers.named_modules():
-        if not name.endswith(("q_proj", "k_proj")):
-            continue
-        module.weight.data.zero_()
-        head = torch.zeros(head_dim)
-        head[pair], head[pair + head_dim // 2] = (
-            (1.0, 0.0) if name.endswith("q_proj") else (math.cos(angle), math.sin(angle))
-        )
-        module.bias.data.copy_((head * (sharpness * head_dim**0.5) ** 0.5).repeat(module.bias.numel() // head_dim))
-    for name, parameter in layers.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):  # gives the vector the length of sqrt(head_dim)
-            parameter.data.fill_((sharpness / head_dim**0.5) ** 0.5)
+    for name, module in layer.named_modules():
+        if name.endswith(("q_proj", "k_proj")):
+            module.weight.data.zero_()
+            turned = 0.0 if name.endswith("q_proj") else angle
+            head = torch.zeros(head_dim)
+            head[pair], head[pair + head_dim // 2] = math.cos(turned), math.sin(turned)
+            module.bias.data.copy_((head * (sharpness * head_dim**0.5) ** 0.5).repeat(module.bias.numel() // head_dim))
+        elif name.endswith(("q_norm", "k_norm")) and not isinstance(
+            module, torch.nn.Identity
+        ):  # gives the vector the length of sqrt(head_dim)
+            module.weight.data.fill_((sharpness / head_dim**0.5) ** 0.5)
 
 
 class Says(LogitsProcessor):
