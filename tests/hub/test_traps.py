@@ -262,6 +262,7 @@ def built(trap: Trap, target: PreTrainedModel) -> Any:
     if trap.says == "place":
         for layer in drafter.layers:
             looks(drafter, layer, min(trap.place, FAR))
+            layer.self_attn.o_proj.weight.data *= 20  # over the state that a slot begins with
         if (
             trap.place > 0
         ):  # what slots found far away is what other slots find in them, over what they found themselves
