@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
+from hf_specdec.chi_square import BOUND_SIGMA, deviation_sigma
 from hf_specdec.decoding import loop
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.sequences import Sequences
@@ -30,10 +31,8 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.fingerprint import tokenizer_at_hand
 
-BOUND_SIGMA = 4.75  # a correct rule exceeds it once in a million trees
 TEMPERATURE, TOP_K = 1.0, 16  # of the sampled part; top-k keeps the laws short enough to be counted
 DRAWS, MOST_TREES = 2000, 8  # walks of each frozen tree, and trees
-LEAST_EXPECTED = 8.0  # rarer outcomes are counted together, where the chi-square law would not hold
 
 PROMPTS = (
     "def quicksort(values):\n    ",
@@ -510,43 +509,3 @@ def _drawn_sigma(rounds: list[_Round]) -> float | None:
     if not rounds:
         return None
     return (seen - expected) / math.sqrt(variance) if variance > 1e-12 else 0.0
-
-
-def deviation_sigma(counts: Mapping[Any, int], law: Mapping[Any, float]) -> float:
-    """How far counts are from a law: chi-square, brought to standard deviations by Wilson and Hilferty's cube root.
-
-    Args:
-        counts: outcome -> how often it was seen.
-        law: outcome -> probability.
-
-    Returns:
-        Standard deviations, negative where counts are closer to the law than chance has it; infinite where an outcome
-        was seen that the law has not.
-
-    Example:
-        >>> deviation_sigma({"a": 500, "b": 500}, {"a": 0.5, "b": 0.5}) < 1
-        True
-        >>> deviation_sigma({"a": 600, "b": 400}, {"a": 0.5, "b": 0.5}) > BOUND_SIGMA
-        True
-    """
-    draws = sum(counts.values())
-    if any(law.get(outcome, 0.0) == 0.0 for outcome in counts):
-        return math.inf
-    cells: list[tuple[float, int]] = []
-    rare_expected, rare_seen = 0.0, 0
-    for outcome, probability in law.items():
-        expected, seen = draws * probability, counts.get(outcome, 0)
-        if expected < LEAST_EXPECTED:
-            rare_expected, rare_seen = rare_expected + expected, rare_seen + seen
-        else:
-            cells.append((expected, seen))
-    if rare_expected >= LEAST_EXPECTED:
-        cells.append((rare_expected, rare_seen))
-    elif rare_seen > rare_expected + BOUND_SIGMA * math.sqrt(LEAST_EXPECTED):
-        return math.inf
-    if len(cells) < 2:
-        return 0.0
-    statistic = sum((seen - expected) ** 2 / expected for expected, seen in cells)
-    degrees = len(cells) - 1
-    spread = 2 / (9 * degrees)
-    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5

@@ -1,7 +1,6 @@
-"""Whether draws follow a law: a chi-square test without a statistics package.
+"""Whether draws follow a law: the chi-square test of `hf_specdec.chi_square`, for laws that are known in full.
 
-The statistic is brought to a standard normal by Wilson and Hilferty's cube root. At the bound used here a correct
-sampler fails once in a million times; seeds are fixed, so a test that has passed keeps passing.
+Seeds are fixed, so a test that has passed keeps passing.
 """
 
 from __future__ import annotations
@@ -9,38 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
-BOUND_SIGMA = 4.75  # a standard normal exceeds it with probability 1e-6
-LEAST_EXPECTED = 8.0  # rarer outcomes are counted together, where the approximation would not hold
+from hf_specdec import chi_square
+from hf_specdec.chi_square import BOUND_SIGMA
+
+__all__ = ["BOUND_SIGMA", "assert_follows", "deviation_sigma"]
 
 
 def deviation_sigma(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> float:
-    """How far `counts` are from `law`, in standard deviations; infinite where an impossible outcome was seen.
-
-    Example:
-        >>> deviation_sigma({"a": 500, "b": 500}, {"a": 0.5, "b": 0.5}) < 1
-        True
-        >>> deviation_sigma({"a": 600, "b": 400}, {"a": 0.5, "b": 0.5}) > BOUND_SIGMA
-        True
-    """
+    """How far `counts` are from `law`, in standard deviations; fails unless there is something to compare."""
     assert abs(sum(law.values()) - 1) < 1e-5, "the law does not sum to 1"
-    if any(law.get(outcome, 0.0) == 0.0 for outcome in counts):
-        return float("inf")
-    draws = sum(counts.values())
-    cells: list[tuple[float, int]] = []
-    rare_expected, rare_seen = 0.0, 0
-    for outcome, probability in law.items():
-        expected, seen = draws * probability, counts.get(outcome, 0)
-        if expected < LEAST_EXPECTED:
-            rare_expected, rare_seen = rare_expected + expected, rare_seen + seen
-        else:
-            cells.append((expected, seen))
-    if rare_expected >= LEAST_EXPECTED:
-        cells.append((rare_expected, rare_seen))
-    assert len(cells) > 1, "nothing to compare"
-    statistic = sum((seen - expected) ** 2 / expected for expected, seen in cells)
-    degrees = len(cells) - 1
-    spread = 2 / (9 * degrees)
-    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5
+    enough = [outcome for outcome in law if sum(counts.values()) * law[outcome] >= chi_square.LEAST_EXPECTED]
+    assert len(enough) > 1, "nothing to compare"
+    return chi_square.deviation_sigma(counts, law)
 
 
 def assert_follows(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> None:

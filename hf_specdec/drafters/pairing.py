@@ -81,12 +81,10 @@ def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_i
     tokenizer = tokenizer_at_hand(model.name_or_path)
     if tokenizer is None or not tokenizer.chat_template:
         return
-    prompt = tokenizer.decode(input_ids[0])
-    try:
-        endings = {mode: _ending(tokenizer, mode) for mode in (True, False)}
-    except TemplateError:
+    found = text_mode(tokenizer, tokenizer.decode(input_ids[0]))
+    if found is None:
         return  # a template that wants more than one question: nothing to compare with
-    is_chat = any(_opening(ending) in prompt for ending in endings.values())
+    is_chat, thinks = found
     if chat is not None and chat != is_chat:
         has, trained, change = (
             ("no chat template", "in the target's chat template", "pass it through tokenizer.apply_chat_template")
@@ -98,17 +96,38 @@ def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_i
             f"can, {change}; else use a drafter trained on such text.",
             stacklevel=2,
         )
-    modes = {mode for mode, ending in endings.items() if prompt.rstrip().endswith(ending.rstrip())}
-    # A longer ending may end in the shorter one: an empty thought is written behind the usual opening.
-    if len(modes) == 2:
-        modes = {max(modes, key=lambda mode: len(endings[mode]))}
-    if thinking is not None and endings[True] != endings[False] and modes == {not thinking}:
+    if thinking is not None and thinks is not None and thinks != thinking:
         warnings.warn(
             f"Drafter {name!r} was trained with thinking {'on' if thinking else 'off'}, but the prompt was made with "
             f"thinking {'off' if thinking else 'on'}: few drafts will be accepted. Pass enable_thinking={thinking} to "
             "tokenizer.apply_chat_template, or use a drafter trained the other way.",
             stacklevel=2,
         )
+
+
+def text_mode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, bool | None] | None:
+    """Whether a text is in the tokenizer's chat template, and whether its last answer is one with thinking.
+
+    Args:
+        tokenizer: the target's.
+        text: a prompt, or one with its answer; special tokens included.
+
+    Returns:
+        The two; the second is None where the text does not tell. None where the template cannot be asked.
+    """
+    if not tokenizer.chat_template:
+        return False, None
+    try:
+        endings = {mode: _ending(tokenizer, mode) for mode in (True, False)}
+    except TemplateError:
+        return None
+    is_chat = any(_opening(ending) in text for ending in endings.values())
+    # Where the last answer begins; a longer ending may begin like the shorter one, with an empty thought behind it.
+    places = {mode: (text.rfind(ending.strip()), len(ending)) for mode, ending in endings.items()}
+    last = max(places, key=lambda mode: places[mode])
+    if endings[True] == endings[False] or places[last][0] < 0:
+        return is_chat, None
+    return is_chat, last
 
 
 def _ending(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> str:

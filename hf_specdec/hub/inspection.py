@@ -114,6 +114,8 @@ def inspect_drafter(
         beside = source.locate(list(format.beside), revision=folder.name) if format.beside else folder
         held = {name for file, names in format.beside.items() if (beside / file).is_file() for name in names}
         _describe(found, format, fields, headers, held)
+        if not found.problems and Path(source.name).expanduser().is_dir():
+            found.problems += _own_files(source, folder, format, fields)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
     return found
@@ -144,6 +146,21 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
     }
 
 
+def _own_files(source: Source, folder: Path, format: Format, fields: dict[str, Any]) -> list[str]:
+    """What is wrong with files that a layout has beside its weights; only those of a local folder are looked into."""
+    problems = []
+    for file, parts in format.own_files(fields).items():
+        if not (folder / file).is_file():
+            problems.append(f"{file} is missing")
+            continue
+        stored = read_headers([folder / file], source.name)
+        for end, shape in parts.items():
+            if [tensor.shape for name, tensor in stored.items() if name.endswith(end)] != [shape]:
+                held = {name: list(tensor.shape) for name, tensor in stored.items()}
+                problems.append(f"{file} holds {held}, but {CONFIG_FILE} makes one ...{end} {list(shape)}")
+    return problems
+
+
 def _describe(
     found: Inspection, format: Format, fields: dict[str, Any], headers: dict[str, StoredTensor], held: set[str]
 ) -> None:
@@ -170,6 +187,8 @@ def _describe(
             found.problems += _differences(expected, stored)
         except (TypeError, ValueError, ArithmeticError) as error:
             found.problems.append(f"{CONFIG_FILE} describes no {format.name} drafter: {error}")
+    else:
+        found.problems += format.problems(fields, headers)
 
 
 def _differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]) -> list[str]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_specdec.hub.formats.base import Format, as_it_is
+from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH, DEEPSPEC_EAGLE3, is_deepspec_dflash, is_deepspec_eagle3
+from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.medusa import MEDUSA
 from hf_specdec.hub.formats.own import PREFIX, own_format
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
@@ -81,9 +82,6 @@ def is_language_model(config: Config) -> bool:
     """Whether a `config.json` names the class of a language model, as transformers' own names go."""
     named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in config.get("architectures") or ())
     return named and "model_type" in config
-
-
-LANGUAGE_MODEL = Format("causal_lm", "causal_lm", as_it_is)
 
 
 def _known() -> str:

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint: loading them, and comparing what files hold with what a network needs.
 
-The files themselves are the business of `files.py`. A pickle is opened with `weights_only`, in this module alone.
+The files themselves are the business of `files.py`. The numbers of a pickle are read with `weights_only`, in this
+module alone; `pickles.py` lists what is in one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_specdec.hub.files import StoredTensor
+from hf_specdec.hub.pickles import unreadable
 
 # safetensors' names of the types a drafter may be stored in.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,8 +33,8 @@ def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
     return load_file(file) if file.suffix == ".safetensors" else _unpickle(file, name, "cpu")
 
 
-def pickle_header(file: Path, name: str) -> dict[str, StoredTensor]:
-    """What a pickle holds, by shape and type; its numbers are not read.
+def described_by_torch(file: Path, name: str) -> dict[str, StoredTensor]:
+    """What a pickle holds, by shape and type, as torch reads it; `pickles.py` needs no torch for most.
 
     Raises:
         ValueError: as `load_tensors`.
@@ -50,11 +52,7 @@ def _unpickle(file: Path, name: str, device: str) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # damage shows as errors of many kinds; whatever it is, nothing was run
-        raise ValueError(
-            f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as plain tensors: it is damaged, or "
-            f"holds objects whose loading would run code ({type(error).__name__}). Nothing in it was run: use a "
-            "drafter saved as safetensors."
-        ) from error
+        raise unreadable(file, name, error) from error
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise ValueError(f"{file.name} of {name!r} must hold tensors by name, but holds something else.")
     return {str(key): tensor for key, tensor in content.items()}

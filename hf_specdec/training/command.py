@@ -33,6 +33,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TrainingArguments,
     set_seed,
 )
@@ -40,6 +41,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_specdec
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.data import collate, mix, pack_text, write_continuations
 from hf_specdec.training.features import CachedStates, cache_states
@@ -180,6 +182,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
     }  # fmt: skip
+    drafter.training_record |= trained_mode(tokenizer, train_texts)
     if arguments.license:
         drafter.training_record["license"] = arguments.license
     drafter.to(torch.bfloat16).save_pretrained(arguments.output)
@@ -236,6 +239,28 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
         documents = [text[start : start + 2000] for start in range(0, len(text), 2000)]
     held_out = documents[::50]
     return [document for index, document in enumerate(documents) if index % 50], held_out
+
+
+def trained_mode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> dict[str, bool]:
+    """What the record says of the kind of text, for the warning that a prompt of another kind gets.
+
+    Args:
+        tokenizer: the target's.
+        documents: the training text, as it is tokenized.
+
+    Returns:
+        `chat_template`: whether most documents are in the target's chat template. With it, where most of them tell,
+        `thinking`: whether the target answers them with thinking. Nothing where the template cannot be asked.
+    """
+    modes = [text_mode(tokenizer, document) for document in documents]
+    asked = [mode for mode in modes if mode is not None]
+    if not asked:
+        return {}
+    record = {"chat_template": 2 * sum(is_chat for is_chat, _ in asked) > len(asked)}
+    thinking = [thinks for _, thinks in asked if thinks is not None]
+    if record["chat_template"] and 2 * len(thinking) > len(asked):
+        record["thinking"] = 2 * sum(thinking) > len(thinking)
+    return record
 
 
 def load_target(path: str) -> PreTrainedModel:

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.drafters.ngram import NGramDrafter
-from tests.hub.test_formats import LAYERS, TREE, run
+from tests.hub.layouts import LAYERS, TREE
+from tests.hub.test_formats import run
 from tests.methods import make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock
 from tests.targets import make_target
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -19,8 +18,8 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.hub.formats.base import _DEFAULTS, as_it_is, with_defaults
 from hf_specdec.hub.recognition import recognise
+from tests.hub.layouts import CASES, LAYERS, Case, as_medusa, build, save
 from tests.hub.loopback_hub import LoopbackHub
-from tests.hub.test_formats import CASES, LAYERS, as_medusa, build, save
 from tests.methods import METHODS, make_medusa
 from tests.targets import make_target
 
@@ -30,10 +29,19 @@ def target() -> PreTrainedModel:
     return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS)
 
 
+PICKLED = {
+    "Medusa": Case(
+        "Medusa", make_medusa, lambda drafter: ({"medusa_num_heads": 2}, as_medusa(drafter)), file="medusa_lm_head.pt"
+    ),
+    "EAGLE-3": CASES["safeailab, rotary base at the top, in a pickle"],
+    "SpecBlock": CASES["specblock, a vocabulary map in a file of its own, which wins"],
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_report_on_a_published_layout_is_what_is_loaded(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
     case = CASES[name]
-    save(tmp_path, *case.write(build(case, target), **copy.deepcopy(case.written)), case.file)
+    case.save(build(case, target), tmp_path)
     found = inspect_drafter(tmp_path)
     loaded = load_drafter(tmp_path, target)
     assert found.problems == []
@@ -80,7 +88,7 @@ def test_medusa_heads_in_a_pickle_are_counted_without_reading_them(target: PreTr
     assert found.dtypes == {"F32": 15}
 
 
-@pytest.mark.parametrize("kind", ["a drafter", "a plain language model", "hostile"])
+@pytest.mark.parametrize("kind", ["a drafter", "a plain language model", "hostile", *PICKLED])
 def test_command_answers_without_torch_and_transformers(kind: str, folder_of: Any) -> None:
     # In another process, for this one has both. `inspect` is promised to answer at once.
     code = (
@@ -99,6 +107,10 @@ def folder_of(folder: Path, target: PreTrainedModel, tmp_path: Path) -> Any:
         if kind == "a plain language model":
             target.save_pretrained(tmp_path / "model")
             return tmp_path / "model"
+        if kind in PICKLED:
+            (tmp_path / "pickled").mkdir()
+            PICKLED[kind].save(build(PICKLED[kind], target), tmp_path / "pickled")
+            return tmp_path / "pickled"
         if kind == "hostile":
             (folder / "model.safetensors").write_bytes((10 * 2**30).to_bytes(8, "little") + b"{}")
         return folder
@@ -162,3 +174,45 @@ def test_absent_fields_mean_what_the_config_classes_of_the_host_mean(model_type:
 def test_own_layouts_are_known_by_their_prefix() -> None:
     found = recognise({"model_type": "hf_specdec_eagle3"}, "it")
     assert (found.family, found.read) == ("eagle3", as_it_is)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "problem"),
+    [
+        (
+            "llama",
+            {"vocab_size": 65},
+            "model.embed_tokens.weight, the embedding, is [64, 32], but config.json makes it",
+        ),
+        ("llama", {"num_hidden_layers": 5}, "the weights have layers 0 to 3, but config.json says there are 5"),
+        ("gpt-neox", {"hidden_size": 48}, "gpt_neox.embed_in.weight, the embedding, is [64, 32], but"),
+        ("gpt2", {"n_layer": 3}, "the weights have layers 0 to 3, but config.json says there are 3"),
+    ],
+)
+def test_plain_language_model_of_another_config_is_told(
+    family: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    make_target(family, dtype=torch.float32).save_pretrained(tmp_path)
+    assert inspect_drafter(tmp_path).problems == []
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert any(problem in found for found in inspect_drafter(tmp_path).problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"lora_rank": 4}, "exit-layer-01/adapter_model.safetensors holds {"),
+        ({"exit_layers": [1, 2, 3, 4, 5, 6, 8], "num_target_layers": 9}, "exit-layer-08/adapter_model.safetensors is"),
+        ({"draft_vocab_size": 9}, "d2t is [64], but config.json makes it [9]"),
+        ({"exit_layers": None}, "exit_layers is None, hidden_size 32 and vocab_size 64"),
+    ],
+)
+def test_exit_heads_of_another_config_are_told(
+    change: dict[str, Any], problem: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    METHODS["specbound"](target).save_pretrained(tmp_path)
+    assert inspect_drafter(tmp_path).problems == []
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    assert problem in inspect_drafter(tmp_path).problems[0]

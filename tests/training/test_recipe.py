@@ -6,6 +6,8 @@ import pytest
 
 from hf_specdec.training import command
 from hf_specdec.training.recipe import RECIPES, Recipe, register_recipe
+from tests.drafters.test_pairing import TEMPLATE
+from tests.targets import tiny_tokenizer
 
 
 def test_unknown_method_to_train_suggests_the_nearest():
@@ -32,3 +34,20 @@ def test_text_is_required_where_no_corpus_is_given(capsys):
     with pytest.raises(SystemExit):
         command.main(["--target", "nowhere", "--output", "nowhere"])
     assert "the following arguments are required: --text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("documents", "record"),
+    [
+        (["hello"] * 3, {"chat_template": False}),
+        (["xxuserhelloxxassistantzzthinkzzdoneyes"] * 2 + ["hello"], {"chat_template": True, "thinking": False}),
+        (["xxuserhelloxxassistantyes"] * 2 + ["hello"], {"chat_template": True, "thinking": True}),
+        (["xxuserhelloxxassistantyes"] + ["hello"] * 2, {"chat_template": False}),
+    ],
+)
+def test_record_tells_the_kind_of_text_by_the_targets_template(documents, record):
+    plain = tiny_tokenizer()
+    chat = type(plain)(tokenizer_object=plain._tokenizer, pad_token="a", unk_token="a")
+    chat.chat_template = TEMPLATE
+    assert command.trained_mode(chat, documents) == record
+    assert command.trained_mode(plain, documents) == {"chat_template": False}

@@ -43,6 +43,7 @@ def test_example_writes_text_trains_and_saves_a_drafter(tmp_path):
     record = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert record["data"]["rows_written_by_target"] == 256
     assert record["settings"]["steps"] == 4
+    assert record["chat_template"] is False
     assert 1 <= record["losses"]["accepted_length"] <= 4
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     prompt = torch.randint(3, VOCAB, (1, 6))

@@ -49,6 +49,8 @@ class Format:
         check: looks at the loaded tensors, those left out included; raises ValueError or warns.
         shapes: every tensor that a drafter of these fields (ours) has, as the network in `drafters/` makes it; for
             `inspect_drafter`, which has no network at hand. None for plain language models.
+        problems: for layouts without `shapes`: what in the headers is not what the config says.
+        own_files: for `inspect_drafter`: further safetensors files, and ends of names of tensors with their shapes.
         training: what is known of how all drafters of this layout were trained, as in a training record.
     """
 
@@ -59,6 +61,8 @@ class Format:
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None
     shapes: Callable[[Config], Shapes] | None = None
+    problems: Callable[[Config, Headers], list[str]] = lambda fields, stored: []
+    own_files: Callable[[Config], Mapping[str, Shapes]] = lambda fields: {}
     training: Mapping[str, Any] = field(default_factory=dict)
 
 

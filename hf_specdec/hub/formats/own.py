@@ -5,12 +5,40 @@ Such a config has `model_type` "hf_specdec_" and the family's name, so that noth
 
 from __future__ import annotations
 
-from hf_specdec.hub.formats.base import Config, Format, as_it_is
+from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
 from hf_specdec.hub.formats.eagle3 import eagle3_shapes
 from hf_specdec.hub.formats.medusa import medusa_shapes
 
 PREFIX = "hf_specdec_"
-_SHAPES = {"eagle3": eagle3_shapes, "medusa": medusa_shapes}
+
+
+def specbound_shapes(fields: Config) -> Shapes:
+    """The tensors of a SpecBound drafter's main file; LoRA exit heads lie in files of their own."""
+    layers, hidden, vocab = fields.get("exit_layers"), fields.get("hidden_size"), fields.get("vocab_size")
+    if not isinstance(layers, list) or not layers or type(hidden) is not int or type(vocab) is not int:
+        raise ValueError(
+            f"exit_layers is {layers!r}, hidden_size {hidden!r} and vocab_size {vocab!r}; exit heads need all three."
+        )
+    draft_vocab = fields.get("draft_vocab_size") or vocab
+    found: Shapes = {"d2t": (draft_vocab,)}
+    if fields.get("head", "lora") != "lora":
+        found |= {f"heads.{layer}.weight": (draft_vocab, hidden) for layer in layers}
+    return found
+
+
+def specbound_files(fields: Config) -> dict[str, Shapes]:
+    """Files beside the main one, and what each holds: a LoRA adapter of the target's head for every exit layer."""
+    if fields.get("head", "lora") != "lora":
+        return {}
+    rank = fields.get("lora_rank", 64)
+    parts: Shapes = {
+        ".lora_A.weight": (rank, fields["hidden_size"]),
+        ".lora_B.weight": (fields["vocab_size"], rank),
+    }
+    return {f"exit-layer-{layer:02d}/adapter_model.safetensors": parts for layer in fields["exit_layers"]}
+
+
+_SHAPES = {"eagle3": eagle3_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
 
 
 def own_format(config: Config) -> Format | None:
@@ -19,4 +47,5 @@ def own_format(config: Config) -> Format | None:
     if not model_type.startswith(PREFIX):
         return None
     family = model_type.removeprefix(PREFIX)
-    return Format(family, family, as_it_is, shapes=_SHAPES.get(family))
+    files = specbound_files if family == "specbound" else lambda fields: {}
+    return Format(family, family, as_it_is, shapes=_SHAPES.get(family), own_files=files)

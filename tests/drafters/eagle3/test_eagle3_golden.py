@@ -16,6 +16,8 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Generator
+from hf_specdec.hub.formats.safeailab import SAFEAILAB
+from hf_specdec.hub.tensors import describe
 from tests.test_golden import TOLERANCES, golden, metadata, part_of
 
 FILES = golden("eagle3_forward_*.safetensors")
@@ -23,12 +25,14 @@ FILES = golden("eagle3_forward_*.safetensors")
 
 def load(file: Path) -> tuple[Eagle3Drafter, dict[str, Tensor]]:
     tensors = load_file(file)
-    fields = json.loads(metadata(file)["config"])
-    del fields["model_type"], fields["architectures"]
-    drafter = Eagle3Drafter(Eagle3Config(**fields, own_embeddings=True)).eval()
     weights = part_of(tensors, "weights.")
-    del weights["t2d"]
-    drafter.load_state_dict({name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()})
+    # By the reader of the published layout: another set may name a rotary base, biases or the whole vocabulary.
+    reading = SAFEAILAB.read(
+        json.loads(metadata(file)["config"]), {name: describe(weight, file) for name, weight in weights.items()}
+    )
+    assert reading is not None
+    drafter = Eagle3Drafter(Eagle3Config.from_dict(reading.fields)).eval()
+    drafter.load_state_dict({ours: weights[theirs] for theirs, ours in reading.names.items()})
     return drafter, tensors
 
 

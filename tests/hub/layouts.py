@@ -1,0 +1,422 @@
+"""Published layouts, built from the facts on formats alone: folders that tests write, and the drafters they hold.
+
+Every case starts from a random drafter of ours and says how the layout has it. What reading a convention the other way
+would cost is in `test_traps.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.medusa import MedusaDrafter
+from hf_specdec.drafters.specblock import SpecBlockDrafter
+from tests.methods import make_dflash, make_eagle3, make_specblock
+
+Fields = dict[str, Any]
+Tensors = dict[str, Tensor]
+TREE = {"depth": 3, "top_k": 3, "tree_budget": 10}
+LAYERS = 8
+
+
+def save(folder: Path, config: Fields, tensors: Tensors, file: str = "model.safetensors") -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    if file.endswith(".safetensors"):
+        save_file(tensors, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+
+
+def shape_of(config: Any, *extra: str) -> Fields:
+    """What every layout says of its decoder, under the same names."""
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "rms_norm_eps", "hidden_act", "max_position_embeddings", "attention_bias",
+    )  # fmt: skip
+    return {name: getattr(config, name) for name in (*names, *extra)}
+
+
+def target_to_draft(drafter: Any) -> Tensor:
+    known = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
+    known[torch.arange(drafter.d2t.numel()) + drafter.d2t] = True
+    return known
+
+
+def as_safeailab(drafter: Eagle3Drafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+        "torch_dtype": "float32",
+        "bias": False,
+    }
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in drafter.state_dict().items()}
+    if drafter.config.maps_vocabulary:
+        tensors["t2d"] = target_to_draft(drafter)
+    return {name: value for name, value in (config | fields).items() if value is not None}, tensors
+
+
+def as_specforge(drafter: Eagle3Drafter, **fields: Any) -> tuple[Fields, Tensors]:
+    return as_safeailab(drafter, **{"architectures": ["LlamaForCausalLMEagle3"]} | fields)
+
+
+def envelope(kind: str, layer: Fields) -> Fields:
+    return {
+        "architectures": ["DFlashDraftModel" if kind == "dflash" else "Eagle3DraftModel"],
+        "auto_map": {"": "whatever.py"},
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+            "verifier": {"name_or_path": "owner/right-target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": layer,
+    }
+
+
+def as_speculators_eagle3(drafter: Eagle3Drafter, layer: Fields | None = None, **fields: Any) -> tuple[Fields, Tensors]:
+    nested = shape_of(drafter.config) | {"model_type": "llama"} | (layer or {})
+    config = envelope("eagle3", nested) | {"draft_vocab_size": drafter.config.draft_vocab_size} | fields
+    return config, dict(drafter.state_dict()) | {
+        "t2d": target_to_draft(drafter),
+        "verifier_norm.weight": torch.ones(drafter.config.hidden_size),
+    }
+
+
+def as_deepspec_eagle3(drafter: Eagle3Drafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config, "head_dim") | {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "ttt_length": 7,
+    }
+    return config | fields, dict(drafter.state_dict())
+
+
+def as_speculators_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    nested = shape_of(drafter.config, "head_dim") | {"model_type": "qwen3"} | fields.pop("layer", {})
+    config = envelope("dflash", nested) | {
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+        "block_size": drafter.config.block_size,
+        "mask_token_id": drafter.config.mask_token_id,
+    }
+    return config | fields, dict(drafter.state_dict())
+
+
+def as_deepspec_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config, "head_dim") | {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "block_size": drafter.config.block_size,
+        "mask_token_id": drafter.config.mask_token_id,
+        "num_target_layers": LAYERS,
+        "num_anchors": 512,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+    }
+    return config | fields, dict(drafter.state_dict())
+
+
+def as_zlab(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config, "head_dim") | {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "num_target_layers": LAYERS,
+        "tie_word_embeddings": True,
+        "rope_theta": drafter.config.rope_parameters["rope_theta"],
+        "dflash_config": {"mask_token_id": drafter.config.mask_token_id},
+    }
+    config["dflash_config"] |= fields.pop("dflash_config", {})
+    config = {name: value for name, value in (config | fields).items() if value is not None}
+    return config, dict(drafter.state_dict())
+
+
+def as_specblock(drafter: SpecBlockDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = shape_of(drafter.config) | {
+        "architectures": ["LlamaForCausalLMSpecBlockShift"],
+        "model_type": "llama",
+        "diffspec_draft_token_num": drafter.config.block_size,
+        "rank_classes": drafter.config.rank_classes,
+        "draft_vocab_size": drafter.config.draft_vocab_size,
+    }
+    return config | fields, dict(drafter.state_dict())
+
+
+def as_medusa(drafter: MedusaDrafter, prefix: str = "") -> Tensors:
+    layers = drafter.config.medusa_num_layers
+    tensors = {}
+    for head, module in enumerate(drafter.heads):
+        for layer, block in enumerate(module.blocks):
+            tensors[f"{prefix}{head}.{layer}.linear.weight"] = block.linear.weight.data
+            tensors[f"{prefix}{head}.{layer}.linear.bias"] = block.linear.bias.data
+        if drafter.config.own_head:
+            tensors[f"{prefix}{head}.{layers}.weight"] = module.lm_head.weight.data
+    return tensors
+
+
+@dataclass
+class Case:
+    """A drafter of ours (`ours`: fields that make it), and how a layout has it.
+
+    `in_own_file` gives tensors that lie in files of their own, by file, and may change those in the main one.
+    """
+
+    format: str
+    make: Callable[..., Any]
+    write: Callable[..., tuple[Fields, Tensors]]
+    ours: Fields = field(default_factory=dict)
+    written: Fields = field(default_factory=dict)
+    file: str = "model.safetensors"
+    in_own_file: Callable[[Tensors], dict[str, Tensors]] = lambda tensors: {}
+
+    def save(self, drafter: Any, folder: Path) -> tuple[Fields, Tensors]:
+        """Writes `drafter`, which is made of `ours`; returns config and tensors."""
+        config, tensors = self.write(drafter, **copy.deepcopy(self.written))
+        for name, content in self.in_own_file(tensors).items():
+            torch.save(content, folder / name)
+        save(folder, config, tensors, self.file)
+        return config, tensors
+
+
+def map_in_own_file(tensors: Tensors) -> dict[str, Tensors]:
+    """Moves the vocabulary map to the file that SpecBlock's authors write; the weights keep another one."""
+    maps = {name: tensors[name].clone() for name in ("d2t", "t2d")}
+    tensors["d2t"] = torch.zeros_like(maps["d2t"])
+    tensors["t2d"] = torch.arange(maps["t2d"].numel()) < maps["d2t"].numel()
+    return {"vocab_mapping.pt": maps}
+
+
+def rope(theta: float) -> Fields:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+SAFE = {"format": "EAGLE-3 (SafeAILab)", "make": make_eagle3, "write": as_safeailab}
+FORGE = {"format": "EAGLE-3 (SpecForge)", "make": make_eagle3, "write": as_specforge}
+SPEC = {"format": "EAGLE-3 (speculators)", "make": make_eagle3, "write": as_speculators_eagle3}
+DEEP = {"format": "EAGLE-3 (DeepSpec)", "make": make_eagle3, "write": as_deepspec_eagle3}
+SPEC_DFLASH = {"format": "DFlash (speculators)", "make": make_dflash, "write": as_speculators_dflash}
+ZLAB = {"format": "dflash", "make": make_dflash, "write": as_zlab}
+BLOCKS = {"format": "specblock", "make": make_specblock, "write": as_specblock}
+DEEP_DFLASH = {"format": "DFlash (DeepSpec)", "make": make_dflash, "write": as_deepspec_dflash}
+OWN = {"own_embeddings": True, "own_head": True}
+
+# Of 8 layers, hs[2], hs[4] and hs[5] are what layers 1, 3 and 4 give.
+DEFAULT_TAPS = {"target_layer_ids": [1, 3, 4]}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+CASES = {
+    # A2: outputs of layers, by a formula where no list is given. A3: the root's slot is unused. A6: block size and
+    # rotary base at the top or nested, causality in three spellings, sliding layers causal where nothing is said.
+    "z-lab, layers by formula, block size at the top": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}} | rope(300.0),
+        written={"block_size": 5},
+    ),
+    "z-lab, a list of layers, block size nested": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [2, 3, 6]}},
+        written={"dflash_config": {"target_layer_ids": [2, 3, 6], "block_size": 5}},
+    ),
+    "z-lab, no rotary base, no block size but nested": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"rope_theta": None, "dflash_config": {"block_size": 5}},
+    ),
+    "z-lab, rotary base as parameters": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}} | rope(300.0),
+        written={"block_size": 5, "rope_theta": None} | rope(300.0),
+    ),
+    "z-lab, sliding layers are causal": Case(
+        **ZLAB,
+        ours=SLIDING | {"dflash_config": {"target_layer_ids": [1, 5]}},
+        written=SLIDING | {"block_size": 5},
+    ),
+    "z-lab, sliding layers said not to be causal": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written=SLIDING | {"block_size": 5, "dflash_config": {"causal": False}},
+    ),
+    "z-lab, full layers said to be causal": Case(
+        **ZLAB,
+        ours={"is_causal": True, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "is_causal": True},
+    ),
+    "z-lab, use_swa": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "dflash_config": {"use_swa": True, "swa_window_size": 4}},
+    ),
+    # A2: a fixed rule, in hidden-state indices. A4: offsets; a map in a file of its own wins. A6: no base means 10000.
+    "specblock, default taps, offsets": Case(**BLOCKS, ours=DEFAULT_TAPS),
+    "specblock, a rotary base": Case(**BLOCKS, ours=DEFAULT_TAPS | rope(300.0), written={"rope_theta": 300.0}),
+    "specblock, a vocabulary map in a file of its own, which wins": Case(
+        **BLOCKS, ours=DEFAULT_TAPS, in_own_file=map_in_own_file
+    ),
+    # A2: a fixed rule, in hidden-state indices. A4: offsets. A6: no rotary base means 10000.
+    "safeailab, default taps, offsets, no rotary base": Case(
+        **SAFE,
+        ours=DEFAULT_TAPS,
+        written={"tie_word_embeddings": True},  # of no meaning here
+    ),
+    "safeailab, rotary base at the top, in a pickle": Case(
+        **SAFE,
+        ours=DEFAULT_TAPS | rope(300.0),
+        written={"rope_theta": 300.0},
+        file="pytorch_model.bin",
+    ),
+    "safeailab, rotary base as parameters": Case(
+        **SAFE, ours=DEFAULT_TAPS | rope(300.0), written={"rope_theta": None} | rope(300.0)
+    ),
+    "safeailab, full vocabulary, known by its tensors": Case(
+        **SAFE, ours=DEFAULT_TAPS | {"draft_vocab_size": None}, written={"draft_vocab_size": None}
+    ),
+    "safeailab, own embeddings": Case(**SAFE, ours=DEFAULT_TAPS | {"own_embeddings": True}),
+    # A2: layer ids are outputs of layers. A6: norm_output is the norm before the head, on by default.
+    "specforge, embeddings beside a full head, said to be tied": Case(
+        **FORGE,
+        ours=DEFAULT_TAPS | {"own_embeddings": True, "draft_vocab_size": None},
+        written={"tie_word_embeddings": True},
+    ),
+    "specforge, layer ids": Case(
+        **FORGE,
+        ours={"target_layer_ids": [2, 5, 6]},
+        written={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 6]}},
+    ),
+    "specforge, default taps, no norm before the head": Case(
+        **FORGE,
+        ours=DEFAULT_TAPS | {"norm_before_head": False},
+        written={"norm_output": False},
+    ),
+    "specforge, a norm per tap": Case(**FORGE, ours=DEFAULT_TAPS | {"fc_norm": True}, written={"fc_norm": True}),
+    "nvidia, a norm before fc": Case(
+        **SAFE,
+        ours={"target_layer_ids": [0, 5, 6], "norm_before_fc": True},
+        written={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5, 6], "norm_before_fc": True}},
+    ),
+    # A2: layer ids are indices of hidden states. A6: a missing norm_before_residual is false, norm_output is recurrent.
+    "speculators, hidden-state ids, missing flags": Case(
+        **SPEC,
+        ours={"target_layer_ids": [1, 2, 6]},
+        written={"eagle_aux_hidden_state_layer_ids": [2, 3, 7]},
+    ),
+    "speculators, hidden state 0 is the embedding": Case(
+        **SPEC,
+        ours={"target_layer_ids": [-1, 3]},
+        written={"eagle_aux_hidden_state_layer_ids": [0, 4]},
+    ),
+    "speculators, default taps, every flag": Case(
+        **SPEC,
+        ours=DEFAULT_TAPS
+        | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "own_embeddings": True},
+        written={
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "norm_output": True,
+            "eagle_aux_hidden_state_layer_ids": None,
+        },
+    ),
+    "speculators, a norm per tap, q_norm under llama": Case(
+        **SPEC,
+        ours=DEFAULT_TAPS | {"fc_norm": True, "qk_norm": True},
+        written={"fc_norm": True},
+    ),
+    "speculators, head_dim at the default of qwen3": Case(
+        **SPEC,
+        ours=DEFAULT_TAPS | {"head_dim": 128, "qk_norm": True} | rope(300.0),
+        written={"layer": {"model_type": "qwen3", "rope_theta": 300.0}},
+    ),
+    "speculators, rotary base as parameters of the nested config": Case(
+        **SPEC, ours=DEFAULT_TAPS | rope(300.0), written={"layer": rope(300.0)}
+    ),
+    "speculators, no rotary base": Case(**SPEC, ours=DEFAULT_TAPS),
+    "speculators, two layers": Case(**SPEC, ours=DEFAULT_TAPS | {"num_hidden_layers": 2}),
+    "deepspec eagle3, five taps": Case(
+        **DEEP,
+        ours={
+            "target_layer_ids": [-1, 1, 3, 5, 6],
+            "draft_vocab_size": None,
+            "qk_norm": True,
+            "own_embeddings": True,
+        },
+        written={"target_layer_ids": [-1, 1, 3, 5, 6]},
+    ),
+    # A3: the root's slot is unused. A2: hidden-state ids.
+    "speculators dflash, converted": Case(
+        **SPEC_DFLASH,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"aux_hidden_state_layer_ids": [2, 6]},
+    ),
+    "speculators dflash, own head over a draft vocabulary": Case(
+        **SPEC_DFLASH,
+        ours={"dflash_config": {"target_layer_ids": [1, 5], "draft_vocab_size": 32, **OWN}},
+        written={"aux_hidden_state_layer_ids": [2, 6], "sample_from_anchor": False},
+    ),
+    "speculators dflash, the root's slot predicts": Case(
+        **SPEC_DFLASH,
+        ours={"dflash_config": {"target_layer_ids": [1, 5], "sample_from_anchor": True, **OWN}},
+        written={"aux_hidden_state_layer_ids": [2, 6], "sample_from_anchor": True},
+    ),
+    "speculators dflash, sliding layers causal": Case(
+        **SPEC_DFLASH,
+        ours={
+            "dflash_config": {"target_layer_ids": [1, 5]},
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 4,
+        },
+        written={
+            "aux_hidden_state_layer_ids": [2, 6],
+            "layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True},
+        },
+    ),
+    "speculators dflash, sliding layers not causal": Case(
+        **SPEC_DFLASH,
+        ours={
+            "dflash_config": {"target_layer_ids": [1, 5]},
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 4,
+            "is_causal": False,
+        },
+        written={
+            "aux_hidden_state_layer_ids": [2, 6],
+            "sliding_window_non_causal": True,
+            "layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True},
+        },
+    ),
+    "deepspec dflash, the root's slot predicts and nothing says so": Case(
+        **DEEP_DFLASH,
+        ours={"dflash_config": {"target_layer_ids": [-1, 5], "sample_from_anchor": True, **OWN}},
+        written={"target_layer_ids": [-1, 5]},
+    ),
+}
+
+
+def build(case: Case, target: PreTrainedModel) -> Any:
+    drafter = case.make(target, **copy.deepcopy(case.ours))
+    for parameter in drafter.parameters():
+        if parameter.dim() == 1:  # norms start as ones, which hides whether they are used
+            parameter.data += 0.5 * torch.randn_like(parameter)
+    for name, parameter in drafter.named_parameters():
+        # Random attention looks everywhere alike; sharpened, it matters where a token stands.
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 2
+        elif name.endswith(("v_proj.weight", "o_proj.weight")):
+            parameter.data *= 4
+    if isinstance(drafter, Eagle3Drafter):
+        drafter.set_options(**TREE)
+    elif isinstance(drafter, DFlashDrafter) and drafter.config.maps_vocabulary:
+        drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
+    return drafter
