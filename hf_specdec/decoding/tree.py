@@ -251,7 +251,8 @@ def count_up(stop: int, device: torch.device, start: int = 0) -> Tensor:
     numbers = _NUMBERS.get(device)
     if numbers is None or len(numbers) < stop:
         with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
-            numbers = _NUMBERS[device] = torch.arange(max(stop, 1024), device=device)
+            numbers = _NUMBERS[device] = torch.arange(max(2 * stop, 1024), device=device)
+        _TABLES.append(numbers)
     return numbers[start:stop]
 
 
@@ -269,6 +270,7 @@ def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | N
 
 
 _NUMBERS: dict[torch.device, Tensor] = {}
+_TABLES: list[Tensor] = []  # all there have been: captured graphs go on reading them
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
