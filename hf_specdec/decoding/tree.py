@@ -253,7 +253,8 @@ def count_up(stop: int, device: torch.device, start: int = 0) -> Tensor:
     numbers = _NUMBERS.get(device)
     if numbers is None or numbers.shape[0] < stop:
         with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
-            numbers = _NUMBERS[device] = torch.arange(max(stop, 1024), device=device)
+            numbers = _NUMBERS[device] = torch.arange(max(2 * stop, 1024), device=device)
+        _TABLES.append(numbers)
     return numbers[start:stop]
 
 
@@ -284,6 +285,7 @@ def pick(values: Tensor, nodes: Tensor) -> Tensor:
 
 
 _NUMBERS: dict[torch.device, Tensor] = {}
+_TABLES: list[Tensor] = []  # all there have been: captured graphs go on reading them
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:

@@ -23,7 +23,10 @@ from hf_specdec.drafters.dflash import static as dflash
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.eagle3 import candidates as eagle3
 from hf_specdec.drafters.medusa.candidates import MedusaMarginals, _guesses
-from tests.methods import make_dflash, make_eagle3, make_medusa
+from hf_specdec.drafters.specblock import static as specblock
+from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+from hf_specdec.drafters.specblock.tree import Shape
+from tests.methods import make_dflash, make_eagle3, make_medusa, make_specblock
 from tests.targets import fresh_target
 
 META = torch.device("meta")
@@ -121,9 +124,40 @@ def tree() -> Callable[[], object]:
     return lambda: ddtree.level_tree(ids(2), states(2, 7, 64), 24)
 
 
+def generator_of_blocks() -> SpecBlockGenerator:
+    target = bound_target("llama")
+    target.model.config._name_or_path = ""
+    drafter = make_specblock(target.model).to(META, torch.float64)
+    generator = SpecBlockGenerator(drafter, target)
+    generator.on_host = False
+    generator.shape = Shape.of(drafter, host=False)
+    generator.cache = cache(2)
+    return generator
+
+
+def specblock_entered() -> Callable[[], object]:
+    generator = generator_of_blocks()
+    taps = generator.drafter.config.num_taps * 32
+    values = (ids(2), ids(2), ids(2), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, taps))
+    return lambda: specblock.entered(AT, generator, *values)
+
+
+def specblock_drafted() -> Callable[[], object]:
+    generator = generator_of_blocks()
+    shape = generator.shape
+    values = (ids(2), ids(2), states(2, 1, generator.slots, 32), ids(2, 1), shape.branching[None], shape.index[None])
+
+    def run() -> object:
+        generator._own_masks.clear()
+        return specblock.drafted(AT, generator, *values)
+
+    return run
+
+
 CAPTURED = {
     "verify": verify, "dflash block": block, "eagle3 pairs": pairs, "eagle3 levels": levels,
-    "eagle3 tree": best_of_levels, "medusa heads": heads, "ddtree tree": tree,
+    "eagle3 tree": best_of_levels, "medusa heads": heads, "ddtree tree": tree, "specblock entered": specblock_entered,
+    "specblock drafted": specblock_drafted,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.decoding.tree import _TABLES
 from hf_specdec.drafters.ddtree import candidates
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
@@ -73,7 +74,7 @@ class Replaying:
         lasting: set[int] = set()
         for workspace in graphs._WORKSPACES.values():
             lasting |= workspace.lasting
-        lasting |= {table.untyped_storage().data_ptr() for table in Replaying.tables}
+        lasting |= {table.untyped_storage().data_ptr() for table in (*Replaying.tables, *_TABLES)}
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         self.outputs = tuple(output.clone() for output in forward())
@@ -280,7 +281,7 @@ def test_captured_blocks_have_the_logits_of_the_usual_forward(
 
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "eagle3", "medusa", "medusa_static"])
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "eagle3", "medusa", "medusa_static", "specblock"])
 def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = METHODS[method](target).to(torch.float64)
@@ -297,7 +298,7 @@ def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str)
 
             def noting(context: DraftContext) -> Any:
                 tree = draft(context)
-                seen.append([tree.token_ids.tolist(), tree.parents.tolist(), [[tree.max_depth]] * len(context.active)])
+                seen.append([tree.token_ids.tolist(), tree.parents.tolist()])
                 active.append(context.active)
                 return tree
 
@@ -321,7 +322,7 @@ def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str)
     replays = Replaying.replays
     assert of_active(trees()) == of_active(usual)  # from what the first call captured
     rounds = drafter.stats.num_target_forwards
-    per_round = {"dflash": 2, "ddtree": 3, "eagle3": 4, "medusa": 3, "medusa_static": 2}[method]
+    per_round = {"dflash": 2, "ddtree": 3, "eagle3": 4, "medusa": 3, "medusa_static": 2, "specblock": 3}[method]
     assert Replaying.replays - replays >= per_round * rounds - 1  # the prompt is taken in as it comes
 
 

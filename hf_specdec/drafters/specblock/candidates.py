@@ -7,6 +7,7 @@ Figure 3 and Algorithm 2. The network is in `modeling.py`, the growth of the tre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
+from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
 from hf_specdec.drafters.specblock.tree import Array, Nodes, Reading, Shape, Starts, attach, choose_starts, cut, frozen
 
 # Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
@@ -65,7 +69,10 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.slots = drafter.config.block_size
         self.num_blocks = drafter.num_blocks
         self.merge = drafter.merge_duplicates
-        self.on_host = self.device.type == "cpu"
+        self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.compile_mode)
+        self.on_host = self.device.type == "cpu" and self.calls is None
+        self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # of what a round commits at most
+        self.target = target  # its cache tells how long rows may grow
         self.shape = Shape.of(drafter, host=self.on_host)
         self.cache: TreeCache | None = None
         self.pending: Pending | None = None
@@ -129,8 +136,14 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 pending.last[index],
             )
 
+    def close(self) -> None:
+        if self.calls is not None:
+            self.calls.workspace.release()
+
     @torch.inference_mode()
     def draft(self, context: DraftContext) -> DraftTree:
+        if self.calls is not None:
+            return self._draft_captured(self.calls, context)
         nodes, finite = self.grow(context)
         context.lap("draft")
         depth = self.num_blocks * self.slots
@@ -140,6 +153,45 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         context.lap("tree")
         return tree
 
+    def _draft_captured(self, calls: StaticCalls, context: DraftContext) -> DraftTree:
+        """The same in two launches; the prompt enters as it comes."""
+        root_ids, pending = context.root_ids.to(self.device), self.pending
+        assert pending is not None, "draft() before the prefill was observed"
+        if self.cache is None or pending.token_ids.shape[1] > self.width:
+            hidden, positions = self._enter(root_ids)
+        else:
+            at, counts = self._place(self.width), from_host(pending.counts, self.device)
+            padded = (pending.token_ids, pending.position_ids, pending.features)
+            hidden, positions = calls(
+                ("entered", at, self.cache.addresses), functools.partial(entered, at), root_ids, self.cache.lengths,
+                counts, padded=padded, width=self.width,
+            )  # fmt: skip
+            last = pending.last.unsqueeze(1)
+            features = pending.features.gather(1, last.unsqueeze(-1).expand(-1, -1, pending.features.shape[-1]))
+            self.entered, self.pending = (features, positions - 1), None
+            self.cache.commit_first([count * self.slots for count in pending.counts])
+        assert self.cache is not None
+        at = self._place(sum(self.shape.most_starts(block) for block in range(1, self.num_blocks)))
+        # Options that decide on shapes and steps; the others are in the values.
+        options = (self.num_blocks, self.merge, self.shape.width, self.shape.beam_width, self.shape.max_starts)
+        parts = calls(
+            ("drafted", options, self.shape.tree_budget, at, self.cache.addresses), functools.partial(drafted, at),
+            root_ids, self.cache.lengths, hidden, positions, self.shape.branching[None], self.shape.index[None],
+        )  # fmt: skip
+        self.cache.rollback(self.cache.row_lengths)  # only committed positions stay
+        context.lap("draft")
+        tree, nodes, kept, self.hidden = tree_of(parts, self)
+        self.tree = tree, nodes, kept
+        return _on(tree, context.root_ids.device)
+
+    def _place(self, starts: int) -> int:
+        """Where the entries of so many starts are to be written: at the same place as long as rows allow."""
+        assert self.cache is not None
+        at = prefix_bucket(self.cache.longest)
+        self.cache.place_nodes(at)
+        self.cache.reserve(starts * self.slots)
+        return at
+
     def describe(self, tree: DraftTree) -> NodeNotes:
         assert self.tree is not None
         _, nodes, kept = self.tree
@@ -148,36 +200,58 @@ class SpecBlockGenerator(TreeCandidateGenerator):
 
     def grow(self, context: DraftContext) -> tuple[Nodes, Array]:
         """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""
-        config = self.drafter.config
         root_ids = context.root_ids.to(self.device)
         hidden, positions = self._enter(root_ids)
-        self.hidden = [hidden]
-        nodes = Nodes.root(self._array(root_ids), self.shape)
+        assert self.cache is not None
+        lengths = self.cache.lengths
+        self.hidden, nodes, finite = self.blocks(self.cache.longest, root_ids, lengths, hidden, positions, self.shape)
+        self.cache.rollback(self.cache.row_lengths)  # only committed positions stay
+        return nodes, finite
+
+    def blocks(
+        self, at: int, root_ids: Tensor, lengths: Tensor, hidden: Tensor, positions: Tensor, shape: Shape
+    ) -> tuple[list[Tensor], Nodes, Array]:
+        """All blocks behind the first one.
+
+        Args:
+            at: where their entries begin in the cache; the committed ones lie before.
+            root_ids: [batch] int64.
+            lengths: [batch] int64, committed entries of each row.
+            hidden: [batch, 1, slots, hidden], of the first block.
+            positions: [batch, 1] int64, its rotary position.
+            shape: of the tree.
+
+        Returns:
+            the states of all blocks, [batch, starts, slots, hidden] each, all nodes, and which rows [batch] are finite.
+        """
+        config, cache = self.drafter.config, self.cache
+        assert cache is not None
+        states, held = [hidden], 0
+        nodes = Nodes.root(self._array(root_ids), shape)
         starts = Starts.root(len(root_ids), like=nodes.token_ids)
         reading = self._read(hidden)
         finite = reading.finite
         nodes, as_starts = attach(nodes, starts, reading)
-        assert self.cache is not None
         for _ in range(1, self.num_blocks):
             starts = choose_starts(nodes, starts, as_starts)
-            sources, at = self._tensor(starts.sources), self._tensor(starts.nodes)
+            sources, places = self._tensor(starts.sources), self._tensor(starts.nodes)
             conditions = hidden.flatten(1, 2).gather(1, sources.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
             depths = self._tensor(starts.depths)
-            hidden = self.drafter.block_hidden(
-                self.drafter.condition_of(conditions),
-                self._embed(self._tensor(nodes.token_ids).gather(1, at)),
-                positions + depths if config.block_positions == "path" else positions.expand_as(depths),
-                from_target=False,
-                mask=self._path_mask(starts),
-                cache=self.cache,
-            )
-            self.hidden.append(hidden)
-            self.cache.hold(hidden.shape[1] * self.slots)
+            with cache.behind(held):
+                hidden = self.drafter.block_hidden(
+                    self.drafter.condition_of(conditions),
+                    self._embed(self._tensor(nodes.token_ids).gather(1, places)),
+                    positions + depths if config.block_positions == "path" else positions.expand_as(depths),
+                    from_target=False,
+                    mask=self._path_mask(starts, at, lengths),
+                    cache=cache,
+                )
+            states.append(hidden)
+            held += hidden.shape[1] * self.slots
             reading = self._read(hidden)
             finite = finite & reading.finite
             nodes, as_starts = attach(nodes, starts, reading)
-        self.cache.rollback(self.cache.row_lengths)  # only committed positions stay
-        return frozen(nodes, finite), finite
+        return states, frozen(nodes, finite), finite
 
     def draft_states(self, nodes: list[int]) -> Tensor:
         """[batch, hidden]: the state, before the final norm, from which each row's node got its children.
@@ -228,9 +302,12 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         config = self.drafter.config
         batch, new = pending.position_ids.shape
         if self.cache is None:
+            capacity = (new + 256) * self.slots
+            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+                capacity = capacity_for(max(capacity, self.target.cache.capacity * self.slots))
             self.cache = TreeCache.empty(
-                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim,
-                dtype=self.dtype, device=self.device, capacity=(new + 256) * self.slots,
+                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=self.dtype,
+                device=self.device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
         last = pending.last.unsqueeze(1)
         # A position's feature goes with the token after it; the last one's is the root.
@@ -290,23 +367,24 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             own = (own & keys) | (order.unsqueeze(1) == order)
         return torch.cat([past, own], -1).unsqueeze(1)
 
-    def _path_mask(self, starts: Starts) -> Tensor:
+    def _path_mask(self, starts: Starts, at: int, lengths: Tensor) -> Tensor:
         """For a later block: the committed prefix, what is on the start's path, and own slots up to itself (Figure 3).
 
         [batch, 1, starts * slots, entries] bool.
         """
-        cache = self.cache
-        assert cache is not None
         count = starts.nodes.shape[1]
         # The position that was drafted from is each row's last; of its K entries only those on the path are seen.
-        until = (cache.lengths - self.slots).unsqueeze(1) + self._tensor(starts.first_seen)
-        prefix = count_up(cache.longest, self.device) < until.unsqueeze(-1)
+        until = (lengths - self.slots).unsqueeze(1) + self._tensor(starts.first_seen)
+        prefix = count_up(at, self.device) < until.unsqueeze(-1)
         earlier = torch.cat([prefix, self._tensor(starts.held_seen)], -1).repeat_interleave(self.slots, 1)
-        if count not in self._own_masks:
+        own = self._own_masks.get(count)
+        if own is None:
             order = torch.arange(count * self.slots, device=self.device)
             leaf = order // self.slots
-            self._own_masks[count] = (leaf.unsqueeze(1) == leaf) & (order.unsqueeze(1) >= order)
-        own = self._own_masks[count].expand(cache.batch, -1, -1)
+            own = (leaf.unsqueeze(1) == leaf) & (order.unsqueeze(1) >= order)
+            if self.calls is None:  # what a graph makes is its own
+                self._own_masks[count] = own
+        own = own.expand(len(lengths), -1, -1)
         return torch.cat([earlier, own], -1).unsqueeze(1)
 
 
