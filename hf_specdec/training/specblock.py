@@ -106,16 +106,18 @@ def block_losses(
     labels = smoothed_classes(rank_logits.shape[-1]).to(logits.device)
     if rank_loss == "paper":
         labels = torch.eye(len(labels), device=logits.device)
+    best_ids = target_probs.argmax(-1)
     path = start_mask & position_mask[:, :positions]
     rank_path = path
     valid, draft, correct, classes = [path], [], [], []
     rank_sum, rank_count = logits.new_zeros(()), logits.new_zeros(())
-    for slot in range(slots):
+    # Not indexed slot by slot: each index would fill a gradient as large as all logits with zeros.
+    for slot, (at_slot, said) in enumerate(zip(logits.unbind(2), rank_logits.unbind(2), strict=True)):
         rows = slice(offset + slot, offset + slot + positions)
         # The last positions have no room for later slots.
         room = torch.arange(positions, device=logits.device) < positions - slot
         there = position_mask[:, rows] & room
-        probs, at_slot = target_probs[:, rows], logits[:, :, slot]
+        probs = target_probs[:, rows]
         logprobs = at_slot.log_softmax(-1)
         if top_k is None:
             entropy = -(probs * logprobs).sum(-1)
@@ -126,12 +128,11 @@ def block_losses(
         if slot == 0 or slot_weights == "alike":
             normaliser = mask.sum().clamp(min=1)
         draft.append((entropy * mask).sum() / normaliser)
-        token_ids = probs.argmax(-1)
+        token_ids = best_ids[:, rows]
         right = at_slot.argmax(-1) == token_ids
         correct.append(right & room)
 
         truth = rank_classes(at_slot.detach(), token_ids)
-        said = rank_logits[:, :, slot]
         mask = there & (path if rank_loss == "paper" else rank_path)
         rank_entropy = -(labels[truth] * said.log_softmax(-1)).sum(-1)
         weight = mask.float()
@@ -594,6 +595,7 @@ register_recipe(
             "layer_wise_shift",
             "rank_start_step",
             "rank_loss",
+            "rank_budget",
             "slot_weights",
             "warm_start",
             "window",
