@@ -31,7 +31,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
-from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
+from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate}
@@ -77,7 +77,7 @@ def serve(name: str, model: Any, prompts: list[torch.Tensor], arguments: argpars
     if policy is not None:
         adaptive = AdaptiveDrafter(
             drafter, model, policy=policy(), learning_rate=arguments.learning_rate,
-            steps_per_update=arguments.steps_per_update,
+            fail_safe=FailSafe(window_queries=arguments.window_queries), steps_per_update=arguments.steps_per_update,
         )  # fmt: skip
     assistant = drafter if adaptive is None else adaptive
     settings = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
@@ -108,9 +108,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--steps-per-update", type=int, default=1)
+    parser.add_argument("--window-queries", type=int, default=20, help="of the fail-safe: chance moves shorter windows")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--save", type=Path, help="write the drafter that the bandit adapted here")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
     arguments = parser.parse_args()
 
     console = Console()
@@ -152,6 +154,7 @@ def main() -> None:
         if served.adaptation:
             console.print(f"{name}: {served.adaptation}")
     record = {
+        "stream": f"{len(prompts)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy",
         "policies": figures,
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
@@ -160,6 +163,10 @@ def main() -> None:
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.record:
+        drafter = load_drafter(arguments.drafter)
+        drafter.training_record = (drafter.training_record or {}) | {"adaptation": record}
+        drafter.write_records(arguments.drafter)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ caller's mask; which starts there are and what a `generate` call remembers is in
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -447,6 +448,13 @@ class SpecBlockDrafter(PretrainedDrafter):
             "Target layers read": ", ".join(map(str, layers)) if layers else "low, middle and top",
             "Draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} tokens",
         }
+
+    def report_tables(
+        self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        from hf_specdec.drafters.specblock import quality
+
+        return quality.report(self, model, prompts)
 
     def check_options(self) -> None:
         if self.method != "specblock":
