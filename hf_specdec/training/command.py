@@ -220,7 +220,7 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     training = parser.add_argument_group("training")
     training.add_argument("--minutes", type=float, default=12.0, help="training time, turned into steps by a trial")
     training.add_argument("--steps", type=int, help="instead of --minutes")
-    training.add_argument("--start-from", type=Path, help="folder of a drafter of the same shape whose training goes on")
+    training.add_argument("--start-from", type=Path, help="folder of a drafter of this shape to train further")
     training.add_argument("--batch-size", type=int, default=8)
     training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     training.add_argument("--learning-rate", type=float, default=3e-3)
