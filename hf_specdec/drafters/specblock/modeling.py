@@ -3,7 +3,7 @@
 The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2), decoder layers with a
 shift between slots follow (Eq. 3), then the drafter's own head and the rank head (Eq. 4). What a slot may see is the
 caller's mask; which starts there are and what a `generate` call remembers is in `candidates.py`, training in
-`training/specblock.py`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
+`training/specblock/`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
 """
 
 from __future__ import annotations
