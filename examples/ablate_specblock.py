@@ -26,6 +26,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
+from hf_specdec import load_drafter
 from hf_specdec.training import DrafterTrainer
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--tree-budget", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--record", action="store_true", help="write the figures into the bundled drafter's card")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,6 +135,10 @@ def main() -> None:
     print(json.dumps(record, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.record:
+        bundled = load_drafter(BUNDLED / "specblock")
+        bundled.training_record = (bundled.training_record or {}) | {"ablations": record}
+        bundled.write_records(BUNDLED / "specblock")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_specdec
+from hf_specdec.drafters.card import TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
@@ -113,6 +114,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         print("A target that never ends a text loops, and a drafter trained on loops is good at nothing else.")
 
     drafter, step = recipe.prepare(arguments, target, tokenizer, rows)
+    earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from)
     drafter.config.target_name_or_path = arguments.target
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True)
@@ -183,6 +185,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
                      "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
     }  # fmt: skip
     drafter.training_record |= trained_mode(tokenizer, train_texts)
+    if earlier is not None:
+        drafter.training_record["started_from"] = earlier
     if arguments.license:
         drafter.training_record["license"] = arguments.license
     drafter.to(torch.bfloat16).save_pretrained(arguments.output)
@@ -219,6 +223,7 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     training = parser.add_argument_group("training")
     training.add_argument("--minutes", type=float, default=12.0, help="training time, turned into steps by a trial")
     training.add_argument("--steps", type=int, help="instead of --minutes")
+    training.add_argument("--start-from", type=Path, help="folder of a drafter of this shape to train further")
     training.add_argument("--batch-size", type=int, default=8)
     training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     training.add_argument("--learning-rate", type=float, default=3e-3)
@@ -307,6 +312,30 @@ def _continuations(
             raise SystemExit("A process that wrote continuations failed; its error is above.")
         settings = settings | {"max_minutes": 0.0}  # read what is there
     return write_continuations(target, documents, **settings)
+
+
+def go_on_from(drafter: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Gives a new drafter the weights of an earlier one, whose training goes on; returns what is recorded of that one.
+
+    The earlier one's vocabulary comes with its weights.
+
+    Raises:
+        ValueError: its tensors are others than the new one's, or of other shapes.
+    """
+    earlier = type(drafter).from_pretrained(folder)
+    own, given = ({name: list(each.shape) for name, each in model.state_dict().items()} for model in (drafter, earlier))
+    unlike = [name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name)]
+    if unlike:
+        name = unlike[0]
+        raise ValueError(
+            f"The drafter in {str(folder)!r} has another shape than the one to be trained: {name} is "
+            f"{given.get(name, 'missing')} there and {own.get(name, 'missing')} here ({len(unlike)} tensors differ). "
+            "Give the options that it was trained with, see its training.json."
+        )
+    drafter.load_state_dict(earlier.state_dict())
+    record = read_record(folder, TRAINING_FILE) or {}
+    names = ("command", "settings", "data", "losses")
+    return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}
 
 
 def seconds_per_step(

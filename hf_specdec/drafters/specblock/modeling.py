@@ -3,12 +3,13 @@
 The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2), decoder layers with a
 shift between slots follow (Eq. 3), then the drafter's own head and the rank head (Eq. 4). What a slot may see is the
 caller's mask; which starts there are and what a `generate` call remembers is in `candidates.py`, training in
-`training/specblock.py`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
+`training/specblock/`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -447,6 +448,13 @@ class SpecBlockDrafter(PretrainedDrafter):
             "Target layers read": ", ".join(map(str, layers)) if layers else "low, middle and top",
             "Draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size} tokens",
         }
+
+    def report_tables(
+        self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
+    ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
+        from hf_specdec.drafters.specblock import quality
+
+        return quality.report(self, model, prompts)
 
     def check_options(self) -> None:
         if self.method != "specblock":

@@ -9,7 +9,7 @@ A tree spends its budget by what the rank head says, so its precision and recall
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,33 @@ def bucket_names() -> list[str]:
     return ["rank 1", *ends, f"rank > {RANK_BOUNDS[-1]}"]
 
 
+def report(
+    drafter: SpecBlockDrafter, target: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 64
+) -> list[tuple[str, list[str], list[list[str]]]]:
+    """The table as `Drafter.report_tables` gives it, over what the target writes after the prompts.
+
+    Empty where the rank head has other buckets, or nothing was written that is as long as a block.
+    """
+    if drafter.config.rank_classes != len(bucket_names()):
+        return []
+    texts = []
+    for prompt in prompts:
+        for ids, mask in zip(prompt["input_ids"], prompt["attention_mask"], strict=True):
+            alone = ids[mask.bool()].unsqueeze(0).to(target.device)
+            written = target.generate(alone, max_new_tokens=new_tokens, do_sample=False)
+            texts.append((written[0], alone.shape[1]))
+    if not any(_has_room(len(ids), prompt_length, drafter) for ids, prompt_length in texts):
+        return []
+    quality = rank_head_quality(drafter, target, texts)
+    names = ("frequency", "precision", "recall", "f1")
+    rows = [[str(row["bucket"]), *(f"{row[name]:.3f}" for name in names)] for row in quality.rows()]
+    return [(f"rank head on {quality.num_positions} positions that the target wrote", ["bucket", *names], rows)]
+
+
+def _has_room(length: int, prompt_length: int, drafter: SpecBlockDrafter) -> bool:
+    return length > prompt_length + drafter.config.block_size
+
+
 @torch.no_grad()
 def rank_head_quality(
     drafter: SpecBlockDrafter, target: PreTrainedModel, texts: Iterable[tuple[Tensor, int]]
@@ -129,7 +156,7 @@ def rank_head_quality(
     slots = drafter.config.block_size
     for ids, prompt_length in texts:
         length = len(ids)
-        if length < prompt_length + slots + 1:
+        if not _has_room(length, prompt_length, drafter):
             continue
         features, best_ids = _states_of(drafter, target, ids.to(target.device))
         # Position i is the condition, token i + 1 the start, and slot k is for the token after token i + 1 + k.

@@ -64,3 +64,28 @@ def test_what_cannot_be_classified_says_so() -> None:
     drafter = make_specblock(target).to(torch.float64)
     with pytest.raises(ValueError, match="No text is long enough: a block needs 4 tokens"):
         rank_head_quality(drafter, target, [(torch.arange(6), 4)])
+
+
+def test_a_benchmark_report_has_the_table_over_what_the_target_writes_after_its_prompts() -> None:
+    target = make_target(*TARGET)
+    drafter = make_specblock(target).to(torch.float64)
+    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0  # a ragged pair: padding is in front
+    ((title, columns, rows),) = drafter.report_tables(target, [{"input_ids": ids, "attention_mask": mask}])
+
+    settings = {"max_new_tokens": 64, "do_sample": False}
+    texts = [(target.generate(prompt[None], **settings)[0], len(prompt)) for prompt in (ids[0], ids[1, 3:])]
+    quality = rank_head_quality(drafter, target, texts)
+    assert title == f"rank head on {quality.num_positions} positions that the target wrote"
+    assert columns == ["bucket", "frequency", "precision", "recall", "f1"]
+    assert [row[0] for row in rows] == ["rank 1", "rank 2-4", "rank 5-10", "rank > 10"]
+    assert [row[1] for row in rows] == [f"{row['frequency']:.3f}" for row in quality.rows()]
+
+
+def test_a_benchmark_report_leaves_out_a_rank_head_of_other_buckets_and_texts_without_a_block() -> None:
+    target = make_target(*TARGET)
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+    other = make_specblock(target, rank_classes=3).to(torch.float64)
+    assert list(other.report_tables(target, [prompt])) == []
+    assert list(make_specblock(target).to(torch.float64).report_tables(target, [])) == []

@@ -1,0 +1,201 @@
+"""From options and training rows to a new SpecBlock drafter and its step: the draft vocabulary, shapes, the warm start.
+
+Source: SpecBlock, Section 4.1 and Appendix A.1; the vocabulary is chosen as in FR-Spec. The step is in `step.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, default_target_layer_ids
+from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
+from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
+from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
+from hf_specdec.training.specblock.step import SpecBlockStep
+
+
+def frequent_tokens(rows: Iterable[Mapping[str, Any]], size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The draft vocabulary: the most frequent tokens of the training text, as FR-Spec chooses them.
+
+    Args:
+        rows: with the columns of `data.py`; padding is not counted.
+        size: tokens wanted.
+        vocab_size: of the target. Ids that never occur fill up in order of their number.
+
+    Returns:
+        ids [size] int64, ascending, and the share of the text's tokens that they cover, from 0 to 1.
+
+    Raises:
+        ValueError: `size` is not between 1 and `vocab_size`.
+
+    Example:
+        >>> frequent_tokens([{"input_ids": [5, 5, 2, 7, 0], "length": 4}], 2, 10)
+        (tensor([2, 5]), 0.75)
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"A draft vocabulary of {size} tokens cannot be chosen from {vocab_size}; choose 1 to {vocab_size}."
+        )
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(torch.as_tensor(row["input_ids"])[: int(row["length"])], minlength=vocab_size)
+    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
+    return chosen, float(counts[chosen].sum() / counts.sum().clamp(min=1))
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    vocabulary: Tensor,
+    *,
+    num_layers: int = 2,
+    block_size: int = 4,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    prefix_broadcast: bool = True,
+    layer_wise_shift: bool = True,
+    warm_start: bool = False,
+) -> SpecBlockDrafter:
+    """A SpecBlock drafter with random weights that fits a target; its layers have the target's shape.
+
+    Args:
+        target: the model to draft for.
+        vocabulary: [draft_vocab] int64, ascending target ids that it can say; see `frequent_tokens`.
+        num_layers: L.
+        block_size: K.
+        target_layer_ids: target layers to read; the published three where None.
+        intermediate_size: of the MLPs; by default the target's.
+        prefix_broadcast: see `SpecBlockConfig`; off is an ablation of Table 2.
+        layer_wise_shift: likewise.
+        warm_start: begin with the target's final norm and the rows of its head that the drafter can say, and with
+            projections that pass states on: means of the taps and of condition, token and query, a slot's own state in
+            place of the shift. The paper trains all from scratch (A.1), which short trainings cannot afford.
+    """
+    config = target.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    modules = dict(decoder_layers(target)[0].named_modules())
+    query_norm = modules.get("self_attn.q_norm")
+    draft_config = SpecBlockConfig(
+        diffspec_draft_token_num=block_size,
+        draft_vocab_size=len(vocabulary),
+        vocab_size=target.get_input_embeddings().num_embeddings,
+        target_layer_ids=list(target_layer_ids or default_target_layer_ids(config.num_hidden_layers)),
+        target_name_or_path=target.name_or_path or None,
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate_size or config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        draft_head_dim=head_dim,
+        # Norms per head, as in Qwen3; others have none, or one over all heads.
+        qk_norm=query_norm is not None and list(query_norm.weight.shape) == [head_dim],
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+        prefix_broadcast=prefix_broadcast,
+        layer_wise_shift=layer_wise_shift,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+    )
+    drafter = SpecBlockDrafter(draft_config)
+    drafter.set_vocabulary(vocabulary)
+    drafter.check_target(target)
+    if warm_start:
+        _pass_states_on(drafter)
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[vocabulary.to(target.device)])
+            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
+    return drafter
+
+
+@torch.no_grad()
+def _pass_states_on(drafter: SpecBlockDrafter) -> None:
+    """Adds to the random weights of the projections what makes each begin as a mean of its inputs."""
+    entry = drafter.input_layer
+    for projection in (entry.condition_proj, entry.fuse):
+        width = projection.out_features
+        parts = projection.in_features // width
+        if projection.in_features == parts * width:  # taps may be of another width than the drafter
+            projection.weight.add_(torch.eye(width).repeat(1, parts) / parts)
+    for shift in drafter.shift_proj:
+        assert isinstance(shift, nn.Linear)
+        width = drafter.config.hidden_size
+        shift.weight[:, :width].add_(torch.eye(width))
+
+
+def _add_arguments(group: argparse._ArgumentGroup) -> None:
+    switch = argparse.BooleanOptionalAction
+    add_shape_arguments(group)
+    group.add_argument("--block-size", type=int, default=4, help="tokens that a block drafts")
+    group.add_argument("--draft-vocab", type=int, default=32000, help="tokens that the drafter can say")
+    group.add_argument("--prefix-broadcast", action=switch, default=True)
+    group.add_argument("--layer-wise-shift", action=switch, default=True)
+    group.add_argument("--warm-start", action=switch, default=False, help="begin with the target's head")
+    group.add_argument("--window", type=int, help="positions of a row to train on, drawn anew each step; default: all")
+    group.add_argument("--blocks", type=int, default=2, help="chained blocks of a start")
+    group.add_argument("--valid-prefix", action=switch, default=True)
+    group.add_argument("--slot-weights", choices=get_args(SlotWeights), default="alike", help="by_count: small batches")
+    group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
+    group.add_argument("--rank-loss", choices=get_args(RankLoss), default="paper")
+    group.add_argument("--rank-budget", type=int, help="most examples of a rank class per slot and batch")
+
+
+def _prepare(
+    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+) -> tuple[SpecBlockDrafter, SpecBlockStep]:
+    """A drafter whose vocabulary is the most frequent tokens of the rows, and its step."""
+    vocab_size = target.get_input_embeddings().num_embeddings
+    size = min(arguments.draft_vocab, vocab_size)
+    vocabulary, coverage = frequent_tokens(rows, size, vocab_size)
+    print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    drafter = new_drafter(
+        target,
+        vocabulary,
+        num_layers=arguments.layers,
+        block_size=arguments.block_size,
+        target_layer_ids=arguments.taps,
+        intermediate_size=arguments.intermediate_size,
+        prefix_broadcast=arguments.prefix_broadcast,
+        layer_wise_shift=arguments.layer_wise_shift,
+        warm_start=arguments.warm_start,
+    )
+    step = SpecBlockStep(
+        drafter,
+        target,
+        num_blocks=arguments.blocks,
+        rank_start_step=arguments.rank_start_step,
+        valid_prefix=arguments.valid_prefix,
+        slot_weights=arguments.slot_weights,
+        rank_loss=arguments.rank_loss,
+        rank_budget=arguments.rank_budget,
+        window=arguments.window,
+    )
+    return drafter, step
+
+
+register_recipe(
+    Recipe(
+        "specblock",
+        _add_arguments,
+        _prepare,
+        recorded=(
+            "blocks",
+            "valid_prefix",
+            "prefix_broadcast",
+            "layer_wise_shift",
+            "rank_start_step",
+            "rank_loss",
+            "rank_budget",
+            "slot_weights",
+            "warm_start",
+            "window",
+        ),
+        adapting=lambda drafter, target: SpecBlockStep(drafter, target, rank_start_step=0),
+    )
+)
