@@ -153,6 +153,15 @@ def recorded(target: PreTrainedModel, adaptive: AdaptiveDrafter, **inputs: Tenso
     return queries[0]
 
 
+@pytest.mark.parametrize(("drafted", "learned"), [(1, 1), (2, 2), (3, 2)])
+def test_updates_learn_the_blocks_that_are_drafted(
+    target: PreTrainedModel, drafter: PretrainedDrafter, drafted: int, learned: int
+) -> None:
+    drafter.set_options(num_blocks=drafted)
+    with AdaptiveDrafter(drafter, target) as adaptive:
+        assert adaptive.learner.step.num_blocks == learned
+
+
 @pytest.mark.parametrize("batch", ["batch of one", "ragged batch of three"])
 def test_what_a_query_leaves_behind_is_its_text_and_the_targets_states(
     target: PreTrainedModel, drafter: PretrainedDrafter, batch: str

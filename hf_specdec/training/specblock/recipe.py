@@ -196,6 +196,9 @@ register_recipe(
             "warm_start",
             "window",
         ),
-        adapting=lambda drafter, target: SpecBlockStep(drafter, target, rank_start_step=0),
+        # Of the blocks that it was trained with, those that it drafts: learning the others would cost as much again.
+        adapting=lambda drafter, target: SpecBlockStep(
+            drafter, target, num_blocks=min(2, drafter.num_blocks), rank_start_step=0
+        ),
     )
 )
