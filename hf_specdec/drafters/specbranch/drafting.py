@@ -39,6 +39,7 @@ class DraftingPlan:
         most_tokens: gamma, most tokens of a chain, most tokens of a branch behind its candidate, and most forwards of
             the draft model beside one verification.
         most_branches: k_max.
+        most_hedges: most branches at places of the chain that is being verified; 0 for none.
         min_confidence: epsilon; a place where the draft model's likeliest token has less is a branch point.
         draw_candidates: draws the candidates of a branch point without replacement in calls that sample; else they are
             the likeliest ones.
@@ -47,6 +48,7 @@ class DraftingPlan:
 
     most_tokens: int
     most_branches: int
+    most_hedges: int
     min_confidence: float
     draw_candidates: bool
     choice: ChoiceRule
@@ -120,15 +122,20 @@ class Law:
 
     Attributes:
         token_ids: the likeliest tokens, likeliest first.
-        confidence: probability of the first, at temperature 1 (Appendix E.3).
+        probs: theirs, at temperature 1 (Appendix E.3).
         chosen: the token drafted next: the likeliest, or the one drawn.
         drawn_from: [vocab] float32, the law of the draw; None where there was none.
     """
 
     token_ids: list[int]
-    confidence: float
+    probs: list[float]
     chosen: int
     drawn_from: Tensor | None
+
+    @property
+    def confidence(self) -> float:
+        """Probability of the likeliest token."""
+        return self.probs[0]
 
 
 @dataclass
@@ -152,6 +159,7 @@ class Row:
     root: int = 0
     chain: list[int] = field(default_factory=list)
     branches: list[int] = field(default_factory=list)
+    hedges: list[int] = field(default_factory=list)
     finite: bool = True
 
     @property
@@ -174,13 +182,16 @@ class Row:
 
     def hit(self, tokens: list[int]) -> int | None:
         """The branch that the target chose, by the tokens that the round emitted; None where it chose none."""
-        if len(tokens) - 1 < len(self.chain):
-            return None
-        return next((node for node in self.branches if self.nodes[node].token == tokens[-1]), None)
+        above = [self.root, *self.chain][len(tokens) - 1]
+        branches = self.branches if above == self.leaf else self.hedges
+        return next(
+            (node for node in branches if self.nodes[node].parent == above and self.nodes[node].token == tokens[-1]),
+            None,
+        )
 
     def clear(self) -> None:
         """Forgets the tree."""
-        self.nodes, self.root, self.chain, self.branches = [], 0, [], []
+        self.nodes, self.root, self.chain, self.branches, self.hedges = [], 0, [], [], []
 
 
 class BranchDrafting:
@@ -200,6 +211,7 @@ class BranchDrafting:
         self.num_positions: int | None = getattr(self.drafter.config, "max_position_embeddings", None)
         self.random = torch.Generator(model.device)
         self.num_places = 0
+        self.unsettled: tuple[list[list[int]], list[list[int]]] | None = None  # what `_settle` has yet to do
         # By row and place in the cache: token, depth and ancestors of what is held there.
         self.token_ids: np.ndarray = np.zeros((0, 0), dtype=np.int64)
         self.depths: np.ndarray = np.zeros((0, 0), dtype=np.int64)
@@ -281,23 +293,15 @@ class BranchDrafting:
             [node for node in [*range(row.root + 1), *row.chain] if row.nodes[node].place < 0] if row.nodes else []
             for row in self.rows
         ]
-        if any(unrun):
-            self._run(unrun)
+        for row in self.rows:
+            if row.nodes:
+                self._hedge(row)
+        if any(unrun):  # hedges need not wait until the leaf says what may follow it
+            self._run_branches(signals, unrun)
             forwards += 1
         laws = [self._branch(row) if row.nodes else [] for row in self.rows]
-        while forwards < self.plan.most_tokens and not self.stopped:
-            frontiers = [
-                self._tips(row) if signal.branches != ALL_REJECT else []
-                for row, signal in zip(self.rows, signals, strict=True)
-            ]
-            if not any(frontiers):
-                break
-            self._run(frontiers)
+        while forwards < self.plan.most_tokens and not self.stopped and self._run_branches(signals):
             forwards += 1
-            for row, signal, tips in zip(self.rows, signals, frontiers, strict=True):
-                for tip in tips:
-                    if signal.branches == ALL_ACCEPT or self._is_confident(row, tip):
-                        row.go_on(tip)
         candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
         return Branches(clock() - began, candidates, _padded(laws) if any(laws) else None)
 
@@ -324,6 +328,13 @@ class BranchDrafting:
             hit = row.hit(tokens)
             self.counters.path_kept += len(tokens) - 1 + (hit is not None)
             held[index] = self._keep_branch(row, hit if row.active else None, signals[index].kept_branch)
+        self.unsettled = kept, held
+
+    def _settle(self) -> None:
+        """Brings the cache to the state of the lists: not before it is needed, mostly beside the target."""
+        if self.unsettled is None:
+            return
+        (kept, held), self.unsettled = self.unsettled, None
         self.drafter.cache.regroup(kept, held)
         self.num_places = max(map(len, held))
         for index, row in enumerate(self.rows):
@@ -357,7 +368,10 @@ class BranchDrafting:
         for index, row in enumerate(rows):
             if row is None:
                 continue
-            missing = row.text[self.drafter.cache.row_lengths[index] :]
+            committed = self.drafter.cache.row_lengths[index]
+            if self.unsettled is not None:
+                committed += len(self.unsettled[0][index])
+            missing = row.text[committed:]
             for token in missing:
                 row.root = row.add(token, len(row.nodes) - 1)
             if signals[index].fresh != ALL_REJECT:  # else the root is run beside the target
@@ -415,10 +429,53 @@ class BranchDrafting:
             row.branches.append(row.add(token, row.leaf) if known is None else known)
         return laws
 
+    def _hedge(self, row: Row) -> None:
+        """Spawns branches at places of the chain: the tokens that the target is likeliest to choose instead.
+
+        The paper branches behind the chain only. A token that the target rejects within it then costs everything that
+        was drafted meanwhile, which on a CPU, where more branches cost next to no time, can be hedged against just as
+        well. What the target chooses there does not depend on what was prepared, so no rule of acceptance changes.
+        """
+        row.hedges = []
+        if not self.plan.most_hedges:
+            return
+        likely: list[tuple[float, int, int]] = []
+        reached = 1.0
+        for above, node in zip([row.root, *row.chain], row.chain, strict=False):
+            law, drafted = row.nodes[above].law, row.nodes[node].token
+            if law is None:  # an unfinished branch of the round before, whose last token is yet to be run
+                break
+            known = dict(zip(law.token_ids, law.probs, strict=True))
+            likely += [(reached * prob, above, token) for token, prob in known.items() if token != drafted]
+            reached *= known.get(drafted, 0.0)
+        likely.sort(key=lambda place: -place[0])
+        row.hedges = [row.add(token, above) for _, above, token in likely[: self.plan.most_hedges]]
+
+    def _run_branches(self, signals: Sequence[Signals], first: Sequence[list[int]] | None = None) -> bool:
+        """One forward over the tips of all branches, which then go on; whether there was any to run.
+
+        Args:
+            signals: per row.
+            first: per row nodes to run as well.
+        """
+        tips = [
+            self._tips(row) if signal.branches != ALL_REJECT else []
+            for row, signal in zip(self.rows, signals, strict=True)
+        ]
+        frontiers = tips if first is None else [[*nodes, *more] for nodes, more in zip(first, tips, strict=True)]
+        if not any(frontiers):
+            return False
+        self._run(frontiers)
+        for row, signal, own in zip(self.rows, signals, tips, strict=True):
+            for tip in own:
+                if signal.branches == ALL_ACCEPT or self._is_confident(row, tip):
+                    row.go_on(tip)
+        return True
+
     def _tips(self, row: Row) -> list[int]:
         """The last nodes of branches that may be drafted further."""
         tips = []
-        for branch in row.branches:
+        for branch in [*row.branches, *row.hedges]:
             length, tip = 0, branch
             while row.nodes[tip].next >= 0:
                 length, tip = length + 1, row.nodes[tip].next
@@ -435,6 +492,7 @@ class BranchDrafting:
 
     def _run(self, frontiers: Sequence[Sequence[int]]) -> None:
         """One forward over nodes of every row, parents before children; their laws are known afterwards."""
+        self._settle()
         first, width = self.num_places, max(map(len, frontiers))
         self.num_places = stop = first + width
         self._make_room(stop)
@@ -464,10 +522,11 @@ class BranchDrafting:
         """[batch, nodes, vocab] logits -> per row and node what they say; None where they are NaN or infinite."""
         most = min(self.plan.most_branches, logits.shape[-1])
         top = logits.topk(most, dim=-1)
-        # The likeliest token's probability without a softmax over rows that nobody reads.
-        confidence = (top.values[..., :1] - logits.logsumexp(-1, keepdim=True)).exp()
-        ids, sure = top.indices.tolist(), confidence.squeeze(-1).tolist()
-        finite = [[value == value and value > 0 for value in row] for row in sure]
+        # The likeliest tokens' probabilities without a softmax over all that nobody reads.
+        probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+        confidence = probs[..., :1]
+        ids, sure = top.indices.tolist(), probs.tolist()
+        finite = [[values[0] == values[0] and values[0] > 0 for values in row] for row in sure]
         drawn_from: list[list[Tensor | None]] = [[None] * len(row) for row in ids]
         chosen = [[tokens[0] for tokens in row] for row in ids]
         if drawn:
