@@ -1,4 +1,4 @@
-"""Train the small causal LM that drafts for the bundled target: alone, beside it in SpecBranch, and in assisted generation.
+"""Train the small causal LM that drafts for the bundled target: alone, in SpecBranch, and in assisted generation.
 
     python examples/train_draft_lm.py --target examples/tiny-code/target --output examples/tiny-code/draft-lm
 
@@ -57,8 +57,10 @@ class TaughtRows(Rows):
 
 
 class DistillingTrainer(Trainer):
-    """Brings the model's next-token law close to the target's: cross entropy over the target's likeliest tokens and,
-    as one more outcome, all others together."""
+    """Brings the model's law of the next token close to the target's.
+
+    Cross entropy over the target's likeliest tokens and, as one more outcome, all others together.
+    """
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any) -> Any:
         log_law = model(input_ids=inputs["input_ids"], use_cache=False).logits.float().log_softmax(-1)
@@ -157,7 +159,7 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
             remove_unused_columns=False,
             save_strategy="no",
-            logging_steps=50,
+            logging_steps=min(50, arguments.steps),
             report_to="none",
         ),
         train_dataset=rows,

@@ -22,7 +22,14 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
 from hf_specdec.drafters.specbranch.drafting import CONFIDENCE, BranchDrafting, DraftingPlan
-from hf_specdec.drafters.specbranch.worker import WORKER_KINDS, Worker, WorkerKind, make_worker, process_refusal
+from hf_specdec.drafters.specbranch.worker import (
+    WORKER_KINDS,
+    IdleProcess,
+    Worker,
+    WorkerKind,
+    make_worker,
+    process_refusal,
+)
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
 MOST_BRANCHES = 64
@@ -125,6 +132,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.worker_threads = 1
         # No submodule: its weights are files of their own, and mostly somebody else's.
         self.__dict__["_pair"] = None
+        self._idle_process = IdleProcess()
         self._measured: tuple[weakref.ref[PreTrainedModel], Any] | None = None
         self.post_init()
 
@@ -267,7 +275,8 @@ class SpecBranchDrafter(PretrainedDrafter):
             return BranchDrafting(draft_model, plan)
 
         def place_worker(drafting: BranchDrafting) -> Worker:
-            return make_worker(self.worker if self.parallel else "none", drafting, self.worker_threads)
+            kind = self.worker if self.parallel else "none"
+            return make_worker(kind, drafting, self.worker_threads, self._idle_process)
 
         embeddings = target.model.get_input_embeddings()
         return SpecBranchGenerator(

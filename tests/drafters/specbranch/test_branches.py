@@ -92,7 +92,13 @@ def test_a_draft_model_that_is_always_right_never_waits() -> None:
 
 
 def drafting(model: PreTrainedModel, **changes: Any) -> BranchDrafting:
-    plan: dict[str, Any] = {"most_tokens": 4, "most_branches": 3, "most_hedges": 0, "min_confidence": 0.0, "draw_candidates": False}
+    plan: dict[str, Any] = {
+        "most_tokens": 4,
+        "most_branches": 3,
+        "most_hedges": 0,
+        "min_confidence": 0.0,
+        "draw_candidates": False,
+    }
     made = BranchDrafting(model, DraftingPlan(**(plan | changes), choice=GREEDY))
     made.start([TEXT], None, 0)
     return made
