@@ -42,7 +42,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "SpecBranch k_max=2": {"k_max": 2},
     "SpecBranch k_max=4": {"k_max": 4},
     "SpecBranch k_max=6": {},
-    "SpecBranch a priori": {"selection": "a_priori"},
+    "SpecBranch, no hedges": {"hedge": False},
+    "SpecBranch a priori": {"selection": "a_priori", "hedge": False},
     "SpecBranch in a thread": {"worker": "thread"},
 }
 

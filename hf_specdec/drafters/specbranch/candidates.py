@@ -55,6 +55,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         predict: H-RAD; None where `lengths` does not ask for it.
         lengths: `SpecBranchDrafter.lengths`.
         posterior: whether retained tokens are chosen after verification.
+        hedged: whether there are branches within chains. A chosen branch is then verified whole: the paper keeps some
+            of it back only to branch there, and what the target accepts can only become more.
         num_threads: intra-op threads of the worker on a CPU.
     """
 
@@ -68,6 +70,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         predict: Predictor | None,
         lengths: str,
         posterior: bool,
+        hedged: bool,
         num_threads: int,
     ) -> None:
         self.target = target
@@ -77,6 +80,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.predict = predict
         self.lengths = lengths
         self.posterior = posterior
+        self.hedged = hedged
         self.num_threads = num_threads
         self.threads_before: int | None = None
         self.worker: Worker | None = None
@@ -155,12 +159,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             # drafted (pre-verify), one that goes on is verified whole (post-verify). In turn, all of it, always.
             return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
         if self.lengths == "confidence":
-            return [Signals(CONFIDENCE, CONFIDENCE)] * batch
+            return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
         assert self.predict is not None, "lengths asks for H-RAD"
         assert self.features is not None, "the prefill has been observed"
         classes = self.predict(self.features, context.root_ids).tolist()
         if self.posterior:
-            return [Signals(kept_branch=found, fresh=found) for found in classes]
+            return [Signals(ALL_ACCEPT if self.hedged else found, fresh=found) for found in classes]
         return [Signals(kept_branch=ALL_ACCEPT, fresh=found, branches=found) for found in classes]
 
     def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:

@@ -165,6 +165,17 @@ def test_a_rejected_chain_leaves_the_cache_as_if_it_had_not_been_drafted() -> No
     assert again == greedy(model, [*TEXT, chain[0], wrong], 4)
 
 
+@pytest.mark.parametrize(("hedge", "accepted"), [(False, [[0] * 13]), (True, [[0, 3, 3, 3]])])
+def test_only_without_hedges_is_a_chosen_branch_verified_in_part(
+    hedge: bool, accepted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, noise=0.0, hedge=hedge)
+    monkeypatch.setattr(drafter, "predict", lambda features, *_: torch.full((len(features),), ALL_REJECT))
+    target.generate(**prompts, max_new_tokens=14, do_sample=False, assistant_model=drafter)
+    assert stats_of(drafter).per_step_accepted == accepted
+
+
 def test_hedges_are_the_likeliest_other_tokens_along_the_chain() -> None:
     model = make_causal_lm(make_target("llama", "sdpa")).model
     made, whole = drafting(model, most_hedges=4), [Signals(ALL_ACCEPT, ALL_ACCEPT)]
