@@ -247,8 +247,8 @@ class BranchDrafting:
 
     @torch.no_grad()
     def seconds_per_forward(self, repeats: int = 5) -> float:
-        """T_q: the median time of a forward over k_max nodes, which is what a level of branches takes."""
-        width = self.plan.most_branches
+        """T_q: the median time of a forward over as many nodes as there may be branches and hedges at a level."""
+        width = self.plan.most_branches + self.plan.most_hedges
         root_ids = torch.tensor([row.text[-1] for row in self.rows], device=self.drafter.model.device)
         tree = DraftTree.chain(root_ids.unsqueeze(1).expand(-1, width))
         seconds = []

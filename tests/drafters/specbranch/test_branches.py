@@ -17,6 +17,7 @@ from hf_specdec.drafters.specbranch.drafting import (
     CONFIDENCE,
     BranchDrafting,
     DraftingPlan,
+    Row,
     Signals,
     num_branches,
 )
@@ -246,10 +247,19 @@ def test_sampled_tokens_follow_the_target_branch_points_included(
 ) -> None:
     target = sampled_target()
     monkeypatch.setitem(SAMPLING, "own", {"temperature": temperature})
+    hit, hedged = Row.hit, []
+
+    def noted(self: Row, tokens: list[int]) -> int | None:
+        found = hit(self, tokens)
+        hedged.extend(node for node in self.hedges if node == found)
+        return found
+
+    monkeypatch.setattr(Row, "hit", noted)
     drafter = make_specbranch(target, noise=0.1, lengths="confidence", min_confidence=0.3, candidates=candidates)
     assert_follows(count(sample(target, drafter, temperature)), enumerate_law(target, PROMPT, "own"))
     stats = stats_of(drafter)
-    # Chains and branch points both took part.
+    # Chains, branch points and hedges all took part.
+    assert len(hedged) > ROWS / 20
     assert stats.num_accepted_draft_tokens > ROWS / 20
     assert stats.num_path_kept > stats.num_accepted_draft_tokens + ROWS / 20
 
