@@ -28,16 +28,16 @@ from hf_specdec.decoding.candidates import (
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.specbranch.drafting import (
+from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
     ALL_REJECT,
     CONFIDENCE,
-    BranchDrafting,
     Branches,
     Chains,
     Counters,
     Signals,
 )
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.worker import InTurn, Pending, Worker
 
 # [batch, features] of the target at the last verified token, [batch] ids of the token after it -> [batch] classes

@@ -20,8 +20,9 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
-from hf_specdec.drafters.specbranch.drafting import CONFIDENCE, BranchDrafting, DraftingPlan
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.worker import (
     WORKER_KINDS,
     IdleProcess,

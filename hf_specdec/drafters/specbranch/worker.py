@@ -145,8 +145,9 @@ class ProcessWorker(Worker):
             ) from error
 
     def close(self) -> None:
-        if self.whole and self.idle is not None:
-            self.idle.worker = self
+        idle, self.idle = self.idle, None  # no cycle: the process ends as soon as the drafter does
+        if self.whole and idle is not None:
+            idle.worker = self
         else:
             self.end()
 

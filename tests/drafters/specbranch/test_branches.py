@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.candidates import GREEDY
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
-from hf_specdec.drafters.specbranch.drafting import (
+from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
     ALL_REJECT,
     CONFIDENCE,
-    BranchDrafting,
     DraftingPlan,
     Row,
     Signals,
     num_branches,
 )
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from tests.decoding.test_sampling import DEPTH, PROMPT, SAMPLING, count, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
