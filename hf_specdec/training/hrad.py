@@ -330,6 +330,9 @@ def main(
     parser.add_argument(
         "--draft-length", type=int, default=8, help="of the drafts that are judged; about the speed ratio"
     )
+    parser.add_argument(
+        "--min-confidence", type=float, default=0.4, help="epsilon of this pair, the default of the drafting option"
+    )
     parser.add_argument("--max-minutes", type=float, help="of running the pair")
     parser.add_argument("--examples", type=Path, help="keep what running the pair gave here, or use what is there")
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
@@ -378,6 +381,7 @@ def main(
         drafter.config.draft_model = OWN_DRAFT_MODEL
     elif arguments.refer_to:
         drafter.config.draft_model = arguments.refer_to
+    drafter.config.min_confidence = arguments.min_confidence
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
     drafter.training_record = {
