@@ -96,13 +96,22 @@ class BranchDrafting:
     def seconds_per_forward(self, repeats: int = 5) -> float:
         """T_q: the median time of a forward over as many nodes as there may be branches and hedges at a level."""
         width = self.plan.most_branches + self.plan.most_hedges
-        root_ids = torch.tensor([row.text[-1] for row in self.rows], device=self.drafter.model.device)
-        tree = DraftTree.chain(root_ids.unsqueeze(1).expand(-1, width))
+        nothing: list[list[int]] = [[] for _ in self.rows]
+        random = self.random.get_state()  # what is drawn must not depend on whether this was measured
         seconds = []
         for _ in range(repeats + 1):  # the first one warms up
+            for row in self.rows:
+                row.add(row.text[-1], -1)
+                row.nodes += [Node(row.text[-1], 0) for _ in range(width - 1)]
             began = time.perf_counter()
-            self._laws(self.drafter.verify(tree, self.drafter.root_positions()).logits, drawn=False)
+            self._run([list(range(width)) for _ in self.rows])
             seconds.append(time.perf_counter() - began)
+            for row in self.rows:
+                row.clear()
+            self.unsettled = nothing, nothing
+        self._settle()
+        self.counters = Counters()
+        self.random.set_state(random)
         return sorted(seconds[1:])[repeats // 2]
 
     def bound_tokens(self, speed_ratio: float) -> None:
@@ -367,18 +376,14 @@ class BranchDrafting:
 
     def _laws(self, logits: Tensor, *, drawn: bool) -> list[list[Law | None]]:
         """[batch, nodes, vocab] logits -> per row and node what they say; None where they are NaN or infinite."""
-        most = min(self.plan.most_branches, logits.shape[-1])
-        top = logits.topk(most, dim=-1)
-        # The likeliest tokens' probabilities without a softmax over all that nobody reads.
-        probs = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
-        confidence = probs[..., :1]
-        ids, sure = top.indices.tolist(), probs.tolist()
-        finite = [[values[0] == values[0] and values[0] > 0 for values in row] for row in sure]
+        top = logits.softmax(-1).topk(min(self.plan.most_branches, logits.shape[-1]), dim=-1)
+        ids, sure = top.indices.tolist(), top.values.tolist()
+        finite = [[values[0] == values[0] for values in row] for row in sure]
         drawn_from: list[list[Tensor | None]] = [[None] * len(row) for row in ids]
         chosen = [[tokens[0] for tokens in row] for row in ids]
         if drawn:
             batch, nodes, vocab = logits.shape
-            scores = logits.where(confidence.isfinite() & (confidence > 0), 0.0).view(-1, vocab)
+            scores = logits.where(top.values[..., :1].isfinite(), 0.0).view(-1, vocab)
             scores = self.plan.choice.warpers(logits.new_zeros((batch * nodes, 1), dtype=torch.int64), scores)
             law = scores.softmax(-1)
             draws = torch.multinomial(law, 1, generator=self.random).view(batch, nodes)

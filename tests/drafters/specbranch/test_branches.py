@@ -284,3 +284,16 @@ def test_candidates_that_claim_to_be_drawn_are_caught(monkeypatch: pytest.Monkey
 
 def test_numbers_of_branches_are_those_of_the_paper() -> None:
     assert [num_branches(k, 0.3) for k in (1, 2, 4, 6, 12)] == [1, 1, 2, 4, 8]
+
+
+def test_measuring_the_draft_model_leaves_nothing_behind() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    measured, not_measured = drafting(model, most_hedges=2), drafting(model, most_hedges=2)
+    assert measured.seconds_per_forward() > 0
+    signals = [Signals(ALL_ACCEPT, ALL_ACCEPT)]
+    for made in (measured, not_measured):
+        made.draft([[]], [True], signals)
+        made.draft_ahead(signals)
+    assert measured.rows == not_measured.rows
+    assert measured.counters == not_measured.counters
+    assert measured.random.get_state().equal(not_measured.random.get_state())
