@@ -163,8 +163,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         assert self.predict is not None, "lengths asks for H-RAD"
         assert self.features is not None, "the prefill has been observed"
         classes = self.predict(self.features, context.root_ids).tolist()
+        if self.posterior and self.hedged:
+            # Drafting before the target starts must promise a whole draft: else a round that verifies the root, with
+            # branches drafted beside it, brings more in that time.
+            return [Signals(ALL_ACCEPT, ALL_ACCEPT if found == ALL_ACCEPT else ALL_REJECT) for found in classes]
         if self.posterior:
-            return [Signals(ALL_ACCEPT if self.hedged else found, fresh=found) for found in classes]
+            return [Signals(kept_branch=found, fresh=found) for found in classes]
         return [Signals(kept_branch=ALL_ACCEPT, fresh=found, branches=found) for found in classes]
 
     def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:

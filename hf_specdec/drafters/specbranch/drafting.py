@@ -93,13 +93,13 @@ class BranchDrafting:
         self._make_room(64)
 
     @torch.no_grad()
-    def seconds_per_forward(self, repeats: int = 5) -> float:
+    def seconds_per_forward(self, repeats: int = 9) -> float:
         """T_q: the median time of a forward over as many nodes as there may be branches and hedges at a level."""
         width = self.plan.most_branches + self.plan.most_hedges
         nothing: list[list[int]] = [[] for _ in self.rows]
         random = self.random.get_state()  # what is drawn must not depend on whether this was measured
         seconds = []
-        for _ in range(repeats + 1):  # the first one warms up
+        for _ in range(repeats + 3):  # the first ones warm up: a forked process copies what it writes to
             for row in self.rows:
                 row.add(row.text[-1], -1)
                 row.nodes += [Node(row.text[-1], 0) for _ in range(width - 1)]
@@ -112,7 +112,7 @@ class BranchDrafting:
         self._settle()
         self.counters = Counters()
         self.random.set_state(random)
-        return sorted(seconds[1:])[repeats // 2]
+        return sorted(seconds[3:])[repeats // 2]
 
     def bound_tokens(self, speed_ratio: float) -> None:
         """Bounds draft lengths by c = T_p / T_q, rounded down: drafting then takes no longer than verification."""
