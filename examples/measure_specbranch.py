@@ -37,12 +37,14 @@ WAYS: dict[str, dict[str, Any]] = {
     SERIAL: {"parallel": False, "lengths": "fixed"},
     "in turn, H-RAD": {"parallel": False},
     "PEARL": {"lengths": "fixed", "k_max": 1},
-    "no H-RAD": {"lengths": "confidence"},
+    "no H-RAD": {"lengths": "fixed"},
+    "no H-RAD, confidence": {"lengths": "confidence"},
     "SpecBranch k_max=1": {"k_max": 1},
     "SpecBranch k_max=2": {"k_max": 2},
     "SpecBranch k_max=4": {"k_max": 4},
     "SpecBranch k_max=6": {},
-    "SpecBranch a priori": {"selection": "a_priori"},
+    "SpecBranch, no hedges": {"hedge": False},
+    "SpecBranch a priori": {"selection": "a_priori", "hedge": False},
     "SpecBranch in a thread": {"worker": "thread"},
 }
 

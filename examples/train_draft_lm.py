@@ -1,38 +1,132 @@
-"""Train the small causal LM that the quickstart shows in transformers' own assisted generation, for comparison.
+"""Train the small causal LM that drafts for the bundled target: alone, in SpecBranch, and in assisted generation.
 
     python examples/train_draft_lm.py --target examples/tiny-code/target --output examples/tiny-code/draft-lm
 
-Two decoder layers under the target's own embedding, trained on what the target writes: on the continuations that
-`train_drafter.py` left in its --work-dir.
+A few of the target's own decoder layers under its own embedding, distilled on what the target writes: on the
+continuations that `train_drafter.py` left in its --work-dir. The target's likeliest tokens at every place are worked
+out once and kept there, so that a step costs no forward of the target.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 import time
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
-from datasets import Dataset, concatenate_datasets, load_from_disk
+import transformers
+from datasets import load_from_disk
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import Dataset as Rows
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_specdec.training.optimizer import MuonWithAdamW
 
+NOT_A_TOKEN = -100
 
-def written_rows(work_dir: Path) -> Dataset:
-    """Everything the target wrote for training, padding left out of the loss."""
+
+class TaughtRows(Rows):
+    """Rows the target wrote, with its likeliest tokens after every one of theirs.
+
+    Args:
+        token_ids: [rows, seq] int64; padding behind the text is `NOT_A_TOKEN`.
+        likeliest: [rows, seq, k] int32 ids.
+        log_probs: [rows, seq, k] float16, nats.
+    """
+
+    def __init__(self, token_ids: Tensor, likeliest: Tensor, log_probs: Tensor) -> None:
+        self.token_ids, self.likeliest, self.log_probs = token_ids, likeliest, log_probs
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.token_ids[index].clamp(min=0),
+            "written": self.token_ids[index] != NOT_A_TOKEN,
+            "likeliest": self.likeliest[index],
+            "log_probs": self.log_probs[index],
+        }
+
+
+class DistillingTrainer(Trainer):
+    """Brings the model's law of the next token close to the target's.
+
+    Cross entropy over the target's likeliest tokens and, as one more outcome, all others together.
+    """
+
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any) -> Any:
+        log_law = model(input_ids=inputs["input_ids"], use_cache=False).logits.float().log_softmax(-1)
+        theirs = inputs["log_probs"].float().exp()
+        ours = log_law.gather(-1, inputs["likeliest"].long())
+        rest = torch.log1p(-ours.exp().sum(-1).clamp(max=1 - 1e-6))
+        loss = -(theirs * ours).sum(-1) - (1 - theirs.sum(-1)).clamp(min=0) * rest
+        loss = loss[inputs["written"]].mean()
+        return (loss, {}) if return_outputs else loss
+
+
+def written_rows(part: Path) -> Tensor:
+    """[rows, seq] int64: a part of what the target wrote for training, prompts included."""
+    rows = load_from_disk(part)
+    token_ids = torch.full((len(rows), max(rows["length"])), NOT_A_TOKEN)
+    for index, row in enumerate(rows):
+        token_ids[index, : row["length"]] = torch.tensor(row["input_ids"][: row["length"]])
+    return token_ids
+
+
+@torch.no_grad()
+def read_again(target: LlamaForCausalLM, token_ids: Tensor, most: int) -> dict[str, Tensor]:
+    """The rows and the target's `most` likeliest tokens after every one of theirs, as `TaughtRows` takes them."""
+    likeliest, log_probs = [], []
+    for batch in token_ids.split(16):
+        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+            logits = target(input_ids=batch.clamp(min=0).to(target.device), use_cache=False).logits
+        top = logits.float().log_softmax(-1).topk(most, dim=-1)
+        likeliest.append(top.indices.int().cpu())
+        log_probs.append(top.values.half().cpu())
+    return {"token_ids": token_ids, "likeliest": torch.cat(likeliest), "log_probs": torch.cat(log_probs)}
+
+
+def taught_rows(target: LlamaForCausalLM, work_dir: Path, most: int) -> TaughtRows:
+    """All rows that were written, each part read once and kept in `work_dir`."""
     parts = sorted(work_dir.glob("continuations-*/part-*"))
     if not parts:
         raise SystemExit(f"No continuations in {work_dir}: run train_drafter.py first, or name its --work-dir.")
-    rows = concatenate_datasets([load_from_disk(part) for part in parts])
-    width = max(rows["length"])  # rows of several recipes differ in their padding
+    read = []
+    for part in tqdm(parts, desc="the target reads what it wrote", unit="part"):
+        kept = work_dir / f"likeliest-{most}" / f"{part.parent.name}-{part.name}.safetensors"
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            save_file(read_again(target, written_rows(part), most), kept)
+        read.append(load_file(kept))
+    width = max(rows["token_ids"].shape[1] for rows in read)
+    return TaughtRows(**{name: torch.cat([_wider(rows[name], width) for rows in read]) for name in read[0]})
 
-    def pad(row: dict) -> dict:
-        ids, missing = row["input_ids"][: row["length"]], width - row["length"]
-        return {"input_ids": ids + [0] * missing, "labels": ids + [-100] * missing}
 
-    return rows.map(pad, remove_columns=rows.column_names)
+def _wider(rows: Tensor, width: int) -> Tensor:
+    """Pads rows at the end with what says that nothing is learned there."""
+    padding = [0] * (2 * (rows.ndim - 2)) + [0, width - rows.shape[1]]
+    return torch.nn.functional.pad(rows, padding, value=NOT_A_TOKEN if rows.dtype == torch.int64 else 0)
+
+
+def from_layers(target: LlamaForCausalLM, count: int) -> LlamaForCausalLM:
+    """A model of `count` of the target's decoder layers, first and last among them, in float32."""
+    total = target.config.num_hidden_layers
+    config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": count})
+    model = LlamaForCausalLM(config)
+    model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(target.model.norm.state_dict())
+    for index, layer in enumerate(model.model.layers):
+        taken = round(index * (total - 1) / max(1, count - 1))
+        layer.load_state_dict(target.model.layers[taken].state_dict())
+    return model
 
 
 def main() -> None:
@@ -41,18 +135,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="of train_drafter.py")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--likeliest", type=int, default=16, help="tokens of the target's law that are learned from")
     arguments = parser.parse_args()
     set_seed(0)
 
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
-    config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": arguments.layers})
-    model = LlamaForCausalLM(config)
-    model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
-    model.model.norm.load_state_dict(target.model.norm.state_dict())
-    trainer = Trainer(
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    started = time.monotonic()
+    rows = taught_rows(target, arguments.work_dir, arguments.likeliest)
+    read = time.monotonic()
+    model = from_layers(target, arguments.layers)
+    trainer = DistillingTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(arguments.work_dir / "draft-lm"),
@@ -62,25 +157,32 @@ def main() -> None:
             warmup_steps=arguments.steps // 25,
             bf16=True,
             use_cpu=not torch.cuda.is_available(),
+            remove_unused_columns=False,
             save_strategy="no",
-            logging_steps=50,
+            logging_steps=min(50, arguments.steps),
             report_to="none",
         ),
-        train_dataset=written_rows(arguments.work_dir),
+        train_dataset=rows,
         optimizers=(MuonWithAdamW(model, arguments.learning_rate), None),
     )
-    started = time.time()
-    loss = trainer.train().training_loss
+    trainer.train()
+    done = time.monotonic()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     model.config.use_cache = model.generation_config.use_cache = True  # the trainer turns it off
     model.to(torch.bfloat16).save_pretrained(arguments.output)
     AutoTokenizer.from_pretrained(arguments.target).save_pretrained(arguments.output)
     record = {
         "target": arguments.target,
+        "rows": len(rows),
         "steps": arguments.steps,
         "rows_per_step": arguments.batch_size,
-        "training_loss": round(loss, 4),
-        "minutes": round((time.time() - started) / 60, 1),
-        "torch": torch.__version__,
+        "loss_at_the_end": losses[-1],
+        "minutes": round((done - read) / 60, 1),
+        "minutes_reading_rows": round((read - started) / 60, 1),
+        "command": shlex.join(["python", *sys.argv]),
+        "hardware": f"{model.device.type}, {torch.get_num_threads()} threads, shared with other work",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "date": date.today().isoformat(),
     }
     (arguments.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(record)

@@ -132,6 +132,7 @@ def collect(
     draft_length: int,
     new_tokens: int,
     max_minutes: float | None = None,
+    batch_size: int = 8,
 ) -> Examples:
     """Runs the pair over prompts, greedily and in turn, and notes what became of every draft.
 
@@ -142,19 +143,24 @@ def collect(
         draft_length: tokens of every draft; the speed ratio is what it will be bounded by.
         new_tokens: to generate per prompt.
         max_minutes: after which no further prompt is begun.
+        batch_size: prompts run together.
     """
     recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
     recorder.recorders = []
     recorder.attach(draft_model)
     recorder.set_options(parallel=False, lengths="fixed", max_depth=draft_length, speed_ratio=float(draft_length))
     started = time.monotonic()
-    for prompt in tqdm(prompts, desc="running the pair", unit="prompt"):
+    batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
+    for batch in tqdm(batches, desc="running the pair", unit="batch"):
         if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
             break
-        ids = torch.tensor([list(prompt)], device=target.device)
+        longest = max(map(len, batch))
+        padding = [longest - len(prompt) for prompt in batch]
+        ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, batch, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
         target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            ids.to(target.device),
+            attention_mask=mask.to(target.device),
             assistant_model=recorder,
             max_new_tokens=new_tokens,
             do_sample=False,
@@ -324,6 +330,9 @@ def main(
     parser.add_argument(
         "--draft-length", type=int, default=8, help="of the drafts that are judged; about the speed ratio"
     )
+    parser.add_argument(
+        "--min-confidence", type=float, default=0.4, help="epsilon of this pair, the default of the drafting option"
+    )
     parser.add_argument("--max-minutes", type=float, help="of running the pair")
     parser.add_argument("--examples", type=Path, help="keep what running the pair gave here, or use what is there")
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
@@ -372,6 +381,7 @@ def main(
         drafter.config.draft_model = OWN_DRAFT_MODEL
     elif arguments.refer_to:
         drafter.config.draft_model = arguments.refer_to
+    drafter.config.min_confidence = arguments.min_confidence
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
     drafter.training_record = {

@@ -44,6 +44,16 @@ def test_examples_are_the_last_layers_the_new_token_and_what_became_of_the_draft
     torch.testing.assert_close(examples.inputs[0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_prompts_that_run_together_give_the_examples_they_give_alone() -> None:
+    target = make_target("llama", "sdpa")
+    model = make_causal_lm(target, noise=0.01).model
+    prompts = [[5, 9, 14, 3, 22, 8], [7, 3, 11, 30], [12, 40, 6, 19, 21, 33]]
+    both = [collect(target, model, prompts, draft_length=3, new_tokens=20, batch_size=size) for size in (1, 3)]
+    alone, together = (sorted(zip(found.inputs.tolist(), found.classes.tolist(), strict=True)) for found in both)
+    assert [kind for _, kind in alone] == [kind for _, kind in together]
+    torch.testing.assert_close(torch.tensor([x for x, _ in alone]), torch.tensor([x for x, _ in together]))
+
+
 def test_rare_classes_are_filled_up_between_their_own_examples() -> None:
     pytest.importorskip("imblearn")
     examples = blobs((30, 10, 3), 0)

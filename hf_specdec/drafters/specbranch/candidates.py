@@ -28,16 +28,16 @@ from hf_specdec.decoding.candidates import (
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.specbranch.drafting import (
+from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
     ALL_REJECT,
     CONFIDENCE,
-    BranchDrafting,
     Branches,
     Chains,
     Counters,
     Signals,
 )
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.worker import InTurn, Pending, Worker
 
 # [batch, features] of the target at the last verified token, [batch] ids of the token after it -> [batch] classes
@@ -55,6 +55,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         predict: H-RAD; None where `lengths` does not ask for it.
         lengths: `SpecBranchDrafter.lengths`.
         posterior: whether retained tokens are chosen after verification.
+        hedged: whether there are branches within chains. A chosen branch is then verified whole: the paper keeps some
+            of it back only to branch there, and what the target accepts can only become more.
         num_threads: intra-op threads of the worker on a CPU.
     """
 
@@ -68,6 +70,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         predict: Predictor | None,
         lengths: str,
         posterior: bool,
+        hedged: bool,
         num_threads: int,
     ) -> None:
         self.target = target
@@ -77,6 +80,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.predict = predict
         self.lengths = lengths
         self.posterior = posterior
+        self.hedged = hedged
         self.num_threads = num_threads
         self.threads_before: int | None = None
         self.worker: Worker | None = None
@@ -155,10 +159,14 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             # drafted (pre-verify), one that goes on is verified whole (post-verify). In turn, all of it, always.
             return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
         if self.lengths == "confidence":
-            return [Signals(CONFIDENCE, CONFIDENCE)] * batch
+            return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
         assert self.predict is not None, "lengths asks for H-RAD"
         assert self.features is not None, "the prefill has been observed"
         classes = self.predict(self.features, context.root_ids).tolist()
+        if self.posterior and self.hedged:
+            # Drafting before the target starts must promise a whole draft: else a round that verifies the root, with
+            # branches drafted beside it, brings more in that time.
+            return [Signals(ALL_ACCEPT, ALL_ACCEPT if found == ALL_ACCEPT else ALL_REJECT) for found in classes]
         if self.posterior:
             return [Signals(kept_branch=found, fresh=found) for found in classes]
         return [Signals(kept_branch=ALL_ACCEPT, fresh=found, branches=found) for found in classes]

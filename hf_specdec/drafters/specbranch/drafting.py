@@ -16,171 +16,29 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.candidates import ChoiceRule
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-
-# What H-RAD says of the tokens that would be verified next (SpecBranch, Eq. 6).
-ALL_REJECT, CONFIDENCE, ALL_ACCEPT = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class DraftingPlan:
-    """How a call drafts.
-
-    Attributes:
-        most_tokens: gamma, most tokens of a chain, most tokens of a branch behind its candidate, and most forwards of
-            the draft model beside one verification.
-        most_branches: k_max.
-        min_confidence: epsilon; a place where the draft model's likeliest token has less is a branch point.
-        draw_candidates: draws the candidates of a branch point without replacement in calls that sample; else they are
-            the likeliest ones.
-        choice: how the call chooses tokens.
-    """
-
-    most_tokens: int
-    most_branches: int
-    min_confidence: float
-    draw_candidates: bool
-    choice: ChoiceRule
-
-
-@dataclass(frozen=True)
-class Signals:
-    """What H-RAD, or what stands in for it, says of one row.
-
-    Attributes:
-        kept_branch: how much of a branch is verified next, where the target has chosen one.
-        fresh: how much is drafted before the target starts again, where it has not.
-        branches: how far branches are drafted beside the target: the a-priori approach of Appendix G.2; `ALL_ACCEPT`
-            where the posterior one chooses afterwards.
-    """
-
-    kept_branch: int
-    fresh: int
-    branches: int = ALL_ACCEPT
-
-
-@dataclass(frozen=True)
-class Chains:
-    """What to verify next.
-
-    Attributes:
-        tokens: per row the chain below the root.
-        laws: [batch, longest chain, vocab] float32, what drawn tokens were drawn from; None where none were drawn.
-        finite: per row, whether the draft model's output was finite.
-    """
-
-    tokens: list[list[int]]
-    laws: Tensor | None
-    finite: list[bool]
-
-
-@dataclass(frozen=True)
-class Branches:
-    """What was drafted beside the target.
-
-    Attributes:
-        busy_s: seconds it took, waiting left aside.
-        candidates: per row the candidates of the branch point.
-        laws: [batch, most candidates, vocab] float32, the law each was drawn from, given its elder siblings; None where
-            none were drawn.
-    """
-
-    busy_s: float
-    candidates: list[list[int]]
-    laws: Tensor | None
-
-
-@dataclass
-class Counters:
-    """What drafting has come to so far.
-
-    Attributes:
-        path_drafts: forwards that drafted a token, summed over rows; branches run in one forward count once.
-        path_kept: such tokens that became text.
-        peak_entries: most cache entries a row held at once.
-    """
-
-    path_drafts: int = 0
-    path_kept: int = 0
-    peak_entries: int = 0
-
-
-@dataclass
-class Law:
-    """What the draft model says after a node.
-
-    Attributes:
-        token_ids: the likeliest tokens, likeliest first.
-        confidence: probability of the first, at temperature 1 (Appendix E.3).
-        chosen: the token drafted next: the likeliest, or the one drawn.
-        drawn_from: [vocab] float32, the law of the draw; None where there was none.
-    """
-
-    token_ids: list[int]
-    confidence: float
-    chosen: int
-    drawn_from: Tensor | None
-
-
-@dataclass
-class Node:
-    """A token of the tree; `place` is where the cache holds it, `next` the node it goes on with; -1 for neither."""
-
-    token: int
-    parent: int
-    place: int = -1
-    law: Law | None = None
-    next: int = -1
-
-
-@dataclass
-class Row:
-    """One row: its text, root included, and the tree behind it. Nodes 0 to `root` are text not yet in the cache."""
-
-    text: list[int]
-    active: bool = True
-    nodes: list[Node] = field(default_factory=list)
-    root: int = 0
-    chain: list[int] = field(default_factory=list)
-    branches: list[int] = field(default_factory=list)
-    finite: bool = True
-
-    @property
-    def leaf(self) -> int:
-        """The last node that is verified this round."""
-        return self.chain[-1] if self.chain else self.root
-
-    def add(self, token: int, parent: int) -> int:
-        """A new node; returns its index."""
-        self.nodes.append(Node(token, parent))
-        return len(self.nodes) - 1
-
-    def go_on(self, node: int) -> int | None:
-        """The continuation of a node that was run: the drafted token; None where the draft model has none."""
-        law = self.nodes[node].law
-        if law is None:
-            return None
-        self.nodes[node].next = self.add(law.chosen, node)
-        return self.nodes[node].next
-
-    def hit(self, tokens: list[int]) -> int | None:
-        """The branch that the target chose, by the tokens that the round emitted; None where it chose none."""
-        if len(tokens) - 1 < len(self.chain):
-            return None
-        return next((node for node in self.branches if self.nodes[node].token == tokens[-1]), None)
-
-    def clear(self) -> None:
-        """Forgets the tree."""
-        self.nodes, self.root, self.chain, self.branches = [], 0, [], []
+from hf_specdec.drafters.specbranch.branches import (
+    ALL_ACCEPT,
+    ALL_REJECT,
+    CONFIDENCE,
+    Branches,
+    Chains,
+    Counters,
+    DraftingPlan,
+    Law,
+    Node,
+    Row,
+    Signals,
+    num_branches,
+)
 
 
 class BranchDrafting:
@@ -200,6 +58,7 @@ class BranchDrafting:
         self.num_positions: int | None = getattr(self.drafter.config, "max_position_embeddings", None)
         self.random = torch.Generator(model.device)
         self.num_places = 0
+        self.unsettled: tuple[list[list[int]], list[list[int]]] | None = None  # what `_settle` has yet to do
         # By row and place in the cache: token, depth and ancestors of what is held there.
         self.token_ids: np.ndarray = np.zeros((0, 0), dtype=np.int64)
         self.depths: np.ndarray = np.zeros((0, 0), dtype=np.int64)
@@ -234,17 +93,26 @@ class BranchDrafting:
         self._make_room(64)
 
     @torch.no_grad()
-    def seconds_per_forward(self, repeats: int = 5) -> float:
-        """T_q: the median time of a forward over k_max nodes, which is what a level of branches takes."""
-        width = self.plan.most_branches
-        root_ids = torch.tensor([row.text[-1] for row in self.rows], device=self.drafter.model.device)
-        tree = DraftTree.chain(root_ids.unsqueeze(1).expand(-1, width))
+    def seconds_per_forward(self, repeats: int = 9) -> float:
+        """T_q: the median time of a forward over as many nodes as there may be branches and hedges at a level."""
+        width = self.plan.most_branches + self.plan.most_hedges
+        nothing: list[list[int]] = [[] for _ in self.rows]
+        random = self.random.get_state()  # what is drawn must not depend on whether this was measured
         seconds = []
-        for _ in range(repeats + 1):  # the first one warms up
+        for _ in range(repeats + 3):  # the first ones warm up: a forked process copies what it writes to
+            for row in self.rows:
+                row.add(row.text[-1], -1)
+                row.nodes += [Node(row.text[-1], 0) for _ in range(width - 1)]
             began = time.perf_counter()
-            self._laws(self.drafter.verify(tree, self.drafter.root_positions()).logits, drawn=False)
+            self._run([list(range(width)) for _ in self.rows])
             seconds.append(time.perf_counter() - began)
-        return sorted(seconds[1:])[repeats // 2]
+            for row in self.rows:
+                row.clear()
+            self.unsettled = nothing, nothing
+        self._settle()
+        self.counters = Counters()
+        self.random.set_state(random)
+        return sorted(seconds[3:])[repeats // 2]
 
     def bound_tokens(self, speed_ratio: float) -> None:
         """Bounds draft lengths by c = T_p / T_q, rounded down: drafting then takes no longer than verification."""
@@ -281,23 +149,15 @@ class BranchDrafting:
             [node for node in [*range(row.root + 1), *row.chain] if row.nodes[node].place < 0] if row.nodes else []
             for row in self.rows
         ]
-        if any(unrun):
-            self._run(unrun)
+        for row in self.rows:
+            if row.nodes:
+                self._hedge(row)
+        if any(unrun):  # hedges need not wait until the leaf says what may follow it
+            self._run_branches(signals, unrun)
             forwards += 1
         laws = [self._branch(row) if row.nodes else [] for row in self.rows]
-        while forwards < self.plan.most_tokens and not self.stopped:
-            frontiers = [
-                self._tips(row) if signal.branches != ALL_REJECT else []
-                for row, signal in zip(self.rows, signals, strict=True)
-            ]
-            if not any(frontiers):
-                break
-            self._run(frontiers)
+        while forwards < self.plan.most_tokens and not self.stopped and self._run_branches(signals):
             forwards += 1
-            for row, signal, tips in zip(self.rows, signals, frontiers, strict=True):
-                for tip in tips:
-                    if signal.branches == ALL_ACCEPT or self._is_confident(row, tip):
-                        row.go_on(tip)
         candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
         return Branches(clock() - began, candidates, _padded(laws) if any(laws) else None)
 
@@ -324,6 +184,13 @@ class BranchDrafting:
             hit = row.hit(tokens)
             self.counters.path_kept += len(tokens) - 1 + (hit is not None)
             held[index] = self._keep_branch(row, hit if row.active else None, signals[index].kept_branch)
+        self.unsettled = kept, held
+
+    def _settle(self) -> None:
+        """Brings the cache to the state of the lists: not before it is needed, mostly beside the target."""
+        if self.unsettled is None:
+            return
+        (kept, held), self.unsettled = self.unsettled, None
         self.drafter.cache.regroup(kept, held)
         self.num_places = max(map(len, held))
         for index, row in enumerate(self.rows):
@@ -357,7 +224,10 @@ class BranchDrafting:
         for index, row in enumerate(rows):
             if row is None:
                 continue
-            missing = row.text[self.drafter.cache.row_lengths[index] :]
+            committed = self.drafter.cache.row_lengths[index]
+            if self.unsettled is not None:
+                committed += len(self.unsettled[0][index])
+            missing = row.text[committed:]
             for token in missing:
                 row.root = row.add(token, len(row.nodes) - 1)
             if signals[index].fresh != ALL_REJECT:  # else the root is run beside the target
@@ -415,10 +285,53 @@ class BranchDrafting:
             row.branches.append(row.add(token, row.leaf) if known is None else known)
         return laws
 
+    def _hedge(self, row: Row) -> None:
+        """Spawns branches at places of the chain: the tokens that the target is likeliest to choose instead.
+
+        The paper branches behind the chain only. A token that the target rejects within it then costs everything that
+        was drafted meanwhile, which on a CPU, where more branches cost next to no time, can be hedged against just as
+        well. What the target chooses there does not depend on what was prepared, so no rule of acceptance changes.
+        """
+        row.hedges = []
+        if not self.plan.most_hedges:
+            return
+        likely: list[tuple[float, int, int]] = []
+        reached = 1.0
+        for above, node in zip([row.root, *row.chain], row.chain, strict=False):
+            law, drafted = row.nodes[above].law, row.nodes[node].token
+            if law is None:  # an unfinished branch of the round before, whose last token is yet to be run
+                break
+            known = dict(zip(law.token_ids, law.probs, strict=True))
+            likely += [(reached * prob, above, token) for token, prob in known.items() if token != drafted]
+            reached *= known.get(drafted, 0.0)
+        likely.sort(key=lambda place: -place[0])
+        row.hedges = [row.add(token, above) for _, above, token in likely[: self.plan.most_hedges]]
+
+    def _run_branches(self, signals: Sequence[Signals], first: Sequence[list[int]] | None = None) -> bool:
+        """One forward over the tips of all branches, which then go on; whether there was any to run.
+
+        Args:
+            signals: per row.
+            first: per row nodes to run as well.
+        """
+        tips = [
+            self._tips(row) if signal.branches != ALL_REJECT else []
+            for row, signal in zip(self.rows, signals, strict=True)
+        ]
+        frontiers = tips if first is None else [[*nodes, *more] for nodes, more in zip(first, tips, strict=True)]
+        if not any(frontiers):
+            return False
+        self._run(frontiers)
+        for row, signal, own in zip(self.rows, signals, tips, strict=True):
+            for tip in own:
+                if signal.branches == ALL_ACCEPT or self._is_confident(row, tip):
+                    row.go_on(tip)
+        return True
+
     def _tips(self, row: Row) -> list[int]:
         """The last nodes of branches that may be drafted further."""
         tips = []
-        for branch in row.branches:
+        for branch in [*row.branches, *row.hedges]:
             length, tip = 0, branch
             while row.nodes[tip].next >= 0:
                 length, tip = length + 1, row.nodes[tip].next
@@ -435,6 +348,7 @@ class BranchDrafting:
 
     def _run(self, frontiers: Sequence[Sequence[int]]) -> None:
         """One forward over nodes of every row, parents before children; their laws are known afterwards."""
+        self._settle()
         first, width = self.num_places, max(map(len, frontiers))
         self.num_places = stop = first + width
         self._make_room(stop)
@@ -462,17 +376,14 @@ class BranchDrafting:
 
     def _laws(self, logits: Tensor, *, drawn: bool) -> list[list[Law | None]]:
         """[batch, nodes, vocab] logits -> per row and node what they say; None where they are NaN or infinite."""
-        most = min(self.plan.most_branches, logits.shape[-1])
-        top = logits.topk(most, dim=-1)
-        # The likeliest token's probability without a softmax over rows that nobody reads.
-        confidence = (top.values[..., :1] - logits.logsumexp(-1, keepdim=True)).exp()
-        ids, sure = top.indices.tolist(), confidence.squeeze(-1).tolist()
-        finite = [[value == value and value > 0 for value in row] for row in sure]
+        top = logits.softmax(-1).topk(min(self.plan.most_branches, logits.shape[-1]), dim=-1)
+        ids, sure = top.indices.tolist(), top.values.tolist()
+        finite = [[values[0] == values[0] for values in row] for row in sure]
         drawn_from: list[list[Tensor | None]] = [[None] * len(row) for row in ids]
         chosen = [[tokens[0] for tokens in row] for row in ids]
         if drawn:
             batch, nodes, vocab = logits.shape
-            scores = logits.where(confidence.isfinite() & (confidence > 0), 0.0).view(-1, vocab)
+            scores = logits.where(top.values[..., :1].isfinite(), 0.0).view(-1, vocab)
             scores = self.plan.choice.warpers(logits.new_zeros((batch * nodes, 1), dtype=torch.int64), scores)
             law = scores.softmax(-1)
             draws = torch.multinomial(law, 1, generator=self.random).view(batch, nodes)
@@ -511,16 +422,6 @@ class BranchDrafting:
         if have:
             token_ids[:, :have], depths[:, :have], mask[:, :have, :have] = self.token_ids, self.depths, self.mask
         self.token_ids, self.depths, self.mask = token_ids, depths, mask
-
-
-def num_branches(most_branches: int, confidence: float) -> int:
-    """K = max(1, floor(k_max (1 - q))): how many candidates a branch point gets. SpecBranch, Eq. 7.
-
-    Example:
-        >>> [num_branches(6, confidence) for confidence in (0.99, 0.5, 0.1)]
-        [1, 3, 5]
-    """
-    return max(1, int(most_branches * (1 - confidence)))
 
 
 def _padded(laws: Sequence[Sequence[Tensor | None]]) -> Tensor:

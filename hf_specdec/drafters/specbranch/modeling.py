@@ -20,9 +20,17 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
-from hf_specdec.drafters.specbranch.drafting import CONFIDENCE, BranchDrafting, DraftingPlan
-from hf_specdec.drafters.specbranch.worker import WORKER_KINDS, Worker, WorkerKind, make_worker, process_refusal
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
+from hf_specdec.drafters.specbranch.worker import (
+    WORKER_KINDS,
+    IdleProcess,
+    Worker,
+    WorkerKind,
+    make_worker,
+    process_refusal,
+)
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
 MOST_BRANCHES = 64
@@ -66,6 +74,9 @@ class SpecBranchDrafter(PretrainedDrafter):
         parallel: whether the draft model runs beside the target. Without, the same code drafts in turn with it, as
             plain speculative sampling (SpS) does.
         k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
+        hedge: also drafts k_max - 1 branches at places within the chain that is being verified, so that a rejection
+            there need not cost what was drafted meanwhile. A chosen branch is then verified whole, and `lengths` says
+            how much is drafted where none was chosen, H-RAD all or nothing. Not in the paper.
         lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
             the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
             `"h_rad"` where the checkpoint has one.
@@ -93,6 +104,7 @@ class SpecBranchDrafter(PretrainedDrafter):
     option_names: ClassVar[tuple[str, ...]] = (
         "parallel",
         "k_max",
+        "hedge",
         "lengths",
         "min_confidence",
         "min_certainty",
@@ -110,6 +122,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.h_rad = HRAD(config) if config.h_rad else None
         self.parallel = True
         self.k_max = 6
+        self.hedge = True
         self.lengths: Literal["h_rad", "confidence", "fixed"] = "h_rad" if config.h_rad else "confidence"
         self.min_confidence = config.min_confidence
         self.min_certainty = 0.6
@@ -121,6 +134,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.worker_threads = 1
         # No submodule: its weights are files of their own, and mostly somebody else's.
         self.__dict__["_pair"] = None
+        self._idle_process = IdleProcess()
         self._measured: tuple[weakref.ref[PreTrainedModel], Any] | None = None
         self.post_init()
 
@@ -252,13 +266,19 @@ class SpecBranchDrafter(PretrainedDrafter):
 
         def make_drafting(choice: ChoiceRule) -> BranchDrafting:
             branches = self.k_max if self.parallel else 1
-            drawn = self.candidates == "drawn"
-            return BranchDrafting(
-                draft_model, DraftingPlan(self.max_depth, branches, self.min_confidence, drawn, choice)
+            plan = DraftingPlan(
+                most_tokens=self.max_depth,
+                most_branches=branches,
+                most_hedges=branches - 1 if self.hedge else 0,
+                min_confidence=self.min_confidence,
+                draw_candidates=self.candidates == "drawn",
+                choice=choice,
             )
+            return BranchDrafting(draft_model, plan)
 
         def place_worker(drafting: BranchDrafting) -> Worker:
-            return make_worker(self.worker if self.parallel else "none", drafting, self.worker_threads)
+            kind = self.worker if self.parallel else "none"
+            return make_worker(kind, drafting, self.worker_threads, self._idle_process)
 
         embeddings = target.model.get_input_embeddings()
         return SpecBranchGenerator(
@@ -271,6 +291,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             else None,
             lengths=self.lengths,
             posterior=self.selection == "posterior",
+            hedged=self.parallel and self.hedge and self.k_max > 1,
             num_threads=self.worker_threads,
         )
 
@@ -303,8 +324,9 @@ class SpecBranchDrafter(PretrainedDrafter):
         ):
             if getattr(self, name) not in known:
                 raise unknown_name(name, getattr(self, name), known)
-        if not isinstance(self.parallel, bool):
-            raise ValueError(f"parallel={self.parallel!r} must be True or False.")
+        for name in ("parallel", "hedge"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("min_confidence", "min_certainty"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 <= value <= 1:

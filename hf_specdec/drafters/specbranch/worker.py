@@ -4,8 +4,9 @@ All three run the same `BranchDrafting` and give the same drafts; they differ in
 interpreter with the target: on a GPU, where the host only hands out work, and for large models on a CPU that is enough.
 A small target's forward on a CPU is mostly Python, and two threads then take turns at the interpreter: on the bundled
 pair a verification that takes 7 ms alone took 18 ms beside a drafting thread, so nothing was gained. A process has an
-interpreter of its own. It is forked, so that it shares the weights' memory with its parent, is there within
-milliseconds, and sees the draft model as it is; it ends with the call.
+interpreter of its own. It is forked, so that it shares the weights' memory with its parent. Forking it and taking it
+down took 50 ms, a tenth of a short call, so it waits for the drafter's next call and ends with the drafter, with an
+error, or when the draft model is no longer what it was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +27,13 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 
 WorkerKind = Literal["auto", "process", "thread", "none"]
 WORKER_KINDS = ("auto", "process", "thread", "none")
+BEGIN = "begin a call"
 
 
 class Pending(Protocol):
@@ -98,14 +102,14 @@ class ThreadWorker(Worker):
 class ProcessWorker(Worker):
     """A forked process with its own interpreter, for draft models on a CPU."""
 
-    def __init__(self, drafting: BranchDrafting, num_threads: int) -> None:
+    def __init__(self, model: PreTrainedModel, num_threads: int) -> None:
+        self.stamp = _stamp(model, num_threads)
+        self.idle: IdleProcess | None = None
+        self.whole = True  # whether all that was asked has been answered, and without an error
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve,
-            args=(drafting, theirs, self.connection, num_threads),
-            name="hf_specdec-drafting",
-            daemon=True,
+            target=_serve, args=(model, theirs, self.connection, num_threads), name="hf_specdec-drafting", daemon=True
         )
         with warnings.catch_warnings():
             # Python 3.12 and newer warn that a lock of another thread may be held in the child. The child runs the
@@ -113,8 +117,10 @@ class ProcessWorker(Worker):
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             self.process.start()
         theirs.close()
+        self.end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
 
     def submit(self, method: str, *arguments: Any) -> Pending:
+        self.whole = False
         self._guarded(lambda: self.connection.send_bytes(pickle.dumps((method, arguments))))
         return self
 
@@ -124,6 +130,7 @@ class ProcessWorker(Worker):
         if failed:
             error, there = answer
             raise error from RemoteError(there)
+        self.whole = True
         return answer
 
     def _guarded(self, talk: Callable[[], Any]) -> Any:
@@ -138,10 +145,33 @@ class ProcessWorker(Worker):
             ) from error
 
     def close(self) -> None:
-        self.connection.close()
-        self.process.kill()  # it holds nothing that would have to be put away
-        self.process.join()
-        self.process.close()
+        idle, self.idle = self.idle, None  # no cycle: the process ends as soon as the drafter does
+        if self.whole and idle is not None:
+            idle.worker = self
+        else:
+            self.end()
+
+
+class IdleProcess:
+    """Keeps the drafting process of one drafter from call to call."""
+
+    def __init__(self) -> None:
+        self.worker: ProcessWorker | None = None
+
+    def __reduce__(self) -> tuple[type[IdleProcess], tuple[()]]:
+        return IdleProcess, ()  # a copy of the drafter forks its own
+
+    def begin(self, drafting: BranchDrafting, num_threads: int) -> ProcessWorker:
+        """A process for one call, which comes back here when it is closed."""
+        model = drafting.drafter.model
+        worker, self.worker = self.worker, None  # a second call at the same time gets its own
+        if worker is None or worker.stamp != _stamp(model, num_threads) or not worker.process.is_alive():
+            if worker is not None:
+                worker.end()
+            worker = ProcessWorker(model, num_threads)
+        worker.idle = self
+        worker.call(BEGIN, drafting.plan)
+        return worker
 
 
 class RemoteError(Exception):
@@ -151,13 +181,13 @@ class RemoteError(Exception):
         super().__init__(f'\n"""\n{text}"""')
 
 
-def make_worker(kind: WorkerKind, drafting: BranchDrafting, num_threads: int) -> Worker:
+def make_worker(kind: WorkerKind, drafting: BranchDrafting, num_threads: int, idle: IdleProcess) -> Worker:
     """Where to draft; `kind` as `SpecBranchDrafter.worker`."""
     if kind == "auto":
         kind = "process" if process_refusal(drafting.drafter.model.device) is None else "thread"
     if kind == "none":
         return InTurn(drafting)
-    return (ProcessWorker if kind == "process" else ThreadWorker)(drafting, num_threads)
+    return idle.begin(drafting, num_threads) if kind == "process" else ThreadWorker(drafting, num_threads)
 
 
 def process_refusal(device: torch.device) -> str | None:
@@ -175,20 +205,41 @@ def _use_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)  # of the calling thread
 
 
-def _serve(drafting: BranchDrafting, connection: Connection, parents: Connection, num_threads: int) -> None:
+def _stamp(model: PreTrainedModel, num_threads: int) -> tuple[Any, ...]:
+    """What a forked process must have been forked with; the weights it sees are those of that time."""
+    tensors = [*model.parameters(), *model.buffers()]
+    versions = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    return id(model), num_threads, os.getpid(), versions
+
+
+def _end(process: Any, connection: Connection, parent: int) -> None:
+    if os.getpid() != parent:  # a copy of the parent, say a data loader, which this process does not belong to
+        return
+    connection.close()
+    process.kill()  # it holds nothing that would have to be put away
+    process.join()
+    process.close()
+
+
+def _serve(model: PreTrainedModel, connection: Connection, parents: Connection, num_threads: int) -> None:
     """The life of the drafting process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process
     parents.close()  # else the end of the parent would not be the end of the pipe
 
     def answer_requests() -> None:
         _use_threads(num_threads)
+        drafting: BranchDrafting | None = None
         while True:
             try:
                 method, arguments = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 return  # the parent has gone
             try:
-                answer = (False, getattr(drafting, method)(*arguments))
+                if method == BEGIN:
+                    drafting = BranchDrafting(model, *arguments)
+                    answer: tuple[bool, Any] = (False, None)
+                else:
+                    answer = (False, getattr(drafting, method)(*arguments))
             except Exception as error:
                 answer = (True, (_picklable(error), traceback.format_exc()))
             try:

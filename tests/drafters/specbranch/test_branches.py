@@ -11,22 +11,24 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.candidates import GREEDY
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
-from hf_specdec.drafters.specbranch.drafting import (
+from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
     ALL_REJECT,
     CONFIDENCE,
-    BranchDrafting,
     DraftingPlan,
+    Row,
     Signals,
     num_branches,
 )
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from tests.decoding.test_sampling import DEPTH, PROMPT, SAMPLING, count, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
 from tests.targets import PROMPTS, make_target
 
 WAYS: dict[str, dict[str, Any]] = {
-    "branches": {"lengths": "confidence"},
+    "branches": {"lengths": "confidence", "hedge": False},
+    "hedged branches": {"lengths": "fixed"},
     "predicted": {"lengths": "h_rad"},
     "predicted a priori": {"lengths": "h_rad", "selection": "a_priori"},
     "single sequence": {"lengths": "fixed", "k_max": 1},
@@ -91,7 +93,13 @@ def test_a_draft_model_that_is_always_right_never_waits() -> None:
 
 
 def drafting(model: PreTrainedModel, **changes: Any) -> BranchDrafting:
-    plan: dict[str, Any] = {"most_tokens": 4, "most_branches": 3, "min_confidence": 0.0, "draw_candidates": False}
+    plan: dict[str, Any] = {
+        "most_tokens": 4,
+        "most_branches": 3,
+        "most_hedges": 0,
+        "min_confidence": 0.0,
+        "draw_candidates": False,
+    }
     made = BranchDrafting(model, DraftingPlan(**(plan | changes), choice=GREEDY))
     made.start([TEXT], None, 0)
     return made
@@ -136,6 +144,7 @@ def test_a_chosen_branch_is_kept_with_its_entries_and_the_others_are_forgotten(s
     (kept,) = made.draft([[*chain, token]], [True], whole).tokens
     assert kept == branch[1 : 1 + length]
     text = [*TEXT, *chain, token]
+    made._settle()
     assert made.drafter.cache.row_lengths == [len(text) - 1]
     assert made.num_places == len(branch) - 1  # all of it but its last token, which was not run
     (after,) = made.draft_ahead(whole).candidates
@@ -157,6 +166,58 @@ def test_a_rejected_chain_leaves_the_cache_as_if_it_had_not_been_drafted() -> No
     assert again == greedy(model, [*TEXT, chain[0], wrong], 4)
 
 
+@pytest.mark.parametrize(("hedge", "accepted"), [(False, [[0] * 13]), (True, [[0, 3, 3, 3]])])
+def test_only_without_hedges_is_a_chosen_branch_verified_in_part(
+    hedge: bool, accepted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, noise=0.0, hedge=hedge)
+    monkeypatch.setattr(drafter, "predict", lambda features, *_: torch.full((len(features),), ALL_REJECT))
+    target.generate(**prompts, max_new_tokens=14, do_sample=False, assistant_model=drafter)
+    assert stats_of(drafter).per_step_accepted == accepted
+
+
+def test_hedges_are_the_likeliest_other_tokens_along_the_chain() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    made, whole = drafting(model, most_hedges=4), [Signals(ALL_ACCEPT, ALL_ACCEPT)]
+    (chain,) = made.draft([[]], [True], whole).tokens
+    made.draft_ahead(whole)
+    with torch.no_grad():
+        laws = model(torch.tensor([TEXT + chain])).logits[0, len(TEXT) - 1 : -1].softmax(-1)
+    likely, reached = [], 1.0
+    for place, law in enumerate(laws):
+        top = law.topk(3)
+        for token, prob in zip(top.indices.tolist(), top.values.tolist(), strict=True):
+            if token != chain[place]:
+                likely.append((reached * prob, place, token))
+        reached *= float(law[chain[place]])
+    row = made.rows[0]
+    path = [row.root, *row.chain]
+    found = {(path.index(row.nodes[hedge].parent), row.nodes[hedge].token) for hedge in row.hedges}
+    assert found == {(place, token) for _, place, token in sorted(likely)[-4:]}
+
+
+def test_a_rejection_that_was_hedged_against_costs_no_forward() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    made, whole = drafting(model, most_hedges=4), [Signals(ALL_ACCEPT, ALL_ACCEPT)]
+    (chain,) = made.draft([[]], [True], whole).tokens
+    made.draft_ahead(whole)
+    row = made.rows[0]
+    hedge = row.hedges[0]
+    accepted = [row.root, *row.chain].index(row.nodes[hedge].parent)
+    emitted = [*chain[:accepted], row.nodes[hedge].token]
+    drafted, forwards = branch_tokens(made, hedge), made.counters.path_drafts
+    (kept,) = made.draft([emitted], [True], whole).tokens
+    assert made.counters.path_drafts == forwards
+    assert [emitted[-1], *kept] == drafted
+    assert kept == greedy(model, TEXT + emitted, len(kept))
+    assert len(kept) == 4
+    (after,) = made.draft_ahead(whole).candidates
+    with torch.no_grad():
+        probs = model(torch.tensor([TEXT + emitted + kept])).logits[0, -1].softmax(-1)
+    assert after == probs.topk(num_branches(3, float(probs.max()))).indices.tolist()
+
+
 def test_drafting_stops_where_the_draft_model_is_not_sure() -> None:
     model = make_causal_lm(make_target("llama", "sdpa")).model
     made, signals = drafting(model, min_confidence=0.2), [Signals(CONFIDENCE, CONFIDENCE)]
@@ -167,15 +228,16 @@ def test_drafting_stops_where_the_draft_model_is_not_sure() -> None:
         assert (sure >= 0.2) == (length < len(chain)) or len(chain) == 4
 
 
-def test_more_branches_cost_entries_and_no_copies_of_the_text() -> None:
+@pytest.mark.parametrize(("hedge", "more"), [(False, 5), (True, 5 + 5)])
+def test_more_branches_cost_entries_and_no_copies_of_the_text(hedge: bool, more: int) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     peaks = []
     for k_max in (1, 2, 4, 6):
-        drafter = make_specbranch(target, lengths="confidence", k_max=k_max)
+        drafter = make_specbranch(target, lengths="confidence", k_max=k_max, hedge=hedge)
         target.generate(**prompts, max_new_tokens=20, do_sample=False, assistant_model=drafter)
         peaks.append(stats_of(drafter).peak_draft_entries)
     assert peaks == sorted(peaks)
-    assert peaks[-1] - peaks[0] <= 5 * 4  # five branches more, of at most four entries
+    assert peaks[-1] - peaks[0] <= more * 4  # so many branches more, of at most four entries
 
 
 @pytest.mark.parametrize("candidates", ["top_k", "drawn"])
@@ -185,10 +247,19 @@ def test_sampled_tokens_follow_the_target_branch_points_included(
 ) -> None:
     target = sampled_target()
     monkeypatch.setitem(SAMPLING, "own", {"temperature": temperature})
+    hit, hedged = Row.hit, []
+
+    def noted(self: Row, tokens: list[int]) -> int | None:
+        found = hit(self, tokens)
+        hedged.extend(node for node in self.hedges if node == found)
+        return found
+
+    monkeypatch.setattr(Row, "hit", noted)
     drafter = make_specbranch(target, noise=0.1, lengths="confidence", min_confidence=0.3, candidates=candidates)
     assert_follows(count(sample(target, drafter, temperature)), enumerate_law(target, PROMPT, "own"))
     stats = stats_of(drafter)
-    # Chains and branch points both took part.
+    # Chains, branch points and hedges all took part.
+    assert len(hedged) > ROWS / 20
     assert stats.num_accepted_draft_tokens > ROWS / 20
     assert stats.num_path_kept > stats.num_accepted_draft_tokens + ROWS / 20
 
@@ -213,3 +284,16 @@ def test_candidates_that_claim_to_be_drawn_are_caught(monkeypatch: pytest.Monkey
 
 def test_numbers_of_branches_are_those_of_the_paper() -> None:
     assert [num_branches(k, 0.3) for k in (1, 2, 4, 6, 12)] == [1, 1, 2, 4, 8]
+
+
+def test_measuring_the_draft_model_leaves_nothing_behind() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    measured, not_measured = drafting(model, most_hedges=2), drafting(model, most_hedges=2)
+    assert measured.seconds_per_forward() > 0
+    signals = [Signals(ALL_ACCEPT, ALL_ACCEPT)]
+    for made in (measured, not_measured):
+        made.draft([[]], [True], signals)
+        made.draft_ahead(signals)
+    assert measured.rows == not_measured.rows
+    assert measured.counters == not_measured.counters
+    assert measured.random.get_state().equal(not_measured.random.get_state())

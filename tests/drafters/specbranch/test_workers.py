@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import multiprocessing
 import os
 import random
@@ -29,7 +31,8 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
 def left_behind() -> list[str]:
-    """Our threads and processes that are still there."""
+    """Our threads and processes that are still there; a process may wait for the next call as long as its drafter."""
+    gc.collect()
     threads = [thread.name for thread in threading.enumerate() if "hf_specdec" in thread.name]
     return threads + [process.name for process in multiprocessing.active_children()]
 
@@ -42,7 +45,7 @@ def delayed(function: Callable[..., Any], most_s: float, source: random.Random) 
     return call
 
 
-@pytest.mark.parametrize(("worker", "runs"), [("thread", 200), ("process", 20)])
+@pytest.mark.parametrize(("worker", "runs"), [("thread", 200), ("process", 200)])
 def test_results_do_not_depend_on_who_is_faster(worker: str, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if worker == "process" and not CAN_FORK:
         pytest.skip("needs fork")
@@ -60,6 +63,7 @@ def test_results_do_not_depend_on_who_is_faster(worker: str, runs: int, monkeypa
         assert drafter.stats is not None
         seen.add((tuple(output[0].tolist()), tuple(drafter.stats.per_step_accepted[0]), drafter.stats.num_path_drafts))
     assert len(seen) == 1
+    del drafter
     assert not left_behind()
 
 
@@ -96,7 +100,60 @@ def test_an_error_of_the_worker_surfaces_and_the_next_call_works(
     assert torch.get_num_threads() == threads
     assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert assisted.tolist() == target.generate(**prompts, **GREEDY).tolist()
+    del drafter, caught  # the error's traceback holds the drafter too
     assert not left_behind()
+
+
+def forked(drafter: SpecBranchDrafter) -> int | None:
+    """The process id of a drafter's process that waits for the next call."""
+    worker = drafter._idle_process.worker
+    return None if worker is None else worker.process.pid
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="needs fork")
+def test_the_process_waits_for_the_next_call_and_ends_with_its_drafter() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, worker="process")
+    first = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    waiting = forked(drafter)
+    assert waiting is not None
+    # Another choice rule and another plan, in the same process.
+    sampled = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        sampled.append(target.generate(**prompts, **SAMPLED, assistant_model=drafter).tolist())
+    assert sampled[0] == sampled[1]
+    drafter.set_options(k_max=1)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == first.tolist()
+    assert forked(drafter) == waiting
+    copied = copy.deepcopy(drafter)
+    assert forked(copied) is None
+    assert left_behind() == ["hf_specdec-drafting"]
+    del drafter, copied
+    assert not left_behind()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="needs fork")
+@pytest.mark.parametrize("change", ["weights", "threads", "killed"])
+def test_a_process_that_would_draft_with_something_else_is_replaced(change: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, worker="process", noise=0.0)
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    before, kept = forked(drafter), drafter.stats.num_path_kept  # type: ignore[union-attr]
+    assert before is not None
+    if change == "weights":
+        assert drafter.draft_model is not None
+        with torch.no_grad():
+            drafter.draft_model.get_input_embeddings().weight.neg_()
+    elif change == "threads":
+        drafter.set_options(worker_threads=2)
+    else:
+        os.kill(before, signal.SIGKILL)
+        drafter._idle_process.worker.process.join()  # type: ignore[union-attr]
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert forked(drafter) not in (None, before)
+    assert (drafter.stats.num_path_kept < kept) == (change == "weights")  # type: ignore[union-attr]
+    assert left_behind() == ["hf_specdec-drafting"]
 
 
 @pytest.mark.skipif(not CAN_FORK, reason="needs fork")
