@@ -168,9 +168,11 @@ class AutoBudget:
         probing: whether it does so only to find out if drafting pays again.
     """
 
-    FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds
-    MEMORY = 0.95  # per drafted round, of tokens and seconds
-    CREDIT, CREDITED_GAIN = 3.0, 1.2  # rounds, and their gain, given to a call, or after a rest, before it is judged
+    FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds
+    # Per drafted round, of tokens and seconds. Acceptance goes up and down over tens of rounds: with less memory calls
+    # rest in each trough, and are late for the next crest.
+    MEMORY = 0.98
+    CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # rounds, and their gain, given before it is judged
 
     def __init__(self, knowledge: BudgetKnowledge) -> None:
         self.knowledge = knowledge
@@ -310,7 +312,7 @@ class AutoBudget:
         if self.probing:
             # What was before the rest is forgotten; one miss is not yet a sign that nothing has changed.
             self._tokens = self._seconds = 0.0
-            self._credit, self._kept_up = self.CREDIT, 0
+            self._credit, self._kept_up = self.CREDIT_AFTER_REST, 0
 
 
 def _on_host(path_logprobs: list[list[float]] | Tensor) -> list[list[float]] | None:
