@@ -15,7 +15,15 @@ from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
-from tests.methods import make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock
+from tests.methods import (
+    make_causal_lm,
+    make_dflash,
+    make_eagle3,
+    make_medusa,
+    make_specblock,
+    make_specbound,
+    make_specbranch,
+)
 from tests.targets import make_target
 
 TARGET = {"target_id": "owner/target", "target_architecture": "LlamaForCausalLM", "num_target_layers": LAYERS}
@@ -211,6 +219,8 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
         (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads as they were published"),
         (make_specblock, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
         (make_causal_lm, {}, {}, "a plain language model is served as it is"),
+        (make_specbound, {}, {}, "SpecBound changes how the target itself runs"),
+        (make_specbranch, {}, {}, "SpecBranch drafts while the target runs"),
         (lambda target: NGramDrafter(), {}, {}, "vLLM has its own"),
         (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
     ],
