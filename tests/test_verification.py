@@ -37,7 +37,11 @@ def check(target: PreTrainedModel, drafter: Drafter, **settings: Any) -> Lossles
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_passes(method: str, target: PreTrainedModel) -> None:
-    report = check(target, METHODS[method](target))
+    drafter = METHODS[method](target)
+    if method == "specbranch":
+        # With hedges it drafts only where H-RAD promises a whole draft, or for a branch that came true: here, seldom.
+        drafter.set_options(hedge=False)
+    report = check(target, drafter)
     assert report.lossless, str(report)
     assert report.num_tokens == 16
     assert report.replays

@@ -15,7 +15,7 @@ from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.registry import unknown_name
-from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE
+from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, read_json
 from hf_specdec.hub.formats.speculators import write_dflash, write_eagle3
 
 Engine = Literal["vllm"]
@@ -24,6 +24,9 @@ _NOT_SERVED = {
     "specblock": "no engine but the authors' own fork of SGLang knows SpecBlock",
     "medusa": "vLLM serves Medusa heads as they were published (method medusa in --speculative-config)",
     "causal_lm": "a plain language model is served as it is (method draft_model in --speculative-config)",
+    "specbound": "SpecBound changes how the target itself runs, and vLLM has no class for that",
+    "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for that; its draft model is served "
+    "as it is (method draft_model)",
     "ngram": "vLLM has its own (method ngram in --speculative-config)",
 }
 
@@ -43,7 +46,8 @@ def export_drafter(
 
     Args:
         drafter: as `load_drafter` gives it.
-        folder: where to; made if needed. Upload it with `hf upload`.
+        folder: where to; made if needed. It may hold an earlier export, which is overwritten. Upload it with
+            `hf upload`.
         to: the engine.
         target_id: Hub id of the target, which the engine loads; None for the one that the drafter names.
         target_architecture: class of the target, such as "LlamaForCausalLM"; engines only report it.
@@ -54,8 +58,8 @@ def export_drafter(
         The folder.
 
     Raises:
-        ValueError: the engine cannot serve such a drafter, the target has no Hub id, or the layout cannot say what the
-            drafter does; the message says which, and nothing is written.
+        ValueError: the engine cannot serve such a drafter, the target has no Hub id, the layout cannot say what the
+            drafter does, or the folder holds another checkpoint; the message says which, and nothing is written.
     """
     if to not in get_args(Engine):
         raise unknown_name("engine", to, get_args(Engine))
@@ -87,10 +91,27 @@ def export_drafter(
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be exported to {to}: {error}") from error
     folder = Path(folder)
+    in_the_way = _in_the_way(folder)
+    if in_the_way:
+        raise ValueError(
+            f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or {to} would "
+            "load more than the export. Clear it, or give another folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     return folder
+
+
+def _in_the_way(folder: Path) -> list[str]:
+    """Files of a checkpoint that is no earlier export; engines load every weights file that they find in a repo."""
+    earlier = False
+    if (folder / CONFIG_FILE).is_file():
+        earlier = "speculators_config" in read_json(folder / CONFIG_FILE, str(folder))
+    ours = {CONFIG_FILE, WEIGHTS_FILE} if earlier else set()
+    kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".py", CONFIG_FILE)
+    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in found if name.endswith(kinds) and name not in ours]
 
 
 def _dflash_fields(drafter: DFlashDrafter) -> dict[str, Any]:

@@ -141,6 +141,7 @@ _BY_CONFIG: list[Rule] = [
             "the target's own keys and values, which it attends to: give it to stock generate without hf_specdec",
         ),
     ),
+    (is_specblock, SPECBLOCK),
     (_architecture("DFlash2"), _DFLASH_2),
     (lambda config: bool({"selector_rank", "conv_kernel_size"} & set(config.get("dflash_config") or ())), _DFLASH_2),
     (is_deepspec_dflash, DEEPSPEC_DFLASH),
@@ -155,7 +156,6 @@ _BY_CONFIG: list[Rule] = [
         _architecture("DFlashLaguna"),
         Unread("Laguna DFlash", "a norm for each tapped state and gated, fused attention"),
     ),
-    (is_specblock, SPECBLOCK),
     (is_zlab, ZLAB),
     (_architecture("PEagle"), Unread("P-EAGLE", _P_EAGLE)),
     (

@@ -15,7 +15,15 @@ from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
-from tests.methods import make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock
+from tests.methods import (
+    make_causal_lm,
+    make_dflash,
+    make_eagle3,
+    make_medusa,
+    make_specblock,
+    make_specbound,
+    make_specbranch,
+)
 from tests.targets import make_target
 
 TARGET = {"target_id": "owner/target", "target_architecture": "LlamaForCausalLM", "num_target_layers": LAYERS}
@@ -107,6 +115,7 @@ def test_dflash_config_is_field_by_field_what_vllm_reads(target: PreTrainedModel
             "rope_parameters": rope,
             "tie_word_embeddings": False,
             "layer_types": ["full_attention", "full_attention"],
+            "is_causal": False,
         },
         "torch_dtype": "float32",
     }
@@ -131,6 +140,10 @@ DRAFTERS: dict[str, Any] = {
     "eagle3, a norm per tap, biases, two layers": (
         make_eagle3,
         {"fc_norm": True, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+    ),
+    "eagle3, four taps, wider than its target": (
+        make_eagle3,
+        {"target_layer_ids": [0, 1, 3, 5], "hidden_size": 48, "target_hidden_size": 32, "own_embeddings": True},
     ),
     "dflash": (make_dflash, {}),
     "dflash, own head over a draft vocabulary": (
@@ -168,10 +181,19 @@ def test_exported_drafter_reads_back_tensor_for_tensor_and_drafts_the_same(
     assert run(target, loaded) == run(target, drafter)
 
 
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
 def test_mixed_layers_warn(target: PreTrainedModel, tmp_path: Path) -> None:
-    mixed = make_dflash(target, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
-    with pytest.warns(UserWarning, match="mixed: vLLM masks the full ones wrongly so far"):
-        exported(mixed, tmp_path)
+    with pytest.warns(UserWarning, match="mixed: vLLM needs its V2 model runner.*masks the full ones wrongly so far"):
+        exported(make_dflash(target, **MIXED), tmp_path)
+
+
+def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="mixed: vLLM needs its V2 model runner for them.$"):
+        config = exported(make_dflash(target, **MIXED, is_causal=False), tmp_path)
+    assert config["sliding_window_non_causal"]
+    assert config["transformer_layer_config"]["is_causal"] is False
 
 
 @pytest.mark.parametrize(
@@ -185,9 +207,20 @@ def test_mixed_layers_warn(target: PreTrainedModel, tmp_path: Path) -> None:
         (make_dflash, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
         (make_dflash, {"final_logit_softcapping": 30.0}, {}, "this layout has no cap on logits"),
         (make_dflash, {"is_causal": True}, {}, r"of the kinds .*\[\(None, True\)\]; this layout has full layers"),
+        (make_eagle3, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
+        (make_dflash, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
+        (
+            make_eagle3,
+            {"qk_norm": True, "attention_bias": True},
+            {},
+            "attention_bias is set beside norms of queries and keys",
+        ),
+        (make_eagle3, {"qk_norm": True, "mlp_bias": True}, {}, "mlp_bias is set beside norms of queries and keys"),
         (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads as they were published"),
         (make_specblock, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
         (make_causal_lm, {}, {}, "a plain language model is served as it is"),
+        (make_specbound, {}, {}, "SpecBound changes how the target itself runs"),
+        (make_specbranch, {}, {}, "SpecBranch drafts while the target runs"),
         (lambda target: NGramDrafter(), {}, {}, "vLLM has its own"),
         (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
     ],
@@ -198,3 +231,25 @@ def test_what_cannot_be_exported_raises_and_writes_nothing(
     with pytest.raises(ValueError, match=message):
         export_drafter(make(target, **settings), tmp_path / "out", **{**TARGET, **arguments})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors", "modeling.py"])
+def test_folder_with_what_an_engine_would_load_beside_the_export_raises(
+    name: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=f"already holds .*{name}.*give another folder"):
+        export_drafter(make_dflash(target), tmp_path, **TARGET)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_drafter_is_not_overwritten_by_its_export_but_an_earlier_export_is(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter = make_eagle3(target)
+    drafter.save_pretrained(tmp_path / "ours")
+    before = (tmp_path / "ours" / "config.json").read_text()
+    with pytest.raises(ValueError, match="already holds .*config.json.*give another folder"):
+        export_drafter(drafter, tmp_path / "ours", **TARGET)
+    assert (tmp_path / "ours" / "config.json").read_text() == before
+    assert exported(drafter, tmp_path / "out") == exported(drafter, tmp_path / "out")

@@ -83,9 +83,7 @@ def test_folder_in_a_published_layout_drafts_what_it_was_written_from(
     assert any(len(tree[0][0]) > 1 for tree in trees)
 
 
-@pytest.mark.parametrize(
-    "name", ["speculators, default taps, every flag", "deepspec dflash, the root's slot predicts and nothing says so"]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_loaded_foreign_drafter_is_saved_in_our_layout_and_loads_again(
     name: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:

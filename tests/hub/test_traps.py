@@ -246,6 +246,8 @@ def built(trap: Trap, target: PreTrainedModel) -> Any:
         weights = parameter.data
         if name.endswith("norm.weight"):
             weights.normal_()  # of both signs: nothing looks the same after a norm
+            if trap.says == "state":
+                weights.sign_()  # and of one size, so that no few dimensions say everything
         elif name.endswith(("v_proj.weight", "o_proj.weight")):
             weights *= attention
         elif name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -183,7 +183,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
                 generator._embed(ids[:, root + depth : root + depth + 1]),
                 at + depth if positions == "path" else at,
                 from_target=False,
-                mask=generator._path_mask(starts),
+                mask=generator._path_mask(starts, generator.cache.longest, generator.cache.lengths),
                 cache=generator.cache,
             )
             generator.cache.hold(3)

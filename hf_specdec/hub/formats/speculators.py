@@ -107,8 +107,18 @@ def write_eagle3(fields: Config, target: Config) -> Config:
     config |= {flag: fields[flag] for flag in _EAGLE3_FLAGS}
     if fields["target_hidden_size"] != fields["hidden_size"]:
         config["target_hidden_size"] = fields["target_hidden_size"]
-    layer = _layer(fields, "qwen3" if fields["qk_norm"] else "llama")
-    return config | {"transformer_layer_config": layer | {"num_hidden_layers": fields["num_hidden_layers"]}}
+    for key in ("attention_bias", "mlp_bias"):
+        if fields["qk_norm"] and fields[key]:
+            # vLLM's qwen3 layer, which has the norms, has biases on neither o_proj nor the MLP.
+            raise ValueError(f"{key} is set beside norms of queries and keys, and vLLM has no draft layer with both.")
+    layer = _layer(fields, "qwen3" if fields["qk_norm"] else "llama") | {
+        "num_hidden_layers": fields["num_hidden_layers"]
+    }
+    if len(taps) != 3:
+        # vLLM makes this config the draft model's as it is, and its Llama class counts taps by this field alone, three
+        # where it is missing (vllm-project/vllm, llama_eagle3.py).
+        layer["num_aux_hidden_states"] = len(taps)
+    return config | {"transformer_layer_config": layer}
 
 
 def write_dflash(fields: Config, target: Config) -> Config:
@@ -131,8 +141,12 @@ def write_dflash(fields: Config, target: Config) -> Config:
         )
     if len(kinds) > 1:
         warnings.warn(
-            "Full and sliding draft layers are mixed: vLLM masks the full ones wrongly so far "
-            "(vllm-project/vllm#56692), and will accept fewer drafts.",
+            "Full and sliding draft layers are mixed: vLLM needs its V2 model runner for them"
+            + (
+                ", masks the full ones wrongly so far (vllm-project/vllm#56692), and will accept fewer drafts."
+                if True in sliding
+                else "."
+            ),
             stacklevel=2,
         )
     config = _envelope("dflash", fields, target, "DFlashDraftModel", speculative_tokens=fields["block_size"] - 1) | {
@@ -148,6 +162,10 @@ def write_dflash(fields: Config, target: Config) -> Config:
     if sliding:
         window = max(window for window in fields["windows"] if window is not None)
         layer |= {"sliding_window": window, "use_sliding_window": True}
+    if True not in sliding:
+        # vLLM takes sliding_window_non_causal for full layers, too (vllm-project/vllm#47745); from 0.28 on this field
+        # of the draft model's config comes first.
+        layer["is_causal"] = False
     return config | {"transformer_layer_config": layer}
 
 
@@ -180,9 +198,9 @@ def _layer(fields: Config, model_type: str) -> Config:
         "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "rope_parameters",
     )  # fmt: skip
     layer = {"model_type": model_type, "tie_word_embeddings": False} | {name: fields[name] for name in names}
+    if fields["hidden_act"] != "silu":
+        raise ValueError(f"hidden_act is {fields['hidden_act']!r}, and vLLM has these layers with silu only.")
     if fields.get("mlp_bias"):
-        if model_type != "llama":
-            raise ValueError("mlp_bias is set beside norms of queries and keys, and no layer of this layout has both.")
         layer["mlp_bias"] = True
     # Readers from before rope_parameters know only the base at the top level.
     return layer | {"rope_theta": fields["rope_parameters"]["rope_theta"]}
