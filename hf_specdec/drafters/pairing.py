@@ -47,6 +47,27 @@ def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
         )
 
 
+def check_taps(name: str, config: Any, record: Record | None, model: PreTrainedModel) -> None:
+    """Warns if a published list names the target's last layer, whose state goes by that name in two ways.
+
+    Args:
+        name: the drafter's, for messages.
+        config: the drafter's; `target_layer_ids` are outputs of 0-based layers, None where a rule gives them.
+        record: of its training; one that was trained here has learned what is read here.
+        model: the target.
+    """
+    last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
+    listed = getattr(config, "target_layer_ids", None) or ()
+    if record is None and last in listed:
+        warnings.warn(
+            f"Drafter {name!r} reads layers {list(listed)} of the target, the last one ({last}) among them. It is read "
+            "as it leaves that layer, before the final norm, as serving engines do; the last of transformers' "
+            "hidden_states has passed the norm. If the drafter was trained on that, few of its drafts will be "
+            "accepted: ask its publisher, or use one that reads earlier layers.",
+            stacklevel=2,
+        )
+
+
 def check_tokenizer(name: str, config: Any, model: PreTrainedModel) -> None:
     """Raises ValueError if the target's tokenizer is at hand and not the one recorded at training."""
     recorded = config.target_tokenizer_sha256

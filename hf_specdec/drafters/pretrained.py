@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.card import MEASUREMENTS_FILE
-from hf_specdec.drafters.pairing import check_mode, check_names, check_tokenizer
+from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer
 from hf_specdec.drafters.publishing import PublishedDrafter
 
 
@@ -53,6 +53,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         if compared is not model:
             check_tokenizer(name, self.config, model)
             check_names(name, self.config, model)
+            check_taps(name, self.config, self.training_record, model)
             with_prompt = False
         if input_ids is not None and not with_prompt:
             check_mode(name, self.training_record, model, input_ids)

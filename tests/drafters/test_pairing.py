@@ -133,3 +133,18 @@ def test_prompt_of_another_kind_warns(
     told = [str(warning.message) for warning in caught if "Drafter" in str(warning.message)]
     assert len(told) == (0 if message is None else 1)
     assert message is None or re.search(message, told[0])
+
+
+def test_list_that_names_the_last_layer_is_warned_of_unless_trained_here(
+    target: PreTrainedModel, drafter: DFlashDrafter
+) -> None:
+    last = target.config.num_hidden_layers - 1
+    drafter.config.dflash_config["target_layer_ids"] = [0, last]
+    with pytest.warns(UserWarning, match=rf"the last one \({last}\) among them.*before the final norm"):
+        drafter.check_pairing(target)
+    ours = make_ddtree(target)
+    ours.config.dflash_config["target_layer_ids"] = [0, last]
+    ours.training_record = {"data": "text"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.check_pairing(target)

@@ -230,6 +230,11 @@ CASES = {
         ours={"dflash_config": {"target_layer_ids": [2, 3, 6]}},
         written={"dflash_config": {"target_layer_ids": [2, 3, 6], "block_size": 5}},
     ),
+    "z-lab, the target's last layer among others": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [2, LAYERS - 1]}},
+        written={"dflash_config": {"target_layer_ids": [2, LAYERS - 1], "block_size": 5}},
+    ),
     "z-lab, no rotary base, no block size but nested": Case(
         **ZLAB,
         ours={"dflash_config": {"target_layer_ids": [1, 5]}},

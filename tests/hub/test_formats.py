@@ -36,6 +36,9 @@ from tests.hub.layouts import (
 from tests.methods import make_dflash, make_eagle3, make_medusa
 from tests.targets import make_target, one_prompt
 
+# Rows that name the last layer of the target; tests/drafters/test_pairing.py is about the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:Drafter .* reads layers:UserWarning")
+
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:

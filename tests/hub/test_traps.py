@@ -28,6 +28,9 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from tests.hub.layouts import CASES, LAYERS, TREE, Fields, rope
 from tests.targets import VOCAB, fresh_target
 
+# Rows that name the last layer of the target; tests/drafters/test_pairing.py is about the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:Drafter .* reads layers:UserWarning")
+
 Change = Fields | Callable[[Any], None]
 PROMPTS, LENGTH = 96, 60
 MOST_CHANCE = 0.25
@@ -76,6 +79,10 @@ def taps(*layers: int) -> Callable[[DFlashDrafter], None]:
     return change
 
 
+def after_the_final_norm(drafter: DFlashDrafter) -> None:
+    drafter.feature_layers = lambda model: (2, LAYERS)  # type: ignore[method-assign]
+
+
 def block_of_16(drafter: DFlashDrafter) -> None:
     drafter.config.dflash_config.pop("block_size", None)
     drafter.config.block_size = drafter.block_size = 16
@@ -100,6 +107,9 @@ TRAPS: dict[str, Trap] = {
     f"A2 z-lab: ids are outputs, {AS_INDICES}": Trap(Z_LIST, taps(1, 2, 5)),
     "A2 z-lab: ids are outputs, read one further on": Trap(Z_LIST, taps(3, 4, 7)),
     f"A2 z-lab: the formula gives outputs, {AS_INDICES}": Trap(Z_FORMULA, taps(0, 4)),
+    "A2 z-lab: the last layer's output, read after the final norm": Trap(
+        "z-lab, the target's last layer among others", after_the_final_norm
+    ),
     f"A2 deepspec dflash: ids are outputs, {AS_INDICES}": Trap(DEEP, taps(-1, 4)),
     "A2 deepspec dflash: -1 is the embedding, read as the first layer": Trap(DEEP, taps(0, 6)),
     "A2 deepspec eagle3: -1 is the embedding, read one further on": Trap(
@@ -223,6 +233,8 @@ def target() -> PreTrainedModel:
     for index, layer in enumerate(model.get_decoder().layers):
         layer.self_attn.o_proj.weight.data *= 6.0 ** (index + 1)
         layer.mlp.down_proj.weight.data *= 6.0 ** (index + 1)
+    signs = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(7))
+    model.get_decoder().norm.weight.data.copy_(signs)  # what has passed the final norm is told from what has not
     return model
 
 
@@ -277,8 +289,11 @@ def built(trap: Trap, target: PreTrainedModel) -> Any:
 
 def speak_of_prompts(drafter: Any, target: PreTrainedModel) -> None:
     """Gives tapped states equal weight, and takes out of them what all prompts have in common."""
+    raw: list[Tensor] = []  # of the last layer; the host's hidden states have it after the final norm
+    hook = target.get_decoder().norm.register_forward_pre_hook(lambda module, states: raw.append(states[0]))
     with torch.no_grad():
-        states = target(**prompts(), output_hidden_states=True).hidden_states
+        states = (*target(**prompts(), output_hidden_states=True).hidden_states[:-1], raw[0])
+    hook.remove()
     tapped = [states[layer + 1] for layer in drafter.feature_layers(target)]
     joined = torch.cat(tapped, dim=-1)
     if isinstance(drafter, Eagle3Drafter) and drafter.config.fc_norm:
