@@ -53,7 +53,8 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         if compared is not model:
             check_tokenizer(name, self.config, model)
             check_names(name, self.config, model)
-            check_taps(name, self.config, self.training_record, model)
+            if self.name_or_path:  # one that is being made has no other reading
+                check_taps(name, self.config, self.training_record, model)
             with_prompt = False
         if input_ids is not None and not with_prompt:
             check_mode(name, self.training_record, model, input_ids)

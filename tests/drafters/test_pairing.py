@@ -140,11 +140,12 @@ def test_list_that_names_the_last_layer_is_warned_of_unless_trained_here(
 ) -> None:
     last = target.config.num_hidden_layers - 1
     drafter.config.dflash_config["target_layer_ids"] = [0, last]
+    drafter.name_or_path = "somebody/drafter"
     with pytest.warns(UserWarning, match=rf"the last one \({last}\) among them.*before the final norm"):
         drafter.check_pairing(target)
     ours = make_ddtree(target)
     ours.config.dflash_config["target_layer_ids"] = [0, last]
-    ours.training_record = {"data": "text"}
+    ours.name_or_path, ours.training_record = "ours/drafter", {"data": "text"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours.check_pairing(target)

@@ -38,6 +38,7 @@ PICKLED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Drafter .* reads layers:UserWarning")  # the row that names the last layer
 @pytest.mark.parametrize("name", CASES)
 def test_report_on_a_published_layout_is_what_is_loaded(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
     case = CASES[name]
