@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="of train_drafter.py")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--start-from", help="an earlier output; the target's own layers where left out")
     parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -146,7 +147,10 @@ def main() -> None:
     started = time.monotonic()
     rows = taught_rows(target, arguments.work_dir, arguments.likeliest)
     read = time.monotonic()
-    model = from_layers(target, arguments.layers)
+    if arguments.start_from:
+        model = AutoModelForCausalLM.from_pretrained(arguments.start_from, dtype=torch.float32)
+    else:
+        model = from_layers(target, arguments.layers)
     trainer = DistillingTrainer(
         model=model,
         args=TrainingArguments(
@@ -184,6 +188,10 @@ def main() -> None:
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": date.today().isoformat(),
     }
+    if arguments.start_from:
+        earlier = Path(arguments.start_from, "training.json")
+        known = json.loads(earlier.read_text()) if earlier.exists() else None
+        record["started_from"] = {"model": arguments.start_from, "training": known}
     (arguments.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(record)
 
