@@ -19,8 +19,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,17 +89,19 @@ _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[weakref.ref[PreTrained
 )
 
 
-@contextmanager
-def tree_attention(config: PreTrainedConfig) -> Iterator[None]:
+class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; one made from a generator takes twice as long)
     """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`."""
-    # The field that the lookup reads, past the config's setter, which would check it and walk over all parts each time.
-    fields = vars(config)
-    before = fields["_attn_implementation_internal"]
-    fields["_attn_implementation_internal"] = TREE_ATTENTION
-    try:
-        yield
-    finally:
-        fields["_attn_implementation_internal"] = before
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        # The field that the lookup reads, past the config's setter, which would check it and walk over all parts.
+        self.fields = vars(config)
+
+    def __enter__(self) -> None:
+        self.before = self.fields["_attn_implementation_internal"]
+        self.fields["_attn_implementation_internal"] = TREE_ATTENTION
+
+    def __exit__(self, *error: object) -> None:
+        self.fields["_attn_implementation_internal"] = self.before
 
 
 def tree_attention_forward(

@@ -95,15 +95,17 @@ class TreeCache(Cache):
         num_layers: attention layers that will write here.
 
     Attributes:
-        lengths: `row_lengths` as [batch] int64, on the device of the first layer.
+        device: of the first layer; known from the first round on.
     """
+
+    device: torch.device
 
     def __init__(self, num_layers: int) -> None:
         self._extent = Extent()
         super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
         self._row_lengths: list[int] = []
         self._unread: list[int] | None = None  # what the latest commit has added, once the host knows
-        self.lengths: Tensor
+        self._lengths: Tensor | None = None  # as a tensor, once it has been asked for
         self.workspace: Workspace | None = None  # where buffers come from, if they outlive the call
         self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
 
@@ -163,10 +165,26 @@ class TreeCache(Cache):
         After `commit_unread` to be asked only when its counts are known.
         """
         if self._unread is not None:
-            counts, self._unread, lengths = self._unread, None, self.lengths
+            counts, self._unread, lengths = self._unread, None, self._lengths
             self._set_lengths([length + count for length, count in zip(self._row_lengths, counts, strict=True)])
-            self.lengths = lengths  # the device has known them all along
+            self._lengths = lengths  # the device has known them all along
         return self._row_lengths
+
+    @property
+    def lengths(self) -> Tensor:
+        """`row_lengths` as [batch] int64, on the device of the first layer."""
+        if self._lengths is None:
+            if self.is_even:  # a view of one number: quicker than a new tensor
+                length = count_up(self.longest + 1, self.device, start=self.longest)
+                self._lengths = length if self.batch == 1 else length.expand(self.batch)
+            else:
+                self._lengths = from_host(self.row_lengths, self.device)
+        return self._lengths
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows have one length."""
+        return min(self.row_lengths) == self.longest
 
     @property
     def longest(self) -> int:
@@ -178,7 +196,7 @@ class TreeCache(Cache):
         """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
         started = [layer for layer in self.layers if layer.is_initialized]
         batch, _, length, _ = started[0].keys.shape
-        self.lengths = torch.empty(0, dtype=torch.int64, device=started[0].device)
+        self.device = started[0].device
         self._allocate(started, length, capacity)
         self._set_lengths([length] * batch)
 
@@ -205,12 +223,13 @@ class TreeCache(Cache):
             for slab in before:
                 self.workspace.give_back(slab)
         # Where each row begins once rows and entries are one axis.
-        self._row_starts = torch.arange(batch, device=self.lengths.device).unsqueeze(1) * capacity
+        self._row_starts = torch.arange(batch, device=self.device).unsqueeze(1) * capacity
 
     def _new_slab(self, shape: tuple[int, ...], dtype: Any, device: Any) -> Tensor:
         if self.workspace is not None:
             return self.workspace.take(shape, dtype, device)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # what `to_dynamic` hands out is the caller's
+            return torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -308,7 +327,7 @@ class TreeCache(Cache):
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
-        self.lengths, self._unread = self.lengths + counts, known
+        self._lengths, self._unread = self.lengths + counts, known
 
     def commit_first(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` nodes of the round, in order, at the end of each row: a commit of a chain.
@@ -318,7 +337,7 @@ class TreeCache(Cache):
         if min(self.row_lengths) == self.node_start:
             self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
         else:
-            steps = count_up(max(counts), self.lengths.device)
+            steps = count_up(max(counts), self.device)
             self.commit(steps.expand(self.batch, -1), counts)
 
     def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
@@ -354,14 +373,8 @@ class TreeCache(Cache):
         self._set_lengths(list(row_lengths))
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
-        self._row_lengths, self._unread = row_lengths, None
-        longest = max(row_lengths)
-        if min(row_lengths) == longest:  # a view of one number: quicker than a new tensor
-            length = count_up(longest + 1, self.lengths.device, start=longest)
-            self.lengths = length if len(row_lengths) == 1 else length.expand(len(row_lengths))
-        else:
-            self.lengths = from_host(row_lengths, self.lengths.device)
-        self._extent.longest, self._extent.held, self._extent.nodes_at = longest, 0, None
+        self._row_lengths, self._lengths, self._unread = row_lengths, None, None
+        self._extent.longest, self._extent.held, self._extent.nodes_at = max(row_lengths), 0, None
 
     def entries_of(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of a row's committed keys and values, [kv_heads, entries, head_dim] per layer that has any."""

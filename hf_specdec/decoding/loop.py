@@ -27,6 +27,7 @@ from hf_specdec.decoding.candidates import (
     RoundOutcome,
     TreeCandidateGenerator,
 )
+from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.stats import SpeculationStats
@@ -197,20 +198,21 @@ class _Decoding:
         """Draft, verify while the drafter may go on, accept, commit."""
         active = self.live(self.sequences.active)
         began = time.perf_counter()
-        self.root_positions = self.target.root_positions()
         layers_run = self.target.num_layers_run
-        tree, self.early_tree = self.early_tree or self.draft(generator, active), None
-        self.lap("tree")
-        launched = time.perf_counter()
-        drafts = self.budget is None or self.budget.drafting
-        pending = generator.draft_ahead(tree) if drafts else None
-        busy_from = self.clock()
-        output = self.target.verify(
-            tree,
-            self.root_positions,
-            output_attentions=self.records.keeps_attentions,
-            output_hidden_states=self.records.keeps_hidden_states,
-        )
+        with inference_on_cpu(self.sequences.ids.device):  # for drafting and verifying together
+            self.root_positions = self.target.root_positions()
+            tree, self.early_tree = self.early_tree or self.draft(generator, active), None
+            self.lap("tree")
+            launched = time.perf_counter()
+            drafts = self.budget is None or self.budget.drafting
+            pending = generator.draft_ahead(tree) if drafts else None
+            busy_from = self.clock()
+            output = self.target.verify(
+                tree,
+                self.root_positions,
+                output_attentions=self.records.keeps_attentions,
+                output_hidden_states=self.records.keeps_hidden_states,
+            )
         ahead = None
         if pending is not None:
             if tree.token_ids.is_cuda:  # else the target's own time would be that of its launch
@@ -287,7 +289,8 @@ class _Decoding:
         self.lap("commit")
         self.root_ids = walk.bonus_ids.where(going, self.root_ids)
         self.root_positions = self.target.root_positions()
-        self.early_tree = self.draft(generator, active)
+        with inference_on_cpu(self.root_ids.device):
+            self.early_tree = self.draft(generator, active)
         self.lap("tree")
         acceptance = walk.read()
         num_accepted += acceptance.num_accepted

@@ -11,13 +11,13 @@ Source: SpecBound (bounded speculation with cached states), Section 2.3, Figures
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_specdec.decoding.attention import Spans, attach
+from hf_specdec.decoding.modes import inference_on_cpu
 
 if TYPE_CHECKING:
     from hf_specdec.decoding.target import TargetModel
@@ -57,7 +57,7 @@ class PendingChain:
         """Adds a node per row below the last one: [batch] int64. It has passed no layer yet."""
         assert self.num_nodes < self.width, f"the chain was made for {self.width} nodes"
         node = slice(self.num_nodes, self.num_nodes + 1)
-        with _quickly(token_ids):
+        with inference_on_cpu(token_ids.device):
             hidden = self.slices.embed(token_ids.unsqueeze(1), self._positions[:, node])
             if self._rotary is None:  # for all nodes to come
                 self._rotary = self.slices.rotary(hidden, self._positions)
@@ -71,7 +71,7 @@ class PendingChain:
             [batch, hidden], the last node's state there.
         """
         segments = self._segments
-        with _quickly(segments[-1][1]):
+        with inference_on_cpu(segments[-1][1].device):
             while segments[-1][0] < layer:
                 passed, states = segments.pop()
                 while segments and segments[-1][0] == passed:
@@ -84,7 +84,7 @@ class PendingChain:
         """All nodes through all remaining layers: [batch, nodes, vocab], the target's logits."""
         self.advance(self.slices.num_layers)
         states = torch.cat([states for _, states in self._segments], dim=1)
-        with _quickly(states):
+        with inference_on_cpu(states.device):
             return self.slices.logits(states)
 
     def _run(self, states: Tensor, first: int, last: int) -> Tensor:
@@ -113,8 +113,3 @@ class PendingChain:
                 masks=masks,
                 cache=self.cache,
             )
-
-
-def _quickly(like: Tensor) -> AbstractContextManager[object]:
-    # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
-    return torch.inference_mode() if like.device.type == "cpu" else nullcontext()

@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
+from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.slices import LayerSlices, decoder_layers
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
@@ -206,7 +207,9 @@ class TargetModel:
         for states in self._taps.values():
             states.clear()
         device = chunks[-1].device
-        return torch.cat([chunk.to(device) for chunk in chunks], dim=-1)
+        if any(chunk.device != device for chunk in chunks):  # layers of a model that is spread over devices
+            chunks = [chunk.to(device) for chunk in chunks]
+        return torch.cat(chunks, dim=-1)
 
     def prefill(
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -389,9 +392,7 @@ class TargetModel:
             extra["output_attentions"] = True
         if output_hidden_states:
             extra["output_hidden_states"] = True
-        # On a CPU what autograd notes of every small operation costs percents of a forward, even under no_grad.
-        on_cpu = position_ids.device.type == "cpu"
-        with torch.inference_mode() if on_cpu else nullcontext(), self.own_attention():
+        with inference_on_cpu(position_ids.device), self.own_attention():
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -438,9 +439,10 @@ class TargetModel:
         """[batch, nodes, entries]: 0 where a node may look, the lowest number elsewhere."""
         # Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
         longest = self.cache.longest
-        if window is None and self.prompt_mask is None and min(self.cache.row_lengths) == longest:
+        if window is None and self.prompt_mask is None and self.cache.is_even:
             own = torch.where(tree.ancestor_mask.to(self.visible.device), self.visible, self.hidden)
-            return torch.nn.functional.pad(own, (longest, 0))  # all of the prefix is seen
+            # All of the prefix is seen. (`functional.pad` would call this, after 25 us of questions on a CPU.)
+            return torch.constant_pad_nd(own, (longest, 0))
         visible = self._visible_entries(tree)
         if window is not None:
             depths = tree.depths

@@ -91,7 +91,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         budget: most drafted nodes.
     """
     # NumPy makes lists ten times quicker than torch.
-    logprobs, ranked_ids = (ranked.numpy().tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
+    logprobs, ranked_ids = (ranked.tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
     depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     # Lists and look-ups throughout: on a CPU each small tensor operation costs more than a node does.

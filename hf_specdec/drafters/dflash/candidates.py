@@ -10,10 +10,11 @@ from torch import Tensor
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import static_calls
+from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import BlockMarginals, marginal_notes
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 from hf_specdec.drafters.dflash.static import StaticBlocks
@@ -34,12 +35,12 @@ class DFlashMarginals(BlockMarginals):
         self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
-        self.empty_slots = torch.full((self.block_size - 1,), own.mask_token_id, device=self.device)
         # A config takes its time to answer, too much for every round.
-        self.mask_token_id = own.mask_token_id
+        self.mask_token_ids = torch.tensor([own.mask_token_id], device=self.device)
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
+        self.block: Tensor  # [batch, block, hidden]: the root's embedding of this round, then the mask's
         self.pending: RoundOutcome | None = None
         self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
@@ -53,9 +54,10 @@ class DFlashMarginals(BlockMarginals):
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
             self.cache.keep_rows(rows)
+            self.block = self.block[: len(rows)]
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
-    @torch.inference_mode()  # cheaper than no_grad, and nothing made here outlives the round but our own cache
+    @in_inference_mode  # cheaper than no_grad, and nothing made here outlives the round but our own cache
     def marginals(self, context: DraftContext) -> Tensor:
         device, dtype = self.device, self.dtype
         pending = self.pending
@@ -71,18 +73,23 @@ class DFlashMarginals(BlockMarginals):
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
                 device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
+            masks = self.mask_token_ids.to(context.root_ids.device).expand(batch, self.block_size)
+            self.block = self.embed_tokens(masks).to(device=device, dtype=dtype)
         if self.static is not None and self.static.fits(pending):
             logits = self.static(self.cache, context, pending, self.block_size)
             self.pending = None
             return logits
         self.cache.reserve(new + self.block_size)
 
-        roots = context.root_ids.unsqueeze(1)
-        block_ids = torch.cat([roots, self.empty_slots.to(roots.device).expand(batch, -1)], dim=1)
-        block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
-        positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
+        self.block[:, :1] = self.embed_tokens(context.root_ids.unsqueeze(1))
+        if pending.valid is None:  # all places from the first new one to the block's last
+            places = count_up(new + self.block_size, pending.position_ids.device)
+            positions = (pending.position_ids[:, :1] + places).to(device)
+        else:
+            block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
+            positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
         logits = self.drafter(
-            self.embed_tokens(block_ids).to(device=device, dtype=dtype),
+            self.block,
             pending.features.to(device=device, dtype=dtype),
             positions,
             masks=self._masks(pending, new),
@@ -97,14 +104,13 @@ class DFlashMarginals(BlockMarginals):
             self.cache.commit_first(pending.num_committed)
         self.pending = None
         # The mask may be an id that the target can emit; a draft of it would be a guess about nothing.
-        logits.select(-1, self.mask_token_id).fill_(-torch.inf)
-        return logits
+        return logits.index_fill_(-1, self.mask_token_ids, -torch.inf)
 
     def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""
         cache = self.cache
         assert cache is not None
-        all_there = pending.valid is None and min(cache.row_lengths) == cache.longest
+        all_there = pending.valid is None and cache.is_even
         if all_there and self.sees_everything:
             return None
         device, batch, slots = self.device, cache.batch, self.slots

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
@@ -63,7 +64,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         if self.calls is not None:
             self.calls.workspace.release()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
         outputs = self._take_in(context.root_ids)
         tree = self._grow(outputs, context)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import static_calls
+from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals
@@ -47,7 +48,7 @@ class MedusaMarginals(BlockMarginals):
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.last_states = None if self.last_states is None else self.last_states[list(rows)]
 
-    @torch.inference_mode()
+    @in_inference_mode
     def marginals(self, context: DraftContext) -> Tensor:
         assert self.last_states is not None, "draft() before the prefill was observed"
         states = self.last_states.to(device=self.drafter.device, dtype=self.drafter.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
@@ -140,7 +141,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         if self.calls is not None:
             self.calls.workspace.release()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
         if self.calls is not None:
             return self._draft_captured(self.calls, context)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
@@ -69,7 +70,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         self.refused: list[set[tuple[int, int]]] = []
         self.chains: list[list[int]] = []  # per row, the root and the drafts of this round
 
-    @torch.inference_mode()  # cheaper than no_grad, and what outlives the round is the target's cache alone
+    @in_inference_mode  # cheaper than no_grad, and what outlives the round is the target's cache alone
     def draft(self, context: DraftContext) -> DraftTree:
         device = context.root_ids.device
         chain = self.target.begin_chain(context.root_positions, self.width)
