@@ -140,13 +140,18 @@ def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, d
 
 
 def record_beside_weights(found: dict[str, Way], record: dict[str, Any]) -> None:
-    """Writes into the folder of each drafter what was measured of it, and brings its card up to date."""
+    """Writes into the folder of each drafter what was measured of it, and brings its card up to date.
+
+    Tables that a method's own script has written (`measure_*.py`) say more, and are left alone.
+    """
     by_folder: dict[str, list[str]] = {}
     for name, way in found.items():
         if way.drafter is not None and hasattr(way.drafter, "write_records"):
             by_folder.setdefault(way.drafter.name_or_path, []).append(name)
     for folder, names in by_folder.items():
         drafter = found[names[0]].drafter
+        if "measure_" in (drafter.measurements or {}).get("command", ""):
+            continue
         own = {name: row for name, row in record["methods"].items() if name in names}
         sampled = {name: row for name, row in record["sampled"]["methods"].items() if name in names}
         drafter.measurements = record | {
