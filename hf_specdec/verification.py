@@ -349,6 +349,7 @@ def _listening(drafter: Drafter, rounds: list[_Round], most: int) -> Iterator[No
 
     def listening(target: TargetModel) -> Any:
         generator: Any = make(target)
+        generator.drafts_early = False  # the text of a round must be known when its tree is drafted
         draft, observe = generator.draft, generator.observe
         prefixes: list[Tensor] = []
 
@@ -358,7 +359,8 @@ def _listening(drafter: Drafter, rounds: list[_Round], most: int) -> Iterator[No
 
         def noting(outcome: RoundOutcome) -> None:
             if outcome.tree is not None and bool(outcome.tree.valid[0, 1:].any()) and len(rounds) < most:
-                rounds.append(_Round(prefixes[-1], outcome.tree, outcome.target_logits[0].clone()))
+                tree = outcome.tree.of_rows([0])  # a copy: captured drafts are written over by the next ones
+                rounds.append(_Round(prefixes[-1], tree, outcome.target_logits[0].clone()))
             observe(outcome)
 
         generator.draft, generator.observe = keeping, noting
