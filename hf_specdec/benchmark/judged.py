@@ -63,6 +63,8 @@ LINES = (
          lambda rows: _worst_auto(rows, "auto_over_best"), at_least=True, on_gpu=False),
     Line("`auto` over plain decoding, slowest prompt", "auto", 0.97,
          lambda rows: _worst_auto(rows, "slowest_auto"), at_least=True, on_gpu=False),
+    Line("share of outputs in float32 that are plain decoding's, worst way of drafting", "exact", 1.0,
+         lambda rows: _best(rows, "identical", dtype="float32"), at_least=True, on_gpu=False),
     Line("first differences from plain decoding above rounding", "exact", 0.0,
          lambda rows: sum(row["above_rounding"] for row in rows), on_gpu=False),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import speed
 from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
+from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
 def test_target_counts_and_scripted_drafts_are_right_as_often_as_told() -> None:
@@ -93,12 +94,14 @@ def test_draft_model_errs_as_often_as_told() -> None:
 def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "speed.json"
     command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "24"]
-    command += ["--nodes", "8", "--output", str(out)]
+    command += ["--nodes", "8", "--output", str(out), "--ways", "ddtree", "medusa, random weights"]
     assert speed.main(command) == 0
     report = json.loads(out.read_text())
-    assert [row["group"] for row in report["rows"]] == ["python"]
-    assert report["rows"][0]["above_rounding"] == 0
+    assert [row["group"] for row in report["rows"]] == ["python"] * 2
+    assert [row["way"] for row in report["rows"]] == ["ddtree", "medusa, random weights"]
+    assert [row["above_rounding"] for row in report["rows"]] == [0, 0]
     assert report["judged"][-1]["holds"] is True
+    assert report["judged"][-2]["holds"] == NOT_MEASURED  # that is about float32
     generate = GenerationMixin.generate
 
     def wrong(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
@@ -111,8 +114,33 @@ def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.Mon
     speed.main(command)
     report = json.loads(out.read_text())
     assert report["rows"][0]["identical"] == 0
-    assert report["rows"][0]["above_rounding"] == len(report["rows"][0]["gaps"]) == 2
+    assert report["rows"][0]["above_rounding"] == len(report["rows"][0]["gap_ulps"]) == 2
+    assert min(report["rows"][0]["apart_ulps"]) > 2 * max(report["rows"][0]["rounding_ulps"])
     assert report["judged"][-1]["holds"] is False
+    speed.main([*command, "--dtype", "float32"])
+    assert json.loads(out.read_text())["judged"][-2]["holds"] is False
+
+
+def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(speed, "compare", lambda model, ways, *settings: asked.extend(way.name for way in ways) or [])
+    speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
+    drafted = ["ddtree", "dflash", "specblock", "causal_lm_tree", "eagle3, random weights", "medusa, random weights"]
+    assert set(drafted) <= set(asked)
+    with pytest.raises(ValueError, match=r"Unknown --ways 'ddtre'\. Did you mean 'ddtree'"):
+        speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu", "--ways", "ddtre"])))
+
+
+def test_near_ties_are_told_from_errors_by_a_bound_in_units_of_the_last_place() -> None:
+    assert unit_in_the_last_place(8.0, torch.bfloat16) == 8 * 2**-7
+    assert unit_in_the_last_place(-15.9, torch.bfloat16) == 8 * 2**-7
+    for value in (0.3, 1.0, 77.7):
+        near = torch.tensor(value, dtype=torch.bfloat16)
+        step = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16)) - near
+        assert unit_in_the_last_place(float(near), torch.bfloat16) == float(step)
+    for gap, near_tie in ((0.25, True), (0.26, False)):
+        assert Difference(3, 1, 2, gap, rounding=0.125).is_near_tie is near_tie
 
 
 def test_lines_about_the_gpu_are_judged_by_what_a_gpu_measured() -> None:
