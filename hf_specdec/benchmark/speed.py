@@ -4,13 +4,13 @@
 
 Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged
 rows that finish at different times), `length` (does a round grow dearer over thousands of tokens), `baselines` (plain,
-plain compiled with a static cache, stock assisted generation), `reference` (the DDTree loop as its authors describe
-it, on the same weights and trees), and on the bundled model `auto` (`tree_budget="auto"` against fixed budgets) and
-`exact` (output of every drafter against plain decoding's, with the target's top-2 gap at every first difference, and a
-defined bound for what rounding explains: `exactness.py`). Targets of the others are `counting_target`s, drafts are
-scripted (`scripted.py`), and a DFlash network of the same shape runs in each round for what it costs. `--shape tiny` is
-a dry run for a CPU: its numbers say nothing about 8B shapes. What the speed of a round is judged by stands at the end,
-"not measured" where this run has not measured it (`judged.py`).
+plain compiled with a static cache, stock assisted generation, stock DFlash), `reference` (the DDTree loop as its
+authors describe it, on the same weights and trees), and on the bundled model `auto` (`tree_budget="auto"` against fixed
+budgets) and `exact` (output of every drafter against plain decoding's, with the target's top-2 gap at every first
+difference, and a defined bound for what rounding explains: `exactness.py`). Targets of the others are
+`counting_target`s, drafts are scripted (`scripted.py`), and a DFlash network of the same shape runs in each round for
+what it costs. `--shape tiny` is a dry run for a CPU: its numbers say nothing about 8B shapes. What the speed of a round
+is judged by stands at the end, "not measured" where this run has not measured it (`judged.py`).
 """
 
 from __future__ import annotations
@@ -289,22 +289,30 @@ def length(bench: Bench) -> list[Row]:
 
 
 def baselines(bench: Bench) -> list[Row]:
-    """What stock transformers offers: plain decoding, the same compiled with a static cache, and a draft model.
+    """What stock transformers offers: plain decoding, the same compiled with a static cache, a draft model, DFlash.
 
-    The draft model has the shape of the family's small one and errs as often as the scripted drafts do. Stock DFlash
-    has no row: transformers loads no DFlash drafter for targets of these shapes.
+    The draft model has the shape of the family's small one, the DFlash assistant that of our network, and both err as
+    often as the scripted drafts do.
     """
     compiled = CompileConfig()
     compiled._compile_all_devices = True  # left alone, generate compiles on accelerators only
-    error_rate = 1 - rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
+    rate = rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
     small = draft_shape(bench.options.shape)
-    assistant = counting_target(small, bench.device, bench.dtype, error_rate=error_rate)
+    assistant = counting_target(small, bench.device, bench.dtype, error_rate=1 - rate)
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "plain compiled": {"cache_implementation": "static", "compile_config": compiled},
         "stock assisted": {"assistant_model": assistant},
     }
-    rows = []
+    rows: list[Row] = []
+    try:
+        from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
+    except ImportError as error:
+        note = f"transformers {transformers.__version__} has no DFlash assistant: {error}"
+        rows += [{"part": "baselines", "way": "stock DFlash", "context": each, "note": note} for each in
+                 bench.options.contexts]  # fmt: skip
+    else:
+        ways["stock DFlash"] = {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}
     for context in bench.options.contexts:
         for way, arguments in ways.items():
             prompt, seconds, prefill = bench.prompt(context), [], []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import speed
 from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
+from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
 from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
@@ -166,3 +168,41 @@ def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         bench_command.main(["--suite", "speed", "--help"])
     assert "--shape" in capsys.readouterr().out
+
+
+def test_stock_dflash_counts_and_errs_as_often_as_told() -> None:
+    target = counting_target("tiny", "cpu", torch.float32)
+    prompt = torch.arange(10).unsqueeze(0)
+    for rate, low, high in ((0.0, 1.0, 1.01), (0.7, 2.6, 4.1), (1.0, 13.0, 16.0)):
+        assistant = stock_dflash(target, rate=rate, layers=1)
+        rounds: list[int] = []
+        assistant.register_forward_hook(lambda *inputs, rounds=rounds: rounds.append(1))
+        output = target.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=160, do_sample=False,
+            assistant_model=assistant, **ARGUMENTS,
+        )  # fmt: skip
+        assert output.tolist() == [list(range(170))]
+        # 1 + 0.7 (1 - 0.7^15) / 0.3 = 3.3 and some 48 rounds: 0.7 is 2 sigma, and the seed is fixed.
+        assert low <= 159 / len(rounds) <= high  # the last token is not drafted for
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_stock_dflash_has_its_row_wherever_transformers_has_it(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    generate = GenerationMixin.generate
+
+    def uncompiled(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
+        for name in ("cache_implementation", "compile_config"):  # compiling takes minutes
+            settings.pop(name, None)
+        return generate(self, *arguments, **settings)
+
+    monkeypatch.setattr(GenerationMixin, "generate", uncompiled)
+    if not there:
+        monkeypatch.setitem(sys.modules, "hf_specdec.benchmark.stock_dflash", None)
+    small = ["--device", "cpu", "--contexts", "32", "--new-tokens", "12", "--repeats", "1"]
+    rows = {row["way"]: row for row in speed.baselines(speed.Bench(speed.parser().parse_args(small)))}
+    assert set(rows) == {"plain", "plain compiled", "stock assisted", "stock DFlash"}
+    if there:
+        assert rows["stock DFlash"]["tokens_per_s"] > 0
+    else:
+        assert "has no DFlash assistant" in rows["stock DFlash"]["note"]
