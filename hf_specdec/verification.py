@@ -51,8 +51,11 @@ class Difference:
         plain_token: id that plain `generate` chose.
         assisted_token: id that came with the drafter.
         gap: the target's logit of its best token minus that of `assisted_token`, by a forward over the whole prefix.
-        rounding: how far logits of this target move by rounding alone, there.
+        rounding: how far logits of this target move by rounding alone, there: one `ulp`, or more where two plain
+            forwards of the target (over the whole prefix; over its last token, after a cache of the others) give logits
+            that differ by more.
         top2_gap: between the target's two best logits there.
+        ulp: unit in the last place, in the target's dtype, of its largest logit there.
     """
 
     position: int
@@ -61,10 +64,11 @@ class Difference:
     gap: float
     rounding: float
     top2_gap: float = math.inf
+    ulp: float = 1.0
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains it: both logits may have moved, each by `rounding`."""
         return abs(self.gap) <= 2 * self.rounding
 
 
@@ -316,13 +320,26 @@ def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], a
     logits = _last_logits(model, prefix)[0]
     # The same logits on another way: the last token alone, after a cache of the others.
     cached = model(prefix[:, :-1], use_cache=True) if prefix.shape[1] > 1 else None
-    rounding = torch.finfo(model.dtype).eps * float(logits.abs().max())
+    rounding = ulp = unit_in_the_last_place(float(logits.abs().max()), model.dtype)
     if cached is not None:
         step = model(prefix[:, -1:], past_key_values=cached.past_key_values, use_cache=True).logits[0, -1].float()
         rounding = max(rounding, float((step - logits).abs().max()))
     gap = float(logits.max() - logits[assisted[position]])
     best, second = logits.topk(2).values.tolist()
-    return Difference(position, plain[position], assisted[position], gap, rounding, best - second)
+    return Difference(position, plain[position], assisted[position], gap, rounding, best - second, ulp)
+
+
+def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:
+    """From `value` to the next larger number of a floating `dtype`; NaN where it is not finite.
+
+    Example:
+        >>> unit_in_the_last_place(20.0, torch.bfloat16)
+        0.125
+    """
+    if not math.isfinite(value):
+        return math.nan
+    known = torch.finfo(dtype)
+    return known.eps * 2.0 ** math.floor(math.log2(max(abs(value), known.smallest_normal)))
 
 
 def _last_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
@@ -349,6 +366,7 @@ def _listening(drafter: Drafter, rounds: list[_Round], most: int) -> Iterator[No
 
     def listening(target: TargetModel) -> Any:
         generator: Any = make(target)
+        generator.drafts_early = False  # the text of a round must be known when its tree is drafted
         draft, observe = generator.draft, generator.observe
         prefixes: list[Tensor] = []
 
@@ -358,7 +376,8 @@ def _listening(drafter: Drafter, rounds: list[_Round], most: int) -> Iterator[No
 
         def noting(outcome: RoundOutcome) -> None:
             if outcome.tree is not None and bool(outcome.tree.valid[0, 1:].any()) and len(rounds) < most:
-                rounds.append(_Round(prefixes[-1], outcome.tree, outcome.target_logits[0].clone()))
+                tree = outcome.tree.of_rows([0])  # a copy: captured drafts are written over by the next ones
+                rounds.append(_Round(prefixes[-1], tree, outcome.target_logits[0].clone()))
             observe(outcome)
 
         generator.draft, generator.observe = keeping, noting

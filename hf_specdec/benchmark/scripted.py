@@ -99,17 +99,22 @@ def counting_target(
     return model.eval()
 
 
-def drafter_network(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashDrafter:
-    """A DFlash network with random weights for this target: what drafting costs, not what it is worth."""
+def network_shape(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashConfig:
+    """Of a DFlash network for this target."""
     own = target.config
     last = own.num_hidden_layers - 1
-    config = DFlashConfig(
+    return DFlashConfig(
         vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
         num_hidden_layers=layers, num_attention_heads=own.num_attention_heads,
         num_key_value_heads=own.num_key_value_heads, head_dim=own.head_dim, num_target_layers=own.num_hidden_layers,
         max_position_embeddings=own.max_position_embeddings, block_size=block_size,
         dflash_config={"mask_token_id": 1, "target_layer_ids": sorted({1, last // 2, last - 1})},
     )  # fmt: skip
+
+
+def drafter_network(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashDrafter:
+    """A DFlash network with random weights for this target: what drafting costs, not what it is worth."""
+    config = network_shape(target, layers=layers, block_size=block_size)
     with torch.device(target.device):
         return DFlashDrafter(config).to(target.dtype).eval()
 

@@ -2,14 +2,16 @@
 
     python -m hf_specdec.benchmark.speed --shape qwen3-8b --part rounds --output speed-rounds.json
 
-Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged
-rows that finish at different times), `length` (does a round grow dearer over thousands of tokens), `baselines` (plain,
-plain compiled with a static cache, stock assisted generation), `reference` (the DDTree loop as its authors describe
-it, on the same weights and trees), and on the bundled model `auto` (`tree_budget="auto"` against fixed budgets) and
-`exact` (output against plain decoding's, with the target's top-2 gap at every first difference). Targets of the others
-are `counting_target`s, drafts are scripted (`scripted.py`), and a DFlash network of the same shape runs in each round
-for what it costs. `--shape tiny` is a dry run for a CPU: its numbers say nothing about 8B shapes. What the speed of a
-round is judged by stands at the end, "not measured" where this run has not measured it (`judged.py`).
+Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged rows
+that finish at different times), `length` (does a round grow dearer over thousands of tokens), `baselines` (plain, plain
+compiled with a static cache, stock assisted generation, stock DFlash), `reference` (the DDTree loop as its authors
+describe it, on the same weights and trees), and on the bundled model `auto` (`tree_budget="auto"` against fixed
+budgets), `exact` (output of every drafter against plain decoding's, with the target's top-2 gap at every first
+difference, and a defined bound for what rounding explains: `exactness.py`) and `host` (what a round takes on a CPU
+besides the two forwards, `host.py`). Targets of the others are `counting_target`s, drafts are scripted (`scripted.py`),
+and a DFlash network of the same shape runs in each round for what it costs. `--shape tiny` is a dry run for a CPU: its
+numbers say nothing about 8B shapes. What the speed of a round is judged by stands at the end, "not measured" where this
+run has not measured it (`judged.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
 
 import hf_specdec
+from hf_specdec.benchmark.exactness import compare, untrained
 from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
+from hf_specdec.benchmark.host import host_time
 from hf_specdec.benchmark.judged import judged
 from hf_specdec.benchmark.reference import reference_ddtree
 from hf_specdec.benchmark.scripted import (
@@ -43,14 +48,14 @@ from hf_specdec.benchmark.scripted import (
     rate_for,
     shapes,
 )
+from hf_specdec.benchmark.ways import BUNDLED, Way, discover, distinct
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.base import COMPILE_MODES
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.hub.loading import load_drafter
-from hf_specdec.verification import first_difference
 
 DEPTH = 15
-BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"
 Row = dict[str, Any]
 
 
@@ -71,8 +76,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--new-tokens", type=int, default=256)
     options.add_argument("--length", type=int, default=4000, help="new tokens of the part `length`")
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--prompts-per-group", type=int, default=2, help="of the parts `auto` and `exact`")
+    options.add_argument("--prompts-per-group", type=int, default=2, help="of the parts on the bundled model")
     options.add_argument("--groups", nargs="+", default=None, help="of prompts, for the same parts; default: all")
+    options.add_argument("--ways", nargs="+", default=None, help="of drafting, for the part `exact`; default: all")
     options.add_argument("--no-network", action="store_true", help="drafts cost nothing: verify alone")
     options.add_argument("--output", type=Path, default=None, help="JSON file")
     return options
@@ -285,22 +291,30 @@ def length(bench: Bench) -> list[Row]:
 
 
 def baselines(bench: Bench) -> list[Row]:
-    """What stock transformers offers: plain decoding, the same compiled with a static cache, and a draft model.
+    """What stock transformers offers: plain decoding, the same compiled with a static cache, a draft model, DFlash.
 
-    The draft model has the shape of the family's small one and errs as often as the scripted drafts do. Stock DFlash
-    has no row: transformers loads no DFlash drafter for targets of these shapes.
+    The draft model has the shape of the family's small one, the DFlash assistant that of our network, and both err as
+    often as the scripted drafts do.
     """
     compiled = CompileConfig()
     compiled._compile_all_devices = True  # left alone, generate compiles on accelerators only
-    error_rate = 1 - rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
+    rate = rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
     small = draft_shape(bench.options.shape)
-    assistant = counting_target(small, bench.device, bench.dtype, error_rate=error_rate)
+    assistant = counting_target(small, bench.device, bench.dtype, error_rate=1 - rate)
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "plain compiled": {"cache_implementation": "static", "compile_config": compiled},
         "stock assisted": {"assistant_model": assistant},
     }
-    rows = []
+    rows: list[Row] = []
+    try:
+        from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
+    except ImportError as error:
+        note = f"transformers {transformers.__version__} has no DFlash assistant: {error}"
+        rows += [{"part": "baselines", "way": "stock DFlash", "context": each, "note": note} for each in
+                 bench.options.contexts]  # fmt: skip
+    else:
+        ways["stock DFlash"] = {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}
     for context in bench.options.contexts:
         for way, arguments in ways.items():
             prompt, seconds, prefill = bench.prompt(context), [], []
@@ -349,55 +363,43 @@ def reference(bench: Bench) -> list[Row]:
     return rows
 
 
-def bundled(bench: Bench) -> tuple[PreTrainedModel, Any, dict[str, list[torch.Tensor]]]:
-    """The bundled target and DFlash drafter, and prompts [1, seq] by group."""
+def bundled(bench: Bench) -> tuple[PreTrainedModel, dict[str, list[torch.Tensor]]]:
+    """The bundled target, and prompts [1, seq] by group."""
     model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=bench.dtype).to(bench.device)
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
-    drafter: Any = load_drafter(str(BUNDLED / "dflash"))
-    drafter.to(bench.device, bench.dtype)
     groups: dict[str, list[torch.Tensor]] = {}
     for line in map(json.loads, (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()):
         ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"].to(bench.device)
         groups.setdefault(line["source"].split("/")[0], []).append(ids)
     chosen = bench.options.groups or sorted(groups)
-    return model, drafter, {name: groups[name] for name in groups if name in chosen}
+    return model, {name: groups[name] for name in groups if name in chosen}
+
+
+def _with_budget(way: Way, nodes: int) -> dict[str, Any]:
+    assert way.drafter is not None
+    takes_budget = "tree_budget" in way.drafter.option_names
+    return {**way.settings, "tree_budget": nodes} if takes_budget else {**way.settings}
 
 
 def exact(bench: Bench) -> list[Row]:
-    """Greedy output on the bundled model against plain decoding's, mode by mode: how often they are the same tokens.
-
-    Where they are not, in bfloat16, a forward over a tree has rounded a near tie the other way than one over a token:
-    `gaps` are between the target's two best logits at each first difference, `rounding` how far its logits move there
-    by rounding alone (`verification.first_difference`), and `above_rounding` counts the differences that this does not
-    explain.
-    """
-    model, drafter, groups = bundled(bench)
-    rows = []
-    for mode, (group, prompts) in itertools.product(bench.modes, groups.items()):
-        drafter.set_options(tree_budget=bench.options.nodes[-1], compile_mode=mode)
-        found = []
-        chosen = prompts[: bench.options.prompts_per_group]
-        for prompt in chosen:
-            settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": bench.options.new_tokens}
-            plain, assisted = (
-                model.generate(prompt, **settings, **way, do_sample=False)[0, prompt.shape[1] :].tolist()
-                for way in ({}, {"assistant_model": drafter})
-            )
-            if plain != assisted:
-                with torch.no_grad():
-                    found.append(first_difference(model, prompt, plain, assisted))
-        rows.append(
-            {"part": "exact", "mode": mode, "group": group, "prompts": len(chosen)}
-            | {"identical": 1 - len(found) / len(chosen), "gaps": [each.top2_gap for each in found]}
-            | {"rounding": [each.rounding for each in found]}
-            | {"above_rounding": sum(not each.is_near_tie for each in found)}
-        )
-    return rows
+    """Greedy output of every bundled drafter against plain decoding's, mode by mode; see `exactness.py`."""
+    model, groups = bundled(bench)
+    nodes = bench.options.nodes[-1]
+    ways = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
+    names = [way.name for way in ways]
+    for name in bench.options.ways or ():
+        if name not in names:
+            raise unknown_name("--ways", name, names)
+    chosen = [way for way in ways if way.name in (bench.options.ways or names)]
+    chosen = [replace(way, settings=_with_budget(way, nodes)) for way in chosen]
+    prompts = {name: group[: bench.options.prompts_per_group] for name, group in groups.items()}
+    return compare(model, chosen, bench.modes, prompts, bench.options.new_tokens)
 
 
 def auto(bench: Bench) -> list[Row]:
     """`tree_budget="auto"` against fixed budgets and plain decoding, on the bundled model, by prompt group."""
-    model, drafter, groups = bundled(bench)
+    model, groups = bundled(bench)
+    drafter = load_drafter(str(BUNDLED / "dflash"), target=model)
     budgets: list[Any] = [8, 16, 32, 64, "auto"]
     rows = []
     for warming_up in (True, False):
@@ -443,9 +445,17 @@ def auto(bench: Bench) -> list[Row]:
     return rows
 
 
+def host(bench: Bench) -> list[Row]:
+    """What a round of DDTree takes besides the forwards, on the bundled pair and a CPU; see `host.py`."""
+    model, groups = bundled(bench)
+    drafter: Any = load_drafter(str(BUNDLED / "dflash"), target=model, tree_budget=bench.options.nodes[0])
+    prompts = [prompt for group in groups.values() for prompt in group[: bench.options.prompts_per_group]]
+    return host_time(model, drafter, prompts, bench.options.new_tokens, bench.options.repeats)
+
+
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {
-    "auto": auto, "baselines": baselines, "batch": batch, "exact": exact, "length": length, "reference": reference,
-    "rounds": rounds,
+    "auto": auto, "baselines": baselines, "batch": batch, "exact": exact, "host": host, "length": length,
+    "reference": reference, "rounds": rounds,
 }  # fmt: skip
 
 

@@ -104,7 +104,7 @@ class TreeCache(Cache):
         self._extent = Extent()
         super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
         self._row_lengths: list[int] = []
-        self._unread: list[int] | None = None  # what the latest commit has added, once the host knows
+        self._unread: Callable[[], list[int]] | None = None  # tells what the latest commit has added
         self._lengths: Tensor | None = None  # as a tensor, once it has been asked for
         self.workspace: Workspace | None = None  # where buffers come from, if they outlive the call
         self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
@@ -165,9 +165,8 @@ class TreeCache(Cache):
         After `commit_unread` to be asked only when its counts are known.
         """
         if self._unread is not None:
-            counts, self._unread, lengths = self._unread, None, self._lengths
-            self._set_lengths([length + count for length, count in zip(self._row_lengths, counts, strict=True)])
-            self._lengths = lengths  # the device has known them all along
+            self._catch_up()
+        assert self._unread is None, "the host has not read yet how many entries the last round has committed"
         return self._row_lengths
 
     @property
@@ -188,9 +187,19 @@ class TreeCache(Cache):
 
     @property
     def longest(self) -> int:
-        """The largest of `row_lengths`."""
+        """The largest of `row_lengths`; after `commit_unread` the most it can be, until the counts are known."""
+        if self._unread is not None:
+            self._catch_up()
         assert self._extent.longest is not None, "the cache is still in its prefill phase"
-        return max(self.row_lengths) if self._unread is not None else self._extent.longest
+        return self._extent.longest
+
+    def _catch_up(self) -> None:
+        """Takes note of what the latest commit has added, if the host knows by now; the device always has."""
+        assert self._unread is not None
+        counts = self._unread()
+        if counts:
+            self._row_lengths = [length + count for length, count in zip(self._row_lengths, counts, strict=True)]
+            self._extent.longest, self._unread = max(self._row_lengths), None
 
     def begin_rounds(self, capacity: int) -> None:
         """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
@@ -265,7 +274,7 @@ class TreeCache(Cache):
     @property
     def batch(self) -> int:
         """Number of rows."""
-        return len(self.row_lengths)
+        return len(self._row_lengths)
 
     def reserve(self, nodes: int) -> None:
         """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
@@ -313,13 +322,13 @@ class TreeCache(Cache):
             flat.index_copy_(1, target.to(slab.device), kept)
         self._set_lengths([length + count for length, count in zip(self.row_lengths, counts, strict=True)])
 
-    def commit_unread(self, path: Tensor, counts: Tensor, known: list[int]) -> None:
+    def commit_unread(self, path: Tensor, counts: Tensor, known: Callable[[], list[int]]) -> None:
         """`commit` with counts that only the device knows yet.
 
         Args:
             path: as there; `steps` entries behind a row's end must fit into the buffer, as the nodes of a round do.
             counts: [batch] int64, on the device.
-            known: will hold the same numbers before anything is asked of this cache that depends on them.
+            known: gives the same numbers once the host has read them, an empty list until then.
         """
         batch, steps = path.shape
         source = (path + (self._row_starts + self.node_start)).flatten()
@@ -327,7 +336,10 @@ class TreeCache(Cache):
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
+        most = self.longest + steps
+        assert self._unread is None, "the host has not read yet what the commit before this one has added"
         self._lengths, self._unread = self.lengths + counts, known
+        self._extent.longest, self._extent.held, self._extent.nodes_at = most, 0, None
 
     def commit_first(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` nodes of the round, in order, at the end of each row: a commit of a chain.
@@ -367,10 +379,12 @@ class TreeCache(Cache):
         self._set_lengths(row_lengths)
         self._extent.held = most
 
-    def rollback(self, row_lengths: Sequence[int]) -> None:
-        """Forgets all entries of each row beyond `row_lengths`."""
-        assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))
-        self._set_lengths(list(row_lengths))
+    def rollback(self, row_lengths: Sequence[int] | None = None) -> None:
+        """Forgets the nodes of the round; and all entries of each row beyond `row_lengths`, if these are given."""
+        if row_lengths is not None:
+            assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))
+            self._set_lengths(list(row_lengths))
+        self._extent.held, self._extent.nodes_at = 0, None
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
         self._row_lengths, self._lengths, self._unread = row_lengths, None, None

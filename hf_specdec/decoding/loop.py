@@ -266,7 +266,7 @@ class _Decoding:
         going = from_host(active, self.root_ids.device)
         counts = (walk.num_accepted + 1) * going
         num_committed, num_accepted, tokens = [], [], []  # type: ignore[var-annotated]
-        self.target.cache.commit_unread(walk.path, counts, num_committed)
+        self.target.cache.commit_unread(walk.path, counts, lambda: num_committed)
         order = count_up(walk.path.shape[1], walk.path.device)
         features = output.features
         if features is not None:

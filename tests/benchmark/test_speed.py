@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from transformers import GenerationMixin
 
 from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import speed
+from hf_specdec.benchmark.host import timed_forwards
 from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
+from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
+from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
 def test_target_counts_and_scripted_drafts_are_right_as_often_as_told() -> None:
@@ -93,12 +97,14 @@ def test_draft_model_errs_as_often_as_told() -> None:
 def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "speed.json"
     command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "24"]
-    command += ["--nodes", "8", "--output", str(out)]
+    command += ["--nodes", "8", "--output", str(out), "--ways", "ddtree", "medusa, random weights"]
     assert speed.main(command) == 0
     report = json.loads(out.read_text())
-    assert [row["group"] for row in report["rows"]] == ["python"]
-    assert report["rows"][0]["above_rounding"] == 0
+    assert [row["group"] for row in report["rows"]] == ["python"] * 2
+    assert [row["way"] for row in report["rows"]] == ["ddtree", "medusa, random weights"]
+    assert [row["above_rounding"] for row in report["rows"]] == [0, 0]
     assert report["judged"][-1]["holds"] is True
+    assert report["judged"][-2]["holds"] == NOT_MEASURED  # that is about float32
     generate = GenerationMixin.generate
 
     def wrong(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
@@ -111,8 +117,33 @@ def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.Mon
     speed.main(command)
     report = json.loads(out.read_text())
     assert report["rows"][0]["identical"] == 0
-    assert report["rows"][0]["above_rounding"] == len(report["rows"][0]["gaps"]) == 2
+    assert report["rows"][0]["above_rounding"] == len(report["rows"][0]["gap_ulps"]) == 2
+    assert min(report["rows"][0]["apart_ulps"]) > 2 * max(report["rows"][0]["rounding_ulps"])
     assert report["judged"][-1]["holds"] is False
+    speed.main([*command, "--dtype", "float32"])
+    assert json.loads(out.read_text())["judged"][-2]["holds"] is False
+
+
+def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(speed, "compare", lambda model, ways, *settings: asked.extend(way.name for way in ways) or [])
+    speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
+    drafted = ["ddtree", "dflash", "specblock", "causal_lm_tree", "eagle3, random weights", "medusa, random weights"]
+    assert set(drafted) <= set(asked)
+    with pytest.raises(ValueError, match=r"Unknown --ways 'ddtre'\. Did you mean 'ddtree'"):
+        speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu", "--ways", "ddtre"])))
+
+
+def test_near_ties_are_told_from_errors_by_a_bound_in_units_of_the_last_place() -> None:
+    assert unit_in_the_last_place(8.0, torch.bfloat16) == 8 * 2**-7
+    assert unit_in_the_last_place(-15.9, torch.bfloat16) == 8 * 2**-7
+    for value in (0.3, 1.0, 77.7):
+        near = torch.tensor(value, dtype=torch.bfloat16)
+        step = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16)) - near
+        assert unit_in_the_last_place(float(near), torch.bfloat16) == float(step)
+    for gap, near_tie in ((0.25, True), (0.26, False)):
+        assert Difference(3, 1, 2, gap, rounding=0.125).is_near_tie is near_tie
 
 
 def test_lines_about_the_gpu_are_judged_by_what_a_gpu_measured() -> None:
@@ -138,3 +169,65 @@ def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         bench_command.main(["--suite", "speed", "--help"])
     assert "--shape" in capsys.readouterr().out
+
+
+def test_stock_dflash_counts_and_errs_as_often_as_told() -> None:
+    target = counting_target("tiny", "cpu", torch.float32)
+    prompt = torch.arange(10).unsqueeze(0)
+    for rate, low, high in ((0.0, 1.0, 1.01), (0.7, 2.6, 4.1), (1.0, 13.0, 16.0)):
+        assistant = stock_dflash(target, rate=rate, layers=1)
+        rounds: list[int] = []
+        assistant.register_forward_hook(lambda *inputs, rounds=rounds: rounds.append(1))
+        output = target.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=160, do_sample=False,
+            assistant_model=assistant, **ARGUMENTS,
+        )  # fmt: skip
+        assert output.tolist() == [list(range(170))]
+        # 1 + 0.7 (1 - 0.7^15) / 0.3 = 3.3 and some 48 rounds: 0.7 is 2 sigma, and the seed is fixed.
+        assert low <= 159 / len(rounds) <= high  # the last token is not drafted for
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_stock_dflash_has_its_row_wherever_transformers_has_it(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    generate = GenerationMixin.generate
+
+    def uncompiled(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
+        for name in ("cache_implementation", "compile_config"):  # compiling takes minutes
+            settings.pop(name, None)
+        return generate(self, *arguments, **settings)
+
+    monkeypatch.setattr(GenerationMixin, "generate", uncompiled)
+    if not there:
+        monkeypatch.setitem(sys.modules, "hf_specdec.benchmark.stock_dflash", None)
+    small = ["--device", "cpu", "--contexts", "32", "--new-tokens", "12", "--repeats", "1"]
+    rows = {row["way"]: row for row in speed.baselines(speed.Bench(speed.parser().parse_args(small)))}
+    assert set(rows) == {"plain", "plain compiled", "stock assisted", "stock DFlash"}
+    if there:
+        assert rows["stock DFlash"]["tokens_per_s"] > 0
+    else:
+        assert "has no DFlash assistant" in rows["stock DFlash"]["note"]
+
+
+def test_host_time_leaves_the_forwards_out_and_the_models_as_they_were(tmp_path: Path) -> None:
+    out = tmp_path / "speed.json"
+    command = ["--part", "host", "--device", "cpu", "--groups", "python", "--new-tokens", "16", "--nodes", "8"]
+    assert speed.main([*command, "--repeats", "1", "--prompts-per-group", "1", "--output", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert [row["way"] for row in report["rows"]] == ["ours", "reference"]
+    for row in report["rows"]:
+        assert row["nodes"] == 8
+        assert 0 < row["host_ms"] < row["round_ms"]
+        assert row["host_share"] == pytest.approx(row["host_ms"] / row["round_ms"])
+    verdict = next(line for line in report["judged"] if line["line"].startswith("host time"))
+    assert verdict["figure"] == report["rows"][0]["host_ms"]
+
+
+def test_forwards_are_timed_one_by_one_and_given_back() -> None:
+    model = counting_target("tiny", "cpu", torch.float32)
+    with timed_forwards(model) as seconds, torch.no_grad():
+        model(torch.tensor([[1, 2]]))
+        model(torch.tensor([[3]]))
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+    assert "forward" not in vars(model)

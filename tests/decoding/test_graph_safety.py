@@ -138,7 +138,8 @@ def generator_of_blocks() -> SpecBlockGenerator:
 def specblock_entered() -> Callable[[], object]:
     generator = generator_of_blocks()
     taps = generator.drafter.config.num_taps * 32
-    values = (ids(2), ids(2), ids(2), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, taps))
+    last = (states(2, 1, generator.slots, 32), ids(2, 1))
+    values = (ids(2), ids(2), ids(2), *last, ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, taps))
     return lambda: specblock.entered(AT, generator, *values)
 
 

@@ -19,10 +19,11 @@ from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.transfer import ToHost
-from hf_specdec.decoding.tree import _TABLES
+from hf_specdec.decoding.tree import _TABLES, DraftTree
 from hf_specdec.drafters.ddtree import candidates
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.verification import verify_lossless
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
 from tests.decoding.test_outputs import assert_same_cache
@@ -30,6 +31,7 @@ from tests.methods import METHODS, make_dflash
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 
+EARLY = ["dflash", "ddtree", "eagle3", "medusa", "medusa_static", "specblock"]  # draft before the outcome is read
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
 
 
@@ -336,7 +338,7 @@ def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("method", ["dflash", "ddtree"])
+@pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_next_tree_is_drafted_before_the_outcome_is_read(
     method: str, batch: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
@@ -344,15 +346,63 @@ def test_the_next_tree_is_drafted_before_the_outcome_is_read(
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
     events: list[str] = []
-    tolist, marginals = ToHost.tolist, DFlashMarginals.marginals
+    tolist, draft = ToHost.tolist, loop._Decoding.draft
     monkeypatch.setattr(ToHost, "tolist", lambda self: events.append("read") or tolist(self))
     monkeypatch.setattr(
-        DFlashMarginals, "marginals", lambda self, context: events.append("draft") or marginals(self, context)
+        loop._Decoding, "draft", lambda self, *arguments: events.append("draft") or draft(self, *arguments)
     )
     torch.manual_seed(0)
     target.generate(**prompts, **(GREEDY | {"do_sample": do_sample}), assistant_model=drafter)
     assert events[:4] == ["draft", "draft", "read", "draft"]
     assert events == ["draft"] + ["draft", "read"] * drafter.stats.num_target_forwards
+
+
+@pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", EARLY)
+def test_early_trees_are_those_that_a_host_that_waits_would_get(method: str, batch: str) -> None:
+    # Drafts that are kept now and then: the target's own tokens, planted in some of the trees.
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
+    alone = target.generate(**prompts, **GREEDY).sequences
+    make = type(drafter).candidate_generator
+
+    def trees() -> tuple[list[list[Any]], list[list[int]]]:
+        seen: list[list[Any]] = []
+
+        def planting(self: Any, bound: TargetModel) -> Any:
+            generator = make(self, bound)
+            draft = generator.draft
+
+            def planted(context: DraftContext) -> Any:
+                tree = draft(context)
+                seen.append([part.clone() for part in (tree.token_ids, tree.parents, tree.valid)])
+                # What follows the root in the text; rows that have ended draft on, for nobody.
+                places = (context.root_positions + (prompts["attention_mask"] == 0).sum(1) + 1).unsqueeze(1)
+                right = alone.gather(1, places.clamp(max=alone.shape[1] - 1))
+                below = (tree.depths == 1) & (len(seen) % 3 > 0)
+                token_ids = tree.token_ids.where(~below | (tree.token_ids == right), right)
+                return DraftTree.from_parents(token_ids, tree.parents, tree.max_depth, valid=tree.valid)
+
+            generator.draft = planted
+            return generator
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(drafter), "candidate_generator", planting)
+            output = target.generate(**prompts, **GREEDY, assistant_model=drafter).sequences
+        assert output.tolist() == alone.tolist()
+        assert drafter.stats.num_accepted_draft_tokens > 0
+        return seen, drafter.stats.per_step_accepted
+
+    early, accepted = trees()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Decoding, "may_draft_early", lambda self, generator, tree: False)
+        waiting, same = trees()
+    assert accepted == same
+    assert len(early) == len(waiting) + 1
+    for one, other in zip(early, waiting, strict=False):
+        for part, expected in zip(one, other, strict=True):
+            assert part.tolist() == expected.tolist()
 
 
 def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
@@ -475,3 +525,12 @@ def test_compiled_forward_gives_the_targets_tokens(monkeypatch: pytest.MonkeyPat
     alone = target.generate(**prompts, **settings)
     assisted = target.generate(**prompts, **settings, assistant_model=compiling(right_for([1, 0], alone.sequences)))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
+
+
+@pytest.mark.parametrize("method", ["ddtree", "specblock"])
+def test_the_self_test_of_a_pair_sees_the_rounds_of_captured_drafts(method: str) -> None:
+    target = make_target("llama", "sdpa")
+    drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
+    report = verify_lossless(target, drafter, [PROMPTS["batch of one"]()["input_ids"]], verbose=False)
+    assert report.lossless, str(report)
+    assert max(replay.logprob_error for replay in report.replays) < 1e-6

@@ -66,7 +66,7 @@ class StaticBlocks:
             width=self.width,
         )
         steps = count_up(pending.token_ids.shape[1], counts.device)
-        cache.commit_unread(steps.expand(cache.batch, -1), counts, pending.num_committed)
+        cache.commit_unread(steps.expand(cache.batch, -1), counts, lambda: pending.num_committed)
         return logits
 
 

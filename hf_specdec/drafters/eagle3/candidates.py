@@ -21,7 +21,7 @@ from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import captured_tree, path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 
@@ -45,6 +45,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         self.pending: RoundOutcome | None = None
         self.path_logprobs: Any  # [batch, nodes], of the latest tree
         self.calls = static_calls(self, drafter, (self.embeddings,), drafter.compile_mode)
+        self.drafts_early = self.calls is not None
         self.width = nodes_bucket(self.depth + 1)  # of what a round commits at most
         self.target = target  # its cache tells how long rows may grow
         # [batch, hidden], the drafter's output at each row's last pair.
@@ -69,7 +70,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         outputs = self._take_in(context.root_ids)
         tree = self._grow(outputs, context)
         assert self.cache is not None
-        self.cache.rollback(self.cache.row_lengths)  # the nodes of the tree
+        self.cache.rollback()
         context.lap("tree")
         return tree
 
@@ -134,6 +135,9 @@ class Eagle3Generator(TreeCandidateGenerator):
         assert self.calls is not None
         assert self.last_outputs is not None
         assert pending.features is not None
+        counts = pending.counts
+        if counts is None:
+            counts = from_host(pending.num_committed, root_ids.device)
         at = prefix_bucket(self.cache.longest)
         self.cache.place_nodes(at)
         self.cache.reserve(self.width + (self.depth - 1) * self.top_k)
@@ -142,12 +146,13 @@ class Eagle3Generator(TreeCandidateGenerator):
             functools.partial(_pairs, at),
             root_ids,
             self.cache.lengths,
-            from_host(pending.num_committed, root_ids.device),
+            counts,
             self.last_outputs,
             padded=(pending.token_ids, pending.position_ids, pending.features),
             width=self.width,
         )
-        self.cache.commit_first(pending.num_committed)
+        steps = count_up(pending.token_ids.shape[1], counts.device)
+        self.cache.commit_unread(steps.expand(self.cache.batch, -1), counts, lambda: pending.num_committed)
         self.pending, self.last_outputs = None, outputs
         return outputs
 

@@ -31,6 +31,7 @@ class MedusaMarginals(BlockMarginals):
         self.lm_head = target.model.get_output_embeddings()
         self.last_states: Tensor | None = None  # [batch, hidden]
         self.calls = static_calls(self, drafter, (self.lm_head,), drafter.compile_mode)
+        self.drafts_early = self.calls is not None
 
     def observe(self, outcome: RoundOutcome) -> None:
         features = outcome.features
@@ -40,9 +41,11 @@ class MedusaMarginals(BlockMarginals):
         if outcome.valid is not None:
             last = (outcome.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
         states = features[torch.arange(batch, device=features.device), last]
-        if self.last_states is not None and 0 in outcome.num_committed:
-            moved = from_host(outcome.num_committed, features.device) > 0
-            states = states.where(moved.unsqueeze(1), self.last_states)
+        counts = outcome.counts
+        if counts is None and 0 in outcome.num_committed:
+            counts = from_host(outcome.num_committed, features.device)
+        if counts is not None and self.last_states is not None:  # a row that waited is drafted from where it was
+            states = states.where(counts.to(features.device).unsqueeze(1) > 0, self.last_states)
         self.last_states = states
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -76,6 +79,7 @@ class StaticTreeGenerator(TreeCandidateGenerator):
         self, source: MedusaMarginals, paths: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]
     ) -> None:
         self.source = source
+        self.drafts_early = source.drafts_early
         chances = [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in paths]
         self.path_logprobs = torch.tensor([1.0, *chances]).log()
         nodes = {path: node for node, path in enumerate([(), *paths])}

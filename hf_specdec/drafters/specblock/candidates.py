@@ -41,15 +41,17 @@ class Pending:
         features: [batch, new, taps * target_hidden].
         position_ids: [batch, new] int64.
         valid: [batch, new] bool, or None for all True.
-        counts: valid positions per row.
-        last: [batch] int64, column of each row's last position.
+        counts: [batch] int64, valid positions of each row.
+        known_counts: the same for the host; empty until it has read them.
+        last: [batch] int64, column of each row's last position; 0 for rows that have none.
     """
 
     token_ids: Tensor
     features: Tensor
     position_ids: Tensor
     valid: Tensor | None
-    counts: list[int]
+    counts: Tensor
+    known_counts: list[int]
     last: Tensor
 
 
@@ -71,13 +73,15 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.num_blocks = drafter.num_blocks
         self.merge = drafter.merge_duplicates
         self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.compile_mode)
+        self.drafts_early = self.calls is not None
         self.on_host = self.device.type == "cpu" and self.calls is None
         self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # of what a round commits at most
         self.target = target  # its cache tells how long rows may grow
         self.shape = Shape.of(drafter, host=self.on_host)
         self.cache: TreeCache | None = None
         self.pending: Pending | None = None
-        self.entered: tuple[Tensor, Tensor] | None = None  # feature and position that each row was last drafted from
+        # States [batch, 1, slots, hidden] and position [batch, 1] of each row's first block in the latest round.
+        self.first_block: tuple[Tensor, Tensor] | None = None
         self._own_masks: dict[int, Tensor] = {}  # by number of starts: each slot sees its own start's up to itself
         self.hidden: list[Tensor] = []  # of the latest tree, per block [batch, starts, slots, hidden]
         self.tree: tuple[DraftTree, Nodes, Array] | None = None  # with all its nodes, and which of them it kept
@@ -86,46 +90,22 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         assert self.pending is None, "two outcomes without a draft between them"
         assert outcome.features is not None
         device = self.device
-        counts = outcome.num_committed
+        counts = outcome.counts
+        counts = from_host(outcome.num_committed, device) if counts is None else counts.to(device)
         features = outcome.features.to(device=device, dtype=self.dtype)
         token_ids, position_ids = outcome.token_ids.to(device), outcome.position_ids.to(device)
         valid = None if outcome.valid is None else outcome.valid.to(device)
+        last = (counts - 1).clamp(min=0)
         if outcome.tree is None:  # left padding: every row ends in the last column
-            last = torch.full((len(counts),), token_ids.shape[1] - 1, device=device)
-        else:
-            if min(counts) == 0:
-                counts, features, position_ids, valid = self._repeat_waiting(counts, features, position_ids)
-                if token_ids.shape[1] == 0:
-                    token_ids = position_ids
-            last = from_host(counts, device) - 1
-        self.pending = Pending(token_ids, features, position_ids, valid, counts, last)
-
-    def _repeat_waiting(
-        self, counts: Sequence[int], features: Tensor, position_ids: Tensor
-    ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-        """Rows that committed nothing are drafted from the same position again: it leaves the cache and comes back."""
-        assert self.cache is not None
-        assert self.entered is not None
-        lengths = zip(self.cache.row_lengths, counts, strict=True)
-        self.cache.rollback([length if count else length - self.slots for length, count in lengths])
-        steps = max(1, *counts)
-        waiting = from_host([count == 0 for count in counts], features.device)
-        kept_features, kept_positions = self.entered
-        # With all rows waiting the outcome has no column at all.
-        features = features.clone() if features.shape[1] else kept_features.clone()
-        position_ids = position_ids.clone() if position_ids.shape[1] else kept_positions.clone()
-        features[:, :1] = kept_features.where(waiting[:, None, None], features[:, :1])
-        position_ids[:, :1] = kept_positions.where(waiting[:, None], position_ids[:, :1])
-        counts = [max(1, count) for count in counts]
-        order = torch.arange(steps, device=features.device)
-        return counts, features, position_ids, order < from_host(counts, features.device).unsqueeze(1)
+            last = torch.full_like(counts, token_ids.shape[1] - 1)
+        self.pending = Pending(token_ids, features, position_ids, valid, counts, outcome.num_committed, last)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         index = list(rows)
         if self.cache is not None:
             self.cache.keep_rows(rows)
-        if self.entered is not None:
-            self.entered = self.entered[0][index], self.entered[1][index]
+        if self.first_block is not None:
+            self.first_block = self.first_block[0][index], self.first_block[1][index]
         pending = self.pending
         if pending is not None:
             self.pending = Pending(
@@ -133,7 +113,8 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 pending.features[index],
                 pending.position_ids[index],
                 None if pending.valid is None else pending.valid[index],
-                [pending.counts[row] for row in index],
+                pending.counts[index],
+                [pending.known_counts[row] for row in index],
                 pending.last[index],
             )
 
@@ -161,16 +142,20 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         if self.cache is None or pending.token_ids.shape[1] > self.width:
             hidden, positions = self._enter(root_ids)
         else:
-            at, counts = self._place(self.width), from_host(pending.counts, self.device)
+            assert self.first_block is not None
+            at = self._place(self.width)
             padded = (pending.token_ids, pending.position_ids, pending.features)
             hidden, positions = calls(
                 ("entered", at, self.cache.addresses), functools.partial(entered, at), root_ids, self.cache.lengths,
-                counts, padded=padded, width=self.width,
+                pending.counts, *self.first_block, padded=padded, width=self.width,
             )  # fmt: skip
-            last = pending.last.unsqueeze(1)
-            features = pending.features.gather(1, last.unsqueeze(-1).expand(-1, -1, pending.features.shape[-1]))
-            self.entered, self.pending = (features, positions - 1), None
-            self.cache.commit_first([count * self.slots for count in pending.counts])
+            self.first_block, self.pending = (hidden, positions), None
+            steps = count_up(pending.token_ids.shape[1] * self.slots, self.device)
+            self.cache.commit_unread(
+                steps.expand(self.cache.batch, -1),
+                pending.counts * self.slots,
+                lambda: [count * self.slots for count in pending.known_counts],
+            )
         assert self.cache is not None
         at = self._place(sum(self.shape.most_starts(block) for block in range(1, self.num_blocks)))
         # Options that decide on shapes and steps; the others are in the values.
@@ -179,7 +164,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             ("drafted", options, self.shape.tree_budget, at, self.cache.addresses), functools.partial(drafted, at),
             root_ids, self.cache.lengths, hidden, positions, self.shape.branching[None], self.shape.index[None],
         )  # fmt: skip
-        self.cache.rollback(self.cache.row_lengths)  # only committed positions stay
+        self.cache.rollback()  # only committed positions stay
         context.lap("draft")
         tree, nodes, kept, self.hidden = tree_of(parts, self)
         self.tree = tree, nodes, kept
@@ -206,7 +191,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         assert self.cache is not None
         lengths = self.cache.lengths
         self.hidden, nodes, finite = self.blocks(self.cache.longest, root_ids, lengths, hidden, positions, self.shape)
-        self.cache.rollback(self.cache.row_lengths)  # only committed positions stay
+        self.cache.rollback()  # only committed positions stay
         return nodes, finite
 
     def blocks(
@@ -310,6 +295,12 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=self.dtype,
                 device=self.device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
+        later = sum(self.shape.most_starts(block) for block in range(1, self.num_blocks))
+        if new == 0:  # all rows have waited
+            assert self.first_block is not None
+            self.pending = None
+            self.cache.reserve(later * self.slots)
+            return self.first_block
         last = pending.last.unsqueeze(1)
         # A position's feature goes with the token after it; the last one's is the root.
         following = torch.cat([pending.token_ids[:, 1:], pending.token_ids[:, -1:]], 1)
@@ -330,21 +321,23 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             if valid is None:
                 self.cache.commit_first([length * self.slots] * batch)
             else:
-                counts = pending.counts if new <= PROMPT_CHUNK else valid.sum(1).tolist()
+                counts = pending.known_counts if new <= PROMPT_CHUNK else valid.sum(1).tolist()
                 # Padding may be in front (a prompt's) or behind (a round's): keep the rest, in order.
                 order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
                 entries = order.unsqueeze(-1) * self.slots + torch.arange(self.slots, device=order.device)
                 self.cache.commit(entries.flatten(1), [count * self.slots for count in counts])
         self.pending = None
-        features = pending.features.gather(1, last.unsqueeze(-1).expand(-1, -1, pending.features.shape[-1]))
-        positions = pending.position_ids.gather(1, last)
-        self.entered = features, positions
+        positions = pending.position_ids.gather(1, last) + 1
         if new > PROMPT_CHUNK:
             last = last - start
-        index = last[:, :, None, None].expand(-1, 1, *hidden.shape[2:])
-        later = sum(self.shape.most_starts(block) for block in range(1, self.num_blocks))
+        hidden = hidden.gather(1, last[:, :, None, None].expand(-1, 1, *hidden.shape[2:]))
+        if self.first_block is not None and 0 in pending.known_counts:  # a row that waited is drafted from where it was
+            moved = pending.counts.unsqueeze(1) > 0
+            hidden = hidden.where(moved[:, :, None, None], self.first_block[0])
+            positions = positions.where(moved, self.first_block[1])
+        self.first_block = hidden, positions
         self.cache.reserve(later * self.slots)
-        return hidden.gather(1, index), positions + 1
+        return self.first_block
 
     def _causal_mask(self, valid: Tensor | None, new: int) -> Tensor | None:
         """For positions that enter: all slots of earlier positions, and own slots up to itself (Figure 3)."""

@@ -28,6 +28,8 @@ def entered(
     root_ids: Tensor,
     lengths: Tensor,
     counts: Tensor,
+    last_hidden: Tensor,
+    last_positions: Tensor,
     token_ids: Tensor,
     position_ids: Tensor,
     features: Tensor,
@@ -39,13 +41,15 @@ def entered(
         generator: of the call.
         root_ids: [batch] int64.
         lengths: [batch] int64, committed entries of each row.
-        counts: [batch] int64, at least 1: new positions of each row, the first of `width`.
+        counts: [batch] int64, new positions of each row, the first of `width`.
+        last_hidden: [batch, 1, slots, hidden], what this gave the last time, for rows without new positions.
+        last_positions: [batch, 1] int64, likewise.
         token_ids: [batch, width] int64.
         position_ids: [batch, width] int64.
         features: [batch, width, taps * target_hidden].
     """
     slots, width = generator.slots, token_ids.shape[1]
-    last = (counts - 1).unsqueeze(1)
+    last = (counts - 1).clamp(min=0).unsqueeze(1)
     following = token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
     order = torch.arange(width * slots, device=token_ids.device)
     past = torch.arange(at, device=order.device) < lengths.unsqueeze(1)
@@ -61,7 +65,9 @@ def entered(
         cache=generator.cache,
     )
     index = last[:, :, None, None].expand(-1, 1, *hidden.shape[2:])
-    return hidden.gather(1, index), position_ids.gather(1, last) + 1
+    moved = counts.unsqueeze(1) > 0
+    hidden = hidden.gather(1, index).where(moved[:, :, None, None], last_hidden)
+    return hidden, (position_ids.gather(1, last) + 1).where(moved, last_positions)
 
 
 def drafted(

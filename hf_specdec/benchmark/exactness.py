@@ -1,0 +1,112 @@
+"""Is greedy output the same, prompt by prompt, and where it is not, does rounding explain it?
+
+The part `exact` of the speed suite (`speed.py`). In float32 every output must be plain decoding's. In bfloat16 a
+forward over a tree rounds differently from one over a token, so that a near tie may fall the other way. How near is
+defined by `verification.first_difference`: a difference is explained if the target's logits of the two tokens lie no
+further apart than twice what rounding moves a logit there, and that is one unit in the last place (`ulp`) of the
+largest logit, or more where plain decoding itself, with and without a cache, differs by more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.benchmark.ways import Way
+from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
+from hf_specdec.verification import first_difference
+
+
+def untrained(model: PreTrainedModel, tree_budget: int) -> list[Way]:
+    """Drafters of kinds that no bundled checkpoint is of, with random weights: they draft badly, and verify like any.
+
+    Args:
+        model: the target.
+        tree_budget: drafted nodes.
+    """
+    own = model.config.get_text_config(decoder=True)
+    shape = {"vocab_size": model.get_input_embeddings().num_embeddings, "hidden_size": own.hidden_size}
+    torch.manual_seed(0)
+    eagle3 = Eagle3Config(
+        **shape, intermediate_size=own.intermediate_size, num_attention_heads=own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads, max_position_embeddings=own.max_position_embeddings,
+    )  # fmt: skip
+    drafters = {"eagle3": Eagle3Drafter(eagle3), "medusa": MedusaDrafter(MedusaConfig(**shape, own_head=False))}
+    return [
+        Way(
+            f"{kind}, random weights",
+            "drafter",
+            drafter=drafter.to(model.device, model.dtype).eval(),
+            settings={"tree_budget": tree_budget},
+        )
+        for kind, drafter in drafters.items()
+    ]
+
+
+def compare(
+    model: PreTrainedModel,
+    ways: Sequence[Way],
+    modes: Iterable[str],
+    groups: Mapping[str, Sequence[Tensor]],
+    new_tokens: int,
+) -> list[dict[str, Any]]:
+    """A row per way, mode and group of prompts.
+
+    Args:
+        model: the target.
+        ways: drafters with their settings.
+        modes: values of `compile_mode`.
+        groups: prompts [1, seq] int64 by name.
+        new_tokens: of each output.
+
+    Returns:
+        rows with `identical` (share of prompts), and for each first difference, in units in the last place of the
+        largest logit: `gap_ulps` between the target's two best tokens, `apart_ulps` between its best and what came
+        with the drafter, `rounding_ulps`; `above_rounding` counts those that rounding does not explain.
+    """
+    plain: dict[str, list[list[int]]] = {
+        group: [_continue(model, prompt, new_tokens) for prompt in prompts] for group, prompts in groups.items()
+    }
+    rows = []
+    for way in ways:
+        assert way.drafter is not None
+        for mode in modes:
+            way.drafter.set_options(**way.settings, compile_mode=mode)
+            for group, prompts in groups.items():
+                found = []
+                committed = forwards = 0
+                for prompt, alone in zip(prompts, plain[group], strict=True):
+                    output = _continue(model, prompt, new_tokens, assistant_model=way.drafter)
+                    assert way.drafter.stats is not None
+                    committed += len(output) - 1
+                    forwards += way.drafter.stats.num_target_forwards
+                    if output != alone:
+                        with torch.no_grad():
+                            found.append(first_difference(model, prompt, alone, output))
+                rows.append(
+                    {"part": "exact", "way": way.name, "mode": mode, "dtype": str(model.dtype).removeprefix("torch.")}
+                    | {"group": group, "prompts": len(prompts), "tau": committed / max(1, forwards)}
+                    | {"identical": 1 - len(found) / len(prompts)}
+                    | {"gap_ulps": [_finite(each.top2_gap / each.ulp) for each in found]}
+                    | {"apart_ulps": [_finite(each.gap / each.ulp) for each in found]}
+                    | {"rounding_ulps": [each.rounding / each.ulp for each in found]}
+                    | {"above_rounding": sum(not each.is_near_tie for each in found)}
+                )
+    return rows
+
+
+def _continue(model: PreTrainedModel, prompt: Tensor, new_tokens: int, **arguments: Any) -> list[int]:
+    mask = torch.ones_like(prompt)
+    output = model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **arguments)
+    return output[0, prompt.shape[1] :].tolist()
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: None where one output ends and the other goes on."""
+    return value if math.isfinite(value) else None
