@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import transformers
@@ -82,16 +83,18 @@ class Settings:
     clip: float = 1.0
 
 
+_Notes: TypeAlias = list[tuple[Tensor, int]]  # per draft the input of H-RAD and the class
+
+
 class _Recorder(TreeCandidateGenerator):
     """Hands everything on, and notes of every draft what H-RAD would have read before it and what became of it."""
 
-    def __init__(self, drafting: TreeCandidateGenerator, embeddings: nn.Module, length: int) -> None:
+    def __init__(self, drafting: TreeCandidateGenerator, embeddings: nn.Module, length: int, notes: _Notes) -> None:
         self.drafting = drafting
         self.embeddings = embeddings
         self.length = length
+        self.notes = notes
         self.features: Tensor | None = None
-        self.inputs: list[Tensor] = []
-        self.classes: list[int] = []
 
     def draft(self, context: DraftContext) -> DraftTree:
         return self.drafting.draft(context)
@@ -101,8 +104,7 @@ class _Recorder(TreeCandidateGenerator):
             inputs = torch.cat([self.features, self.embeddings(outcome.tree.token_ids[:, 0])], dim=-1).float().cpu()
             for row, (count, kept) in enumerate(zip(outcome.num_committed, outcome.num_accepted, strict=True)):
                 if count:
-                    self.inputs.append(inputs[row])
-                    self.classes.append(0 if kept == 0 else 2 if kept == self.length else 1)
+                    self.notes.append((inputs[row], 0 if kept == 0 else 2 if kept == self.length else 1))
         self.features = last_features(outcome)
         self.drafting.observe(outcome)
 
@@ -111,17 +113,19 @@ class _Recorder(TreeCandidateGenerator):
 
 
 class _RecordingDrafter(SpecBranchDrafter):
-    """Drafts in turn with the target, always `max_depth` tokens, and keeps the recorder of every call."""
+    """Drafts in turn with the target, always `max_depth` tokens, and keeps the notes of all calls.
 
-    recorders: list[_Recorder]
+    Not their recorders: with them the caches of all calls would stay.
+    """
+
+    notes: _Notes
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return last_layers(model, self.config.num_feature_layers)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         embeddings = target.model.get_input_embeddings()
-        self.recorders.append(_Recorder(super().candidate_generator(target), embeddings, self.max_depth))
-        return self.recorders[-1]
+        return _Recorder(super().candidate_generator(target), embeddings, self.max_depth, self.notes)
 
 
 def collect(
@@ -146,7 +150,7 @@ def collect(
         batch_size: prompts run together.
     """
     recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
-    recorder.recorders = []
+    recorder.notes = []
     recorder.attach(draft_model)
     recorder.set_options(parallel=False, lengths="fixed", max_depth=draft_length, speed_ratio=float(draft_length))
     started = time.monotonic()
@@ -165,12 +169,11 @@ def collect(
             max_new_tokens=new_tokens,
             do_sample=False,
         )
-    inputs = [entry for each in recorder.recorders for entry in each.inputs]
-    classes = [entry for each in recorder.recorders for entry in each.classes]
-    if not inputs:
+    if not recorder.notes:
         raise ValueError(
             f"{len(prompts)} prompts gave no example: give prompts, and more than {new_tokens} new tokens."
         )
+    inputs, classes = zip(*recorder.notes, strict=True)
     return Examples(torch.stack(inputs), torch.tensor(classes))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
+from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
 from hf_specdec.training.hrad import Examples, Settings, balance, collect, confusion, cut_prompts, fit
 from tests.methods import make_causal_lm
@@ -52,6 +56,24 @@ def test_prompts_that_run_together_give_the_examples_they_give_alone() -> None:
     alone, together = (sorted(zip(found.inputs.tolist(), found.classes.tolist(), strict=True)) for found in both)
     assert [kind for _, kind in alone] == [kind for _, kind in together]
     torch.testing.assert_close(torch.tensor([x for x, _ in alone]), torch.tensor([x for x, _ in together]))
+
+
+def test_caches_of_a_call_do_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("llama", "sdpa")
+    model = make_causal_lm(target, noise=0.01).model
+    alive: list[int] = []
+    caches: weakref.WeakSet[TreeCache] = weakref.WeakSet()
+    begin = TreeCache.begin_rounds
+
+    def counted(cache: TreeCache, capacity: int) -> None:
+        gc.collect()
+        alive.append(len(caches))
+        caches.add(cache)
+        begin(cache, capacity)
+
+    monkeypatch.setattr(TreeCache, "begin_rounds", counted)
+    collect(target, model, [[5, 6, 7]] * 4, draft_length=3, new_tokens=10, batch_size=1)
+    assert max(alive) <= 2, "of the call before, which its drafter may still hold"
 
 
 def test_rare_classes_are_filled_up_between_their_own_examples() -> None:
