@@ -330,6 +330,13 @@ class TreeCache(Cache):
             steps = count_up(max(counts), self.lengths.device)
             self.commit(steps.expand(self.batch, -1), counts)
 
+    def commit_lead(self, count: int) -> None:
+        """Keeps the first `count` nodes at the end of each row; the round goes on, and its others count from 0 now."""
+        start = self.node_start + count
+        if count:
+            self.commit_first([count] * self.batch)
+            self._extent.nodes_at = None if start == self.longest else start
+
     def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
         """Ends the round, and begins the next one with some of its nodes.
 
