@@ -104,7 +104,8 @@ class TreeCache(Cache):
         self._extent = Extent()
         super().__init__(layers=[TreeCacheLayer(self._extent) for _ in range(num_layers)])
         self._row_lengths: list[int] = []
-        self._unread: Callable[[], list[int]] | None = None  # tells what the latest commit has added
+        # What each commit that the host has not read yet can add at most, and what tells how much it has added.
+        self._unread: list[tuple[int, Callable[[], list[int]]]] = []
         self._lengths: Tensor | None = None  # as a tensor, once it has been asked for
         self.workspace: Workspace | None = None  # where buffers come from, if they outlive the call
         self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
@@ -164,9 +165,9 @@ class TreeCache(Cache):
 
         After `commit_unread` to be asked only when its counts are known.
         """
-        if self._unread is not None:
+        if self._unread:
             self._catch_up()
-        assert self._unread is None, "the host has not read yet how many entries the last round has committed"
+        assert not self._unread, "the host has not read yet how many entries the last round has committed"
         return self._row_lengths
 
     @property
@@ -188,18 +189,17 @@ class TreeCache(Cache):
     @property
     def longest(self) -> int:
         """The largest of `row_lengths`; after `commit_unread` the most it can be, until the counts are known."""
-        if self._unread is not None:
+        if self._unread:
             self._catch_up()
         assert self._extent.longest is not None, "the cache is still in its prefill phase"
         return self._extent.longest
 
     def _catch_up(self) -> None:
-        """Takes note of what the latest commit has added, if the host knows by now; the device always has."""
-        assert self._unread is not None
-        counts = self._unread()
-        if counts:
+        """Takes note of what earlier commits have added, as far as the host knows by now; the device always has."""
+        while self._unread and (counts := self._unread[0][1]()):
             self._row_lengths = [length + count for length, count in zip(self._row_lengths, counts, strict=True)]
-            self._extent.longest, self._unread = max(self._row_lengths), None
+            del self._unread[0]
+            self._extent.longest = max(self._row_lengths) + sum(most for most, _ in self._unread)
 
     def begin_rounds(self, capacity: int) -> None:
         """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
@@ -336,10 +336,10 @@ class TreeCache(Cache):
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], batch * self.capacity, -1)
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
-        most = self.longest + steps
-        assert self._unread is None, "the host has not read yet what the commit before this one has added"
-        self._lengths, self._unread = self.lengths + counts, known
-        self._extent.longest, self._extent.held, self._extent.nodes_at = most, 0, None
+        self._extent.longest = self.longest + steps
+        self._unread.append((steps, known))
+        self._lengths = self.lengths + counts
+        self._extent.held, self._extent.nodes_at = 0, None
 
     def commit_first(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` nodes of the round, in order, at the end of each row: a commit of a chain.
@@ -351,6 +351,13 @@ class TreeCache(Cache):
         else:
             steps = count_up(max(counts), self.device)
             self.commit(steps.expand(self.batch, -1), counts)
+
+    def commit_lead(self, count: int) -> None:
+        """Keeps the first `count` nodes at the end of each row; the round goes on, and its others count from 0 now."""
+        start = self.node_start + count
+        if count:
+            self.commit_first([count] * self.batch)
+            self._extent.nodes_at = None if start == self.longest else start
 
     def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
         """Ends the round, and begins the next one with some of its nodes.
@@ -387,7 +394,7 @@ class TreeCache(Cache):
         self._extent.held, self._extent.nodes_at = 0, None
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
-        self._row_lengths, self._lengths, self._unread = row_lengths, None, None
+        self._row_lengths, self._lengths, self._unread = row_lengths, None, []
         self._extent.longest, self._extent.held, self._extent.nodes_at = max(row_lengths), 0, None
 
     def entries_of(self, row: int) -> list[tuple[Tensor, Tensor]]:

@@ -92,7 +92,7 @@ class RoundOutcome:
         tokens: the same for the host: per row the accepted tokens, root excluded, then the bonus token; empty for the
             prefill. The bonus token is the next root of rows that go on.
         counts: [batch] int64, `num_committed` on the device, where the host has not read it yet: the lists are then
-            empty, and filled before the round ends. Only generators that draft early see such an outcome.
+            empty, and filled when it has. Only generators that draft early see such an outcome.
     """
 
     token_ids: Tensor
@@ -226,7 +226,7 @@ class TreeCandidateGenerator(ABC):
         drops_rows: whether `keep_rows` is implemented.
         drafts_early: whether it drafts from `observe` and the roots alone, on the device: the loop may then ask for the
             next tree before the host has read what came of the last one. Of the context, `sequences`, `lengths` and
-            `active` are those of the round before.
+            `active` are those of a round or two before.
     """
 
     drops_rows: bool = False

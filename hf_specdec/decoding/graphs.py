@@ -315,13 +315,13 @@ def prefix_bucket(entries: int) -> int:
 
 
 def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Writes per-node values [batch, nodes] or [batch, nodes, nodes] in front of what pads them to the bucket."""
+    """Writes per-node values [batch, nodes] or [batch, nodes, seen] in front of what pads them to the bucket."""
     for goal, value in zip(inputs, values, strict=True):
-        nodes = value.shape[1] if value.dim() > 1 else None
         if value.dim() == 3:
-            goal[:, :nodes, :nodes].copy_(value)
-            goal[:, :nodes, nodes:].fill_(False)  # no node sees padding; what padding sees is of no use to anybody
-        elif nodes is not None:
-            goal[:, :nodes].copy_(value)
+            _, nodes, seen = value.shape
+            goal[:, :nodes, :seen].copy_(value)
+            goal[:, :nodes, seen:].fill_(False)  # no node sees padding; what padding sees is of no use to anybody
+        elif value.dim() == 2:
+            goal[:, : value.shape[1]].copy_(value)
         else:
             goal.copy_(value)

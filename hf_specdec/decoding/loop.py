@@ -1,7 +1,8 @@
 """The loop: prefill, then rounds of draft, verify, accept, commit, until every row has stopped.
 
 It knows the target, trees and the rule of acceptance, and no method by name. Only one small tensor per round travels
-to the host: how many nodes each row kept and which tokens they are.
+to the host: how many nodes each row kept and which tokens they are. Where everything else stays on the device, the
+host reads it when the next draft, or all of the next round, has been launched.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget
+from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget, Walk
 from hf_specdec.decoding.budget import AutoBudget
 from hf_specdec.decoding.candidates import (
     ChoiceRule,
@@ -34,6 +35,7 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.trace import Trace
+from hf_specdec.decoding.transfer import works_ahead
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,21 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """What plain `generate` returns with `return_dict_in_generate=True`, and the statistics of the speculation."""
 
     speculation: SpeculationStats | None = None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A round that the device has been given, to the draft of the next one, and of which the host knows nothing yet.
+
+    Attributes:
+        walk: what will come of it.
+        outcome: as the generator has seen it; its lists are filled when the walk is read.
+        active: per row, whether it takes part.
+    """
+
+    walk: Walk
+    outcome: RoundOutcome
+    active: list[bool]
 
 
 @torch.no_grad()
@@ -121,6 +138,7 @@ class _Decoding:
         self.rows: list[int] | None = None  # those that rounds are made for, once some have been dropped
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
+        self.launched: Launched | None = None  # the latest round, if the host has yet to read what came of it
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -148,6 +166,8 @@ class _Decoding:
                 self.prefill(generator)
                 while not self.sequences.done:
                     self.round(generator)
+                if self.launched is not None:  # in vain: the text had ended before
+                    self.read(self.launched)
                 output_ids = self.sequences.finish()
                 self.hand_back_cache(output_ids)
                 generator.count(self.stats)
@@ -259,47 +279,57 @@ class _Decoding:
         """The rest of a round, with the next draft launched before the host waits for what came of this one.
 
         All that it reads, counts and streams then happens beside the device, which has a draft to make. A last round
-        drafts in vain.
+        drafts in vain. Where nobody waits for the tokens, it reads them even later: when the next round, too, is under
+        way. A last round is then followed by one that is thrown away.
         """
         walk = self.accept.begin(tree, output.logits)
         self.lap("accept")
         going = from_host(active, self.root_ids.device)
         counts = (walk.num_accepted + 1) * going
-        num_committed, num_accepted, tokens = [], [], []  # type: ignore[var-annotated]
-        self.target.cache.commit_unread(walk.path, counts, lambda: num_committed)
         order = count_up(walk.path.shape[1], walk.path.device)
         features = output.features
         if features is not None:
             features = pick(features, walk.path.to(features.device))
-        generator.observe(
-            RoundOutcome(
-                token_ids=walk.path_ids,
-                features=features,
-                position_ids=self.root_positions.unsqueeze(1) + order,
-                valid=order < counts.unsqueeze(1),
-                num_committed=num_committed,
-                num_accepted=num_accepted,
-                target_logits=output.logits,
-                tree=tree,
-                path=walk.path,
-                tokens=tokens,
-                counts=counts,
-            )
+        outcome = RoundOutcome(
+            token_ids=walk.path_ids,
+            features=features,
+            position_ids=self.root_positions.unsqueeze(1) + order,
+            valid=order < counts.unsqueeze(1),
+            num_committed=[],
+            num_accepted=[],
+            target_logits=output.logits,
+            tree=tree,
+            path=walk.path,
+            counts=counts,
         )
+        self.target.cache.commit_unread(walk.path, counts, lambda: outcome.num_committed)
+        generator.observe(outcome)
         self.lap("commit")
         self.root_ids = walk.bonus_ids.where(going, self.root_ids)
         self.root_positions = self.target.root_positions()
         with inference_on_cpu(self.root_ids.device):
             self.early_tree = self.draft(generator, active)
         self.lap("tree")
-        acceptance = walk.read()
-        num_accepted += acceptance.num_accepted
-        num_committed += [kept + 1 if on else 0 for kept, on in zip(num_accepted, active, strict=True)]
-        tokens += acceptance.tokens
+        before, self.launched = self.launched, Launched(walk, outcome, active)
+        if before is not None:
+            self.read(before)
+        if self.sequences.done or (works_ahead(self.root_ids.device) and self.sequences.can_wait):
+            return
+        self.read(self.launched)
+        self.launched = None
+        self.drop_finished_rows(generator)
+
+    def read(self, launched: Launched) -> None:
+        """Waits for what came of a round. Rows that the round before has ended get nothing of it."""
+        outcome, acceptance = launched.outcome, launched.walk.read()
+        outcome.num_accepted += acceptance.num_accepted
+        counts = zip(acceptance.num_accepted, launched.active, strict=True)
+        outcome.num_committed += [kept + 1 if on else 0 for kept, on in counts]
+        outcome.tokens += acceptance.tokens
+        active = self.live(self.sequences.active)
         self.append(acceptance, None)
         self.count(acceptance, active)
         self.lap("accept")
-        self.drop_finished_rows(generator)
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
         """The tree of this round, or a root alone where drafting does not pay."""

@@ -95,6 +95,17 @@ class Sequences:
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
         ]
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether tokens may be added when the round after theirs is under way.
+
+        Not where somebody reads along or is asked at each token, nor where rows have ended or are sure to end with the
+        tokens to be added: the round after would be in vain.
+        """
+        watched = self._streamer is not None or bool(self._deadlines) or bool(self._others)
+        ending = self._max_length is not None and max(self.lengths) + 1 >= self._max_length
+        return not watched and not ending and not any(stop is not None for stop in self.finished_at)
+
     def reserve(self, columns: int) -> None:
         """Makes room for `columns` tokens behind the longest row."""
         missing = max(self.lengths) + columns - self.ids.shape[1]

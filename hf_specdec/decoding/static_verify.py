@@ -36,33 +36,41 @@ class StaticVerify:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
 
-    def __call__(self, target: TargetModel, tree: DraftTree, position_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, target: TargetModel, tree: DraftTree, position_ids: Tensor, first: int = 0, lead: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits [batch, nodes, vocab] float32 and features; good until the next call.
 
         Args:
             target: of this call; its rows' prompts are intervals (`prompt_starts`).
             tree: what to verify.
             position_ids: [batch, nodes] int64.
+            first: runs nodes from this index on, see `TargetModel.verify`.
+            lead: nodes before the one that is to lie where the nodes of a round always lie, see there.
         """
-        cache, nodes = target.cache, nodes_bucket(tree.num_nodes)
-        at = prefix_bucket(cache.longest)
-        cache.place_nodes(at)
-        cache.reserve(nodes)
+        cache, nodes = target.cache, nodes_bucket(tree.num_nodes - first)
+        if not first:  # else the round goes on where it began
+            cache.place_nodes(prefix_bucket(cache.longest + lead) - lead)
+        at = cache.node_start
+        cache.reserve(first + nodes)
         batch, device = cache.batch, cache.lengths.device
-        key = (batch, nodes, at, target.feature_layers, cache.addresses)
+        key = (batch, nodes, first, at, target.feature_layers, cache.addresses)
 
         def make() -> tuple[Tensor, ...]:
-            numbers = torch.zeros(3, batch, nodes, dtype=torch.int64, device=device)
-            sees = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-            return (*numbers, sees, *numbers.new_zeros(2, batch))
+            numbers = torch.zeros(2, batch, nodes, dtype=torch.int64, device=device)
+            depths, rows = numbers.new_zeros(batch, first + nodes), numbers.new_zeros(2, batch)
+            itself = torch.eye(nodes, dtype=torch.bool, device=device)
+            sees = torch.nn.functional.pad(itself, (first, 0)).repeat(batch, 1, 1)
+            return (*numbers, depths, sees, *rows)
 
         inputs = self.workspace.inputs(key, make)
         starts = target.prompt_starts
         assert starts is not None
-        values = (tree.token_ids, position_ids, tree.depths, tree.ancestor_mask, cache.lengths, starts)
-        write_tree(inputs, values)
+        own = slice(first, None)
+        values = (tree.token_ids[:, own], position_ids[:, own], tree.depths, tree.ancestor_mask[:, own], cache.lengths)
+        write_tree(inputs, (*values, starts))
         logits, *features = self.workspace.run(key, lambda: _forward(self.workspace, inputs, at), target.model)
-        real = slice(0, tree.num_nodes)
+        real = slice(0, tree.num_nodes - first)
         return logits[:, real], features[0][:, real] if features else None
 
 
@@ -90,11 +98,12 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
 def _mask(
     target: TargetModel, window: int | None, depths: Tensor, sees: Tensor, lengths: Tensor, starts: Tensor, at: int
 ) -> Tensor:
-    """Additive [batch, 1, nodes, at + nodes], with the intervals it was made of."""
-    first = starts.unsqueeze(1).expand_as(depths)
+    """Additive [batch, 1, nodes, at + all nodes], with the intervals it was made of; the nodes are the last of all."""
+    own_depths = depths[:, -sees.shape[1] :]
+    first = starts.unsqueeze(1).expand_as(own_depths)
     if window is not None:
-        first = first.maximum(lengths.unsqueeze(1) + depths - (window - 1))
-        sees = sees & (depths.unsqueeze(-1) - depths.unsqueeze(1) < window)
+        first = first.maximum(lengths.unsqueeze(1) + own_depths - (window - 1))
+        sees = sees & (own_depths.unsqueeze(-1) - depths.unsqueeze(1) < window)
     entries = torch.arange(at, device=depths.device)
     prefix = (entries >= first.unsqueeze(-1)) & (entries < lengths[:, None, None])
     seen = torch.cat([prefix, sees], dim=-1)

@@ -25,7 +25,8 @@ class SpeculationStats:
         num_plain_steps: rounds that verified nothing because the drafter's output was NaN or infinite.
         num_undrafted_steps: rounds without a draft because drafting did not pay (`tree_budget="auto"` only).
         num_probe_steps: rounds that drafted after such ones, to see whether it pays again.
-        num_target_forwards: forwards of the target after the prefill; rows of a batch share them.
+        num_target_forwards: forwards of the target after the prefill; rows of a batch share them. With captured graphs
+            one more may have been launched than the text had rounds.
         num_layers_run: forwards of single decoder layers of the target in rounds, over any number of rows and nodes;
             a drafter that runs some of them itself shares them with the verification.
         total_time_s: seconds of the whole call, prefill included.

@@ -356,6 +356,7 @@ class TargetModel:
         root_positions: Tensor,
         *,
         first: int = 0,
+        lead: int = 0,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> TargetOutput:
@@ -370,6 +371,8 @@ class TargetModel:
             root_positions: [batch] int64, `root_positions()` at the start of the round.
             first: runs nodes from this index on; earlier forwards of the round ran the others, and the cache holds
                 them (`TreeCache.hold`). The output then has nodes from `first` on only.
+            lead: the first nodes, as many, are committed next, and the round goes on from the one after them
+                (`TreeCache.commit_lead`). A captured forward puts that one where roots always lie.
             output_attentions: also return attention weights.
             output_hidden_states: also return hidden states of all layers.
         """
@@ -381,8 +384,8 @@ class TargetModel:
             states.clear()  # a logits processor may have run the target in between
         position_ids = self.position_ids(tree, root_positions)
         if self.static is not None:
-            if not (first or output_attentions or output_hidden_states):
-                return TargetOutput(*self.static(self, tree, position_ids), None, None)
+            if not (output_attentions or output_hidden_states):
+                return TargetOutput(*self.static(self, tree, position_ids, first, lead), None, None)
             self.cache.place_nodes(None)
         token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
         if first:

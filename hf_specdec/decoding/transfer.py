@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def works_ahead(device: torch.device) -> bool:
+    """Whether a device goes on with what it was given while the host does something else."""
+    return device.type == "cuda"
+
+
 class ToHost:
     """Copies into pinned memory behind what the device is doing; whoever reads waits for this copy and no longer.
 

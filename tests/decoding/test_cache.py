@@ -84,6 +84,47 @@ def test_commit_of_the_first_nodes_equals_commit_of_their_indices() -> None:
                     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["behind the longest row", "at a fixed place"])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_a_round_goes_on_from_the_node_after_those_that_lead_it(lead: int, apart: bool) -> None:
+    cache = filled(batch=2, length=4, capacity=40)
+    write(cache, 2)
+    cache.commit(torch.tensor([[0, 1], [0, 0]]), [2, 1])  # rows differ in length from here
+    before = [[entries(cache, layer, row)[0] for row in range(2)] for layer in range(LAYERS)]
+    if apart:
+        cache.place_nodes(16 - lead)
+    generator = torch.Generator().manual_seed(5)
+    written = torch.randn(LAYERS, 2, HEADS, lead + 3, DIM, generator=generator)
+    for layer in range(LAYERS):
+        cache.update(written[layer, :, :, : lead + 1], written[layer, :, :, : lead + 1], layer)
+    cache.commit_lead(lead)
+    cache.hold(1)
+    assert cache.row_lengths == cache.lengths.tolist() == [6 + lead, 5 + lead]
+    assert cache.node_start == (16 if apart else 6 + lead)
+    for layer in range(LAYERS):
+        cache.update(written[layer, :, :, lead + 1 :], written[layer, :, :, lead + 1 :], layer)
+    cache.commit(torch.tensor([[0, 2], [0, 1]]), [2, 1])  # nodes count from the one after the lead
+    for layer in range(LAYERS):
+        for row, nodes in enumerate(([lead, lead + 2], [lead])):
+            kept = [before[layer][row], written[layer, row, :, :lead], written[layer, row][:, nodes]]
+            assert torch.equal(entries(cache, layer, row)[0], torch.cat(kept, dim=1))
+
+
+def test_counts_that_the_host_reads_later_bound_the_rows_until_then() -> None:
+    cache, counts = filled(batch=2, length=4, capacity=40), []  # type: ignore[var-annotated]
+    write(cache, 3)
+    cache.commit_unread(torch.tensor([[0, 1, 2], [0, 2, 0]]), torch.tensor([3, 2]), lambda: counts)
+    assert cache.lengths.tolist() == [7, 6]
+    assert cache.longest == 7
+    write(cache, 2)  # what follows is written behind what may be kept
+    cache.rollback()
+    with pytest.raises(AssertionError, match="the host has not read yet"):
+        _ = cache.row_lengths
+    counts += [3, 2]
+    assert cache.row_lengths == [7, 6]
+    assert cache.longest == 7
+
+
 def test_rollback_forgets_and_the_next_round_writes_over_it() -> None:
     cache = filled(batch=2, length=6, capacity=30)
     kept = copy.deepcopy([entries(cache, layer, 0) for layer in range(LAYERS)])

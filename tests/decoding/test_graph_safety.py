@@ -68,11 +68,13 @@ def cache(layers: int) -> TreeCache:
     return made
 
 
-def verify() -> Callable[[], object]:
+def verify(first: int = 0) -> Callable[[], object]:
     target = bound_target()
     target.cache, workspace = cache(4), Workspace()
+    target.cache.hold(first)
     assert workspace.claim(target, target.model)
-    inputs = (ids(2, WIDTH), ids(2, WIDTH), ids(2, WIDTH), ids(2, WIDTH, WIDTH) > 0, ids(2), ids(2))
+    seen = first + WIDTH
+    inputs = (ids(2, WIDTH), ids(2, WIDTH), ids(2, seen), ids(2, WIDTH, seen) > 0, ids(2), ids(2))
 
     def run(target: TargetModel = target) -> object:
         with target.tapping():
@@ -156,9 +158,9 @@ def specblock_drafted() -> Callable[[], object]:
 
 
 CAPTURED = {
-    "verify": verify, "dflash block": block, "eagle3 pairs": pairs, "eagle3 levels": levels,
-    "eagle3 tree": best_of_levels, "medusa heads": heads, "ddtree tree": tree, "specblock entered": specblock_entered,
-    "specblock drafted": specblock_drafted,
+    "verify": verify, "verify a level": lambda: verify(first=5), "dflash block": block, "eagle3 pairs": pairs,
+    "eagle3 levels": levels, "eagle3 tree": best_of_levels, "medusa heads": heads, "ddtree tree": tree,
+    "specblock entered": specblock_entered, "specblock drafted": specblock_drafted,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.transfer import ToHost
 from hf_specdec.decoding.tree import _TABLES, DraftTree
+from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.ddtree import candidates
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
@@ -164,6 +165,48 @@ def test_later_calls_reuse_what_earlier_ones_captured() -> None:
     assert_same_cache(first.past_key_values, alone.past_key_values)
 
 
+@pytest.mark.usefixtures("whole_batch")  # smaller batches have graphs of their own
+@pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain"])
+def test_a_draft_model_has_a_graph_per_level_and_prefix_and_later_calls_make_none(method: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter: Any = compiling(METHODS[method](target, noise=0.02))
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert any(3 in row for row in drafter.stats.per_step_accepted)  # a leaf, which is run with the next root
+    own = graphs._WORKSPACES[drafter.model]._captured
+    # The root alone or behind one or two that rows lag, and two levels; 9 + 16 tokens take prefixes of 16 and 32.
+    assert len(own) <= 2 * 5
+    assert all(captured.graph is not None for captured in own.values())
+    made = Replaying.made
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert Replaying.made == made
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_a_captured_draft_model_draws_what_the_usual_one_draws(batch: str) -> None:
+    target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS[batch]()
+    drafter: Any = METHODS["causal_lm_chain"](target)
+    outputs = []
+    for mode in ("none", "reduce-overhead"):
+        drafter.set_options(compile_mode=mode)
+        torch.manual_seed(5)
+        sampled = target.generate(**prompts, **(GREEDY | {"do_sample": True}), assistant_model=drafter)
+        outputs.append((sampled.sequences.tolist(), drafter.stats.per_step_accepted))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_draft_model_that_cannot_be_captured_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    experts = CausalLMDrafter(fresh_target("qwen3-moe", "sdpa", num_hidden_layers=1), max_depth=3)
+    alone = target.generate(**prompts, **GREEDY)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assisted = target.generate(**prompts, **GREEDY, assistant_model=compiling(experts))
+            assert assisted.sequences.tolist() == alone.sequences.tolist()
+    said = [record.getMessage() for record in caplog.records if "not captured" in record.getMessage()]
+    assert len(said) == 1
+    assert "Qwen3Moe" in said[0]
+
+
 def test_trees_of_one_bucket_share_a_graph() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **{**GREEDY, "max_new_tokens": 6})
@@ -283,7 +326,7 @@ def test_captured_blocks_have_the_logits_of_the_usual_forward(
 
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "eagle3", "medusa", "medusa_static", "specblock"])
+@pytest.mark.parametrize("method", [*EARLY, "causal_lm_tree", "causal_lm_chain"])
 def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = METHODS[method](target).to(torch.float64)
@@ -324,8 +367,9 @@ def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str)
     replays = Replaying.replays
     assert of_active(trees()) == of_active(usual)  # from what the first call captured
     rounds = drafter.stats.num_target_forwards
-    per_round = {"dflash": 2, "ddtree": 3, "eagle3": 4, "medusa": 3, "medusa_static": 2, "specblock": 3}[method]
-    assert Replaying.replays - replays >= per_round * rounds - 1  # the prompt is taken in as it comes
+    per_round = {"dflash": 2, "ddtree": 3, "eagle3": 4, "medusa": 3, "medusa_static": 2, "specblock": 3}
+    per_round |= {"causal_lm_tree": 4, "causal_lm_chain": 4}  # verify, the root, and two levels
+    assert Replaying.replays - replays >= per_round[method] * rounds - 1  # the prompt is taken in as it comes
 
 
 def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:

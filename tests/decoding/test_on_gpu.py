@@ -41,6 +41,10 @@ def test_captured_rounds_give_the_tokens_of_plain_decoding(family: str, method: 
     if hasattr(drafter, "to"):
         drafter.to("cuda", torch.float64)
     alone = target.generate(**prompts, **GREEDY)
-    for mode in ("none", "reduce-overhead", "reduce-overhead"):
-        drafter.set_options(compile_mode=mode)
-        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist(), mode
+    # The host reads rounds late: a text that ends unforeseen has one round too many.
+    unforeseen = GREEDY | {"eos_token_id": alone[:, prompts["input_ids"].shape[1] + 19].tolist()}
+    for settings in (GREEDY, unforeseen):
+        alone = target.generate(**prompts, **settings)
+        for mode in ("none", "reduce-overhead", "reduce-overhead"):
+            drafter.set_options(compile_mode=mode)
+            assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist(), mode

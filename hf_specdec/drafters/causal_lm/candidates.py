@@ -1,8 +1,8 @@
 """A draft model in one `generate` call: its cache beside the target's, and chains or trees it drafts token by token.
 
 The draft model is run over its own unfinished tree just as the target is over the finished one: `TargetModel.verify`,
-one forward per level, with the levels before held in the cache. A round begins with the root, and with the token
-before it where the last round accepted a leaf, which was drafted but never run.
+one forward per level (captured, where the target's are), with the levels before held in the cache. A round begins with
+the root, and with the token before it where the last round accepted a leaf, which was drafted but never run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import NODE_BUCKETS
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
@@ -63,6 +64,10 @@ class DraftModelGenerator(TreeCandidateGenerator):
             self.drafter.keep_rows(rows, for_good=True)
         self.pending = None
 
+    def close(self) -> None:
+        if self.prefilled:
+            self.drafter.cache.release()
+
     @abstractmethod
     def keep_accepted(self, outcome: RoundOutcome) -> None:
         """Commits what the draft model has run of the accepted path to its cache."""
@@ -103,10 +108,9 @@ class DraftModelGenerator(TreeCandidateGenerator):
             columns = torch.tensor([list(range(start, start + steps)) for start in starts])
             token_ids = context.sequences.gather(1, columns.to(context.sequences.device))
         chain = DraftTree.chain(token_ids.to(self.drafter.model.device))
-        logits = self.drafter.verify(chain, self.drafter.root_positions()).logits[:, -1]
-        if steps > 1:
-            # The root is the last of these nodes, and that is where the round then begins.
-            cache.commit_first([steps - 1] * cache.batch)
+        # The root is the last of these nodes, and that is where the round then begins.
+        logits = self.drafter.verify(chain, self.drafter.root_positions(), lead=steps - 1).logits[:, -1]
+        cache.commit_lead(steps - 1)
         cache.hold(1)
         return logits
 
@@ -123,7 +127,10 @@ class DraftModelGenerator(TreeCandidateGenerator):
             GenerationConfig(max_length=self.num_positions or sys.maxsize),  # how far drafted nodes may reach
             {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True},
         )
-        drafter.begin_rounds(length + 256)
+        room = length + 256
+        if drafter.compiles:  # buffers as long as the target's serve the whole call
+            room = max(room, self.target.cache.capacity - NODE_BUCKETS[-1])
+        drafter.begin_rounds(room)
 
 
 class ChainGenerator(DraftModelGenerator):
@@ -283,6 +290,8 @@ class TreeGenerator(DraftModelGenerator):
             width = max(map(len, frontiers))
             if not width:
                 break
+            if self.drafter.static is not None:  # levels of one width have one shape
+                width = min(self.width, self.tree_budget)
             first = len(held_ids[0])
             for row, expansion in enumerate(rows):
                 for place, node in enumerate(frontiers[row], start=first):

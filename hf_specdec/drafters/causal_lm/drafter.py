@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding import graphs
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
@@ -134,7 +135,9 @@ class CausalLMDrafter(PublishedDrafter):
         return METHODS
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        drafter = TargetModel(self.model)
+        # On a CPU it is too small to gain from being compiled.
+        compile_mode: graphs.CompileMode = self.compile_mode if graphs.can_capture(self.device) else "none"
+        drafter = TargetModel(self.model, compile_mode=compile_mode)
         stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)
         if self.method == "causal_lm_chain":
             return ChainGenerator(drafter, target, self.max_depth, stopping, self.sample_drafts)

@@ -50,6 +50,8 @@ class BranchDrafting:
     """
 
     def __init__(self, model: PreTrainedModel, plan: DraftingPlan) -> None:
+        # Never captured: it drafts while other threads have the device wait and allocate, which ends a capture, and the
+        # nodes it holds are other ones, and more or fewer, in each forward.
         self.drafter = TargetModel(model)
         self.plan = plan
         self.rows: list[Row] = []

@@ -1,0 +1,211 @@
+"""Rounds whose outcome the host reads when the next round is under way: the same tokens, counts, caches and order.
+
+A CPU does nothing beside the host, so nothing is read late on it; these tests say that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.decoding import graphs, loop
+from hf_specdec.decoding.candidates import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.decoding.tree import DraftTree
+from tests.decoding.test_finished_rows import prompts as five_prompts
+from tests.decoding.test_finished_rows import settings_of
+from tests.decoding.test_graphs import EARLY, capture_on_cpu, compiling
+from tests.decoding.test_outputs import assert_same_cache
+from tests.methods import METHODS
+from tests.scripted import StubDrafter
+from tests.targets import PROMPTS, make_target
+
+NEW = 16
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_on_cpu(monkeypatch)
+    monkeypatch.setattr(graphs, "FIRST_PREFIX", 16)
+    monkeypatch.setattr(loop, "works_ahead", lambda device: True)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the host does, in order."""
+    seen: list[str] = []
+    tolist, draft, verify = ToHost.tolist, loop._Decoding.draft, loop.TargetModel.verify
+    monkeypatch.setattr(ToHost, "tolist", lambda self: seen.append("read") or tolist(self))
+    monkeypatch.setattr(
+        loop._Decoding, "draft", lambda self, *arguments: seen.append("draft") or draft(self, *arguments)
+    )
+    monkeypatch.setattr(
+        loop.TargetModel,
+        "verify",
+        lambda self, *arguments, **options: seen.append("verify") or verify(self, *arguments, **options),
+    )
+    return seen
+
+
+class Planted(TreeCandidateGenerator):
+    """Right for so many tokens, round by round, as the roots' positions tell: what the host knows lags behind."""
+
+    drops_rows = drafts_early = True
+
+    def __init__(self, script: Tensor, padding: Tensor, per_round: list[int]) -> None:
+        self.script = torch.nn.functional.pad(script, (0, 40), value=3)
+        self.padding, self.per_round, self.rounds = padding, per_round, 0
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        right = self.per_round[self.rounds % len(self.per_round)]
+        self.rounds += 1
+        columns = (context.root_positions + self.padding).unsqueeze(1) + torch.arange(1, right + 2)
+        path = self.script.gather(1, columns)
+        path[:, -1] += 1  # wrong
+        beside = (path + 7) % 64
+        # Root, then a wrong node and one of the path at each depth; both hang from the path.
+        token_ids = torch.cat([context.root_ids.unsqueeze(1), torch.stack([beside, path], 2).flatten(1)], 1)
+        above = torch.tensor([-1, *(2 * depth for depth in range(right + 1) for _ in range(2))])
+        return DraftTree.from_parents(token_ids % 64, above.expand(len(token_ids), -1), right + 1)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.script, self.padding = self.script[list(rows)], self.padding[list(rows)]
+
+
+def early(prompts: dict[str, Tensor], script: Tensor, num_right: int | list[int] = 2) -> StubDrafter:
+    """A drafter of `Planted` trees; `script` [batch, length] is what plain decoding gives, prompts included."""
+    drafter = compiling(StubDrafter(DraftTree.root_only))
+    per_round = [num_right] if isinstance(num_right, int) else num_right
+    padding = (prompts["attention_mask"] == 0).sum(1)
+    drafter.candidate_generator = lambda target: Planted(script, padding, per_round)
+    return drafter
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", EARLY)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_late_rounds_give_the_tokens_counts_and_cache_of_rounds_that_are_waited_for(
+    method: str, batch: str, do_sample: bool
+) -> None:
+    target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS[batch]()
+    drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
+    settings = GREEDY | {"do_sample": do_sample}
+    outputs = []
+    for late in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "works_ahead", lambda device, late=late: late)
+            torch.manual_seed(3)
+            output = target.generate(**prompts, **settings, assistant_model=drafter)
+        outputs.append((output, drafter.stats))
+    (one, late_stats), (other, stats) = outputs
+    assert one.sequences.tolist() == other.sequences.tolist()
+    assert late_stats.per_step_accepted == stats.per_step_accepted
+    assert late_stats.num_draft_tokens == stats.num_draft_tokens
+    assert late_stats.num_target_forwards - stats.num_target_forwards in (0, 1)
+    assert_same_cache(one.past_key_values, other.past_key_values)
+    if not do_sample:
+        alone = target.generate(**prompts, **settings)
+        assert one.sequences.tolist() == alone.sequences.tolist()
+        assert_same_cache(one.past_key_values, alone.past_key_values)
+
+
+def test_the_outcome_of_a_round_is_read_when_the_next_one_is_under_way(events: list[str]) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    launched, rounds = ["verify", "draft"], drafter.stats.num_target_forwards
+    assert events[:6] == ["draft", *launched, *launched, "read"]
+    # The last round is sure to be the last, so that none is launched behind it.
+    assert events[1:] == [*launched, *([*launched, "read"] * (rounds - 1)), "read"]
+
+
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_any_number_of_new_tokens_ends_the_text_where_plain_decoding_does(batch: str) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    script = target.generate(**prompts, **GREEDY).sequences
+    for new in range(1, 13):
+        settings = GREEDY | {"max_new_tokens": new}
+        alone = target.generate(**prompts, **settings)
+        for num_right in (0, 2, [3, 0, 5, 1]):
+            drafter = early(prompts, script, num_right)
+            assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+            assert assisted.sequences.tolist() == alone.sequences.tolist()
+            assert_same_cache(assisted.past_key_values, alone.past_key_values)
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_an_end_of_text_anywhere_in_a_round_throws_the_next_round_away(at: int, events: list[str]) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    script = target.generate(**prompts, **GREEDY).sequences
+    end = int(script[0, 9 + at])
+    settings = GREEDY | {"eos_token_id": end}
+    alone = target.generate(**prompts, **settings)
+    for num_right in (0, 1, 3):
+        drafter = early(prompts, script, num_right)
+        events.clear()
+        assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+        assert assisted.sequences.tolist() == alone.sequences.tolist()
+        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        counted = len(drafter.stats.per_step_accepted[0])
+        assert drafter.stats.num_target_forwards == events.count("verify")
+        assert drafter.stats.num_target_forwards - counted in (0, 1)
+
+
+@pytest.mark.parametrize("method", EARLY)
+def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
+    target = make_target("llama", "sdpa")
+    settings = settings_of(target)
+    alone = target.generate(**five_prompts(), **settings)
+    drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
+    for _ in range(2):
+        assisted = target.generate(**five_prompts(), **settings, assistant_model=drafter)
+        assert assisted.sequences.tolist() == alone.sequences.tolist()
+        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    script = target.generate(**five_prompts(), **(settings | {"eos_token_id": None})).sequences
+    for num_right in (1, [3, 0, 2]):
+        drafter = early(five_prompts(), script, num_right)
+        assisted = target.generate(**five_prompts(), **settings, assistant_model=drafter)
+        assert assisted.sequences.tolist() == alone.sequences.tolist()
+        assert_same_cache(assisted.past_key_values, alone.past_key_values)
+
+
+class Columns(BaseStreamer):
+    """Notes what it is given."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def put(self, value: Tensor) -> None:
+        self.events.append("put")
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+def test_who_waits_for_tokens_gets_them_when_their_round_is_done(events: list[str]) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    deadline = StoppingCriteriaList([MaxTimeCriteria(max_time=1000.0)])
+    for extra in ({"streamer": Columns(events)}, {"stopping_criteria": deadline}):
+        events.clear()
+        target.generate(**prompts, **GREEDY, **extra, assistant_model=drafter)
+        rounds = [event for event in events if event in ("verify", "read")]
+        assert rounds == ["verify", "read"] * drafter.stats.num_target_forwards
+
+
+def test_nothing_is_read_late_on_a_cpu(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        capture_on_cpu(patch)
+        assert not loop.works_ahead(torch.device("cpu"))
+        target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+        drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
+        target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        assert drafter.stats.num_target_forwards == len(drafter.stats.per_step_accepted[0])
