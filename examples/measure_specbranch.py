@@ -3,7 +3,8 @@
     taskset -c 0,1 python examples/measure_specbranch.py --record
 
 One thread per side. The same prompts go through every way of drafting in turn, so that a busy machine slows all of them
-alike; speedups are taken prompt by prompt and reported as medians. `--record` writes the figures beside the weights and
+alike; speedups are taken prompt by prompt and reported as medians. SpecBranch has hedges and H-RAD (`hedge`, `lengths`
+of `SpecBranchDrafter`); "no hedges, H-RAD" is the paper's form. `--record` writes the figures beside the weights and
 into the card.
 """
 
@@ -37,14 +38,15 @@ WAYS: dict[str, dict[str, Any]] = {
     SERIAL: {"parallel": False, "lengths": "fixed"},
     "in turn, H-RAD": {"parallel": False},
     "PEARL": {"lengths": "fixed", "k_max": 1},
-    "no H-RAD": {"lengths": "fixed"},
-    "no H-RAD, confidence": {"lengths": "confidence"},
+    "no hedges, no H-RAD": {"hedge": False, "lengths": "fixed"},
+    "no hedges, H-RAD": {"hedge": False},
+    "no hedges, H-RAD a priori": {"hedge": False, "selection": "a_priori"},
+    "hedges, no H-RAD": {"lengths": "fixed"},
+    "hedges, confidence": {"lengths": "confidence"},
     "SpecBranch k_max=1": {"k_max": 1},
     "SpecBranch k_max=2": {"k_max": 2},
     "SpecBranch k_max=4": {"k_max": 4},
     "SpecBranch k_max=6": {},
-    "SpecBranch, no hedges": {"hedge": False},
-    "SpecBranch a priori": {"selection": "a_priori", "hedge": False},
     "SpecBranch in a thread": {"worker": "thread"},
 }
 

@@ -34,8 +34,9 @@ class SpeculationStats:
         ahead_verify_s: seconds that the target took of its own time in those rounds.
         ahead_wall_s: seconds from starting both to having both, summed over those rounds.
         ahead_shorter_s: the smaller of the first two of each round, summed.
-        num_path_drafts: tokens drafted in sequence, one per forward of a draft model and row, whatever the number of
-            branches it was run for; 0 for drafters that do not draft in sequence.
+        num_path_drafts: tokens drafted in sequence, a forward of a draft model each, on the path that was gone on with
+            or, where that failed, the likeliest one. Forwards that only other branches needed are not among them; 0 for
+            drafters that do not draft in sequence.
         num_path_kept: those of them that became part of the text.
         speed_ratio: T_p / T_q, a verification by the target over a forward of the draft model; 0 where not measured.
         peak_draft_entries: most cache entries a row that the draft model held at once, text and all branches.

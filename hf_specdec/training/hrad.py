@@ -409,6 +409,7 @@ def main(
 
 
 def _write_examples(file: Path, held_out: Examples, examples: Examples) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     parts = {"held_out": held_out, "train": examples}
     tensors = {f"{name}.inputs": part.inputs for name, part in parts.items()}
     save_file(tensors | {f"{name}.classes": part.classes for name, part in parts.items()}, file)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
-from hf_specdec.training.hrad import Examples, Settings, balance, collect, confusion, cut_prompts, fit
+from hf_specdec.training.hrad import (
+    Examples,
+    Settings,
+    _read_examples,
+    _write_examples,
+    balance,
+    collect,
+    confusion,
+    cut_prompts,
+    fit,
+)
 from tests.methods import make_causal_lm
 from tests.targets import make_target
 
@@ -95,6 +106,14 @@ def test_what_can_be_learnt_is_learnt_and_the_best_weights_are_kept() -> None:
     matrix = confusion(h_rad, held_out)
     assert int(matrix.diagonal().sum()) > 0.9 * len(held_out.classes)
     assert losses[0] > min(losses)
+
+
+def test_examples_can_be_kept_in_a_folder_yet_to_be_made(tmp_path: Path) -> None:
+    held_out, examples = blobs((2, 1, 1), 1), blobs((3, 2, 2), 2)
+    _write_examples(tmp_path / "new" / "examples.safetensors", held_out, examples)
+    for read, kept in zip(_read_examples(tmp_path / "new" / "examples.safetensors"), (held_out, examples), strict=True):
+        assert read.inputs.equal(kept.inputs)
+        assert read.classes.equal(kept.classes)
 
 
 def test_training_stops_when_nothing_gets_better() -> None:

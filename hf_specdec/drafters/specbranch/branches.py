@@ -15,6 +15,10 @@ from hf_specdec.decoding.candidates import ChoiceRule
 ALL_REJECT, CONFIDENCE, ALL_ACCEPT = 0, 1, 2
 
 
+# What the target says of a chain: how many of its tokens it accepts, and its own token after those.
+Continuation = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class DraftingPlan:
     """How a call drafts.
@@ -75,12 +79,14 @@ class Branches:
 
     Attributes:
         busy_s: seconds it took, waiting left aside.
+        prepared: per row what the target may say so that a branch goes on from there: `Row.prepared`.
         candidates: per row the candidates of the branch point.
         laws: [batch, most candidates, vocab] float32, the law each was drawn from, given its elder siblings; None where
             none were drawn.
     """
 
     busy_s: float
+    prepared: list[set[Continuation]]
     candidates: list[list[int]]
     laws: Tensor | None
 
@@ -90,7 +96,7 @@ class Counters:
     """What drafting has come to so far.
 
     Attributes:
-        path_drafts: forwards that drafted a token, summed over rows; branches run in one forward count once.
+        path_drafts: tokens drafted in sequence, each by a forward of its own, summed over rows: `Row.count_drafts`.
         path_kept: such tokens that became text.
         peak_entries: most cache entries a row held at once.
     """
@@ -124,13 +130,23 @@ class Law:
 
 @dataclass
 class Node:
-    """A token of the tree; `place` is where the cache holds it, `next` the node it goes on with; -1 for neither."""
+    """A token of the tree.
+
+    Attributes:
+        token: its id.
+        parent: the node before it; -1 for none.
+        place: where the cache holds it; -1 where it was not run.
+        law: what the draft model says after it, once it was run.
+        next: the node it goes on with; -1 for none.
+        counted: whether running it was counted as a draft.
+    """
 
     token: int
     parent: int
     place: int = -1
     law: Law | None = None
     next: int = -1
+    counted: bool = False
 
 
 @dataclass
@@ -164,18 +180,55 @@ class Row:
         self.nodes[node].next = self.add(law.chosen, node)
         return self.nodes[node].next
 
+    def prepared(self) -> dict[Continuation, int]:
+        """The branches, by what the target has to say to choose them."""
+        path = [self.root, *self.chain]
+        branches = [self.nodes[branch] for branch in (*self.branches, *self.hedges)]
+        places = [(path.index(node.parent), node.token) for node in branches]
+        return dict(zip(places, (*self.branches, *self.hedges), strict=True))
+
     def hit(self, tokens: list[int]) -> int | None:
         """The branch that the target chose, by the tokens that the round emitted; None where it chose none."""
-        above = [self.root, *self.chain][len(tokens) - 1]
-        branches = self.branches if above == self.leaf else self.hedges
-        return next(
-            (node for node in branches if self.nodes[node].parent == above and self.nodes[node].token == tokens[-1]),
-            None,
-        )
+        return self.prepared().get(continuation(tokens))
+
+    def line(self, branch: int | None) -> list[int]:
+        """A branch, from its candidate to where it ends."""
+        nodes = []
+        while branch is not None and branch >= 0:
+            nodes.append(branch)
+            branch = self.nodes[branch].next
+        return nodes
+
+    def count_drafts(self, branch: int | None) -> int:
+        """How many tokens were drafted, and not counted before, on the path that goes on.
+
+        That is the branch that the target chose, or would have been the likeliest one. What was run for other branches
+        meanwhile is the price of branching and no rollback (Appendix E.3).
+        """
+        if branch is None and self.branches:
+            branch = self.branches[0]
+        line = self.line(branch)
+        path = [self.root, *self.chain]
+        if line:
+            path = [*path[: path.index(self.nodes[line[0]].parent) + 1], *line]
+        run = [node for node in (self.nodes[index] for index in path) if node.place >= 0 and not node.counted]
+        for node in run:
+            node.counted = True
+        return len(run)
 
     def clear(self) -> None:
         """Forgets the tree."""
         self.nodes, self.root, self.chain, self.branches, self.hedges = [], 0, [], [], []
+
+
+def continuation(emitted: list[int]) -> Continuation:
+    """What the target said of a chain, from the tokens that the round emitted.
+
+    Example:
+        >>> continuation([11, 12, 40])
+        (2, 40)
+    """
+    return len(emitted) - 1, emitted[-1]
 
 
 def num_branches(most_branches: int, confidence: float) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,8 +34,10 @@ from hf_specdec.drafters.specbranch.branches import (
     CONFIDENCE,
     Branches,
     Chains,
+    Continuation,
     Counters,
     Signals,
+    continuation,
 )
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.worker import InTurn, Pending, Worker
@@ -86,14 +88,14 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.worker: Worker | None = None
         self.beside = False
         self.emitted: list[list[int] | None] = []
-        self.features: Tensor | None = None  # [batch, features] at the last verified token
+        self.prepared: list[set[Continuation]] = []  # per row, what the last round's branches go on from
+        self.last: RoundOutcome | None = None  # what was committed last, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
         self.device = target.model.device
 
     def observe(self, outcome: RoundOutcome) -> None:
-        if self.predict is not None and outcome.features is not None:
-            self.features = last_features(outcome)
+        self.last = outcome
         if outcome.tree is not None:
             rows = zip(outcome.tokens, outcome.num_committed, strict=True)
             self.emitted = [tokens if count else [] for tokens, count in rows]
@@ -105,6 +107,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             self.worker = self._start(context)
         self.signals = self._signals(context)
         self.chains = self.worker.call("draft", self.emitted, context.active, self.signals)
+        self.prepared = [set() for _ in self.emitted]
         rows = zip(context.root_ids.tolist(), self.chains.tokens, strict=True)
         token_ids = [[root, *tokens] for root, tokens in rows]
         tree = DraftTree.from_lists(
@@ -126,6 +129,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         if self.beside and self.device.type == "cpu" == drafting.drafter.model.device.type:
             self._share_cores()
         self.emitted = [[] for _ in texts]
+        self.prepared = [set() for _ in texts]
         prompt_mask = self.target.prompt_mask
         worker.call("start", texts, None if prompt_mask is None else prompt_mask.tolist(), seed)
         if self.speed_ratio.value is None:
@@ -160,16 +164,35 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
         if self.lengths == "confidence":
             return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
+        keeps_whole = self.posterior and self.hedged
+        # Where a chosen branch is verified whole, only rows without one have anything to ask.
+        asked = self._missed(context.active) if keeps_whole else list(range(batch))
+        found = dict(zip(asked, self._ask(context.root_ids, asked), strict=True))
+        signals = []
+        for row in range(batch):
+            fresh = found.get(row, ALL_ACCEPT)
+            kept = fresh if self.posterior and not self.hedged else ALL_ACCEPT
+            signals.append(Signals(kept, fresh, ALL_ACCEPT if self.posterior else fresh))
+        return signals
+
+    def _missed(self, active: Sequence[bool]) -> list[int]:
+        """The rows that no branch goes on for."""
+        rows = zip(self.emitted, self.prepared, active, strict=True)
+        return [
+            row
+            for row, (tokens, prepared, alive) in enumerate(rows)
+            if alive and not (tokens and continuation(tokens) in prepared)
+        ]
+
+    def _ask(self, root_ids: Tensor, rows: Sequence[int]) -> list[int]:
+        """What H-RAD says of some rows."""
         assert self.predict is not None, "lengths asks for H-RAD"
-        assert self.features is not None, "the prefill has been observed"
-        classes = self.predict(self.features, context.root_ids).tolist()
-        if self.posterior and self.hedged:
-            # Drafting before the target starts must promise a whole draft: else a round that verifies the root, with
-            # branches drafted beside it, brings more in that time.
-            return [Signals(ALL_ACCEPT, ALL_ACCEPT if found == ALL_ACCEPT else ALL_REJECT) for found in classes]
-        if self.posterior:
-            return [Signals(kept_branch=found, fresh=found) for found in classes]
-        return [Signals(kept_branch=ALL_ACCEPT, fresh=found, branches=found) for found in classes]
+        assert self.last is not None, "the prefill has been observed"
+        if not rows:
+            return []
+        index = torch.tensor(rows, device=root_ids.device)
+        features = last_features(self.last)
+        return self.predict(features[index.to(features.device)], root_ids[index]).tolist()
 
     def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:
         if self.worker is None or not self.beside:
@@ -220,6 +243,7 @@ class _Ahead:
 
     def result(self) -> DraftsAhead:
         branches: Branches = self.pending.result()
+        self.generator.prepared = branches.prepared
         laws = self.generator._at_home(branches.laws)
         if laws is None:
             return DraftsAhead(branches.busy_s)

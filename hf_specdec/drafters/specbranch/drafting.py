@@ -146,7 +146,7 @@ class BranchDrafting:
         began = clock()
         forwards = 0
         if not self._within_reach():
-            return Branches(0.0, [[] for _ in self.rows], None)
+            return Branches(0.0, [set() for _ in self.rows], [[] for _ in self.rows], None)
         unrun = [
             [node for node in [*range(row.root + 1), *row.chain] if row.nodes[node].place < 0] if row.nodes else []
             for row in self.rows
@@ -161,14 +161,23 @@ class BranchDrafting:
         while forwards < self.plan.most_tokens and not self.stopped and self._run_branches(signals):
             forwards += 1
         candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
-        return Branches(clock() - began, candidates, _padded(laws) if any(laws) else None)
+        prepared = [set(row.prepared()) for row in self.rows]
+        return Branches(clock() - began, prepared, candidates, _padded(laws) if any(laws) else None)
 
     def final_counters(self, emitted: Sequence[list[int]]) -> Counters:
         """What drafting came to; `emitted` is what the last round added, as for `draft`."""
         for row, tokens in zip(self.rows, emitted, strict=True):
-            if row.nodes and tokens:
-                self.counters.path_kept += len(tokens) - 1 + (row.hit(tokens) is not None)
+            self._count(row, tokens)
         return self.counters
+
+    def _count(self, row: Row, tokens: list[int]) -> int | None:
+        """Counts what became of a row's drafts; returns the branch that the target chose."""
+        if not row.nodes or not tokens:
+            return None
+        hit = row.hit(tokens)
+        self.counters.path_drafts += row.count_drafts(hit)
+        self.counters.path_kept += len(tokens) - 1 + (hit is not None)
+        return hit
 
     # What a round made of the tree.
 
@@ -178,13 +187,12 @@ class BranchDrafting:
         for index, (row, tokens) in enumerate(zip(self.rows, emitted, strict=True)):
             row.finite, row.active = True, active[index]
             row.text += tokens
+            hit = self._count(row, tokens)
             if not row.nodes or not tokens:
                 row.clear()
                 continue
             path = [*range(row.root + 1), *row.chain[: len(tokens) - 1]]
             kept[index] = [row.nodes[node].place for node in path if row.nodes[node].place >= 0]
-            hit = row.hit(tokens)
-            self.counters.path_kept += len(tokens) - 1 + (hit is not None)
             held[index] = self._keep_branch(row, hit if row.active else None, signals[index].kept_branch)
         self.unsettled = kept, held
 
@@ -201,10 +209,7 @@ class BranchDrafting:
 
     def _keep_branch(self, row: Row, branch: int | None, signal: int) -> list[int]:
         """Makes a branch the row's tree, its candidate the root; returns the places of what the cache holds of it."""
-        nodes = []
-        while branch is not None and branch >= 0:
-            nodes.append(row.nodes[branch])
-            branch = row.nodes[branch].next
+        nodes = [row.nodes[node] for node in row.line(branch)]
         places = [node.place for node in nodes if node.place >= 0]
         row.clear()
         row.nodes = nodes
@@ -250,6 +255,7 @@ class BranchDrafting:
                     row.chain.append(drafted)
                     if len(row.chain) < self.plan.most_tokens:
                         frontiers[index] = [drafted]
+        self.counters.path_drafts += sum(row.count_drafts(None) for row in rows if row is not None)
 
     def _is_confident(self, row: Row, node: int) -> bool:
         """Whether the token after a node is no branch point.
@@ -362,7 +368,6 @@ class BranchDrafting:
             for place, node in enumerate(frontier, start=first):
                 row.nodes[node].place = place
                 self._place(index, row, row.nodes[node], place)
-            self.counters.path_drafts += bool(frontier)
         device = self.drafter.model.device
         arrays = (self.token_ids[:, :stop], self.depths[:, :stop], self.mask[:, :stop, :stop])
         token_ids, depths, mask = (torch.from_numpy(array).to(device) for array in arrays)

@@ -76,7 +76,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
         hedge: also drafts k_max - 1 branches at places within the chain that is being verified, so that a rejection
             there need not cost what was drafted meanwhile. A chosen branch is then verified whole, and `lengths` says
-            how much is drafted where none was chosen, H-RAD all or nothing. Not in the paper.
+            how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
         lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
             the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
             `"h_rad"` where the checkpoint has one.

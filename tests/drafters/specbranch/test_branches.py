@@ -16,6 +16,7 @@ from hf_specdec.drafters.specbranch.branches import (
     ALL_REJECT,
     CONFIDENCE,
     DraftingPlan,
+    Node,
     Row,
     Signals,
     num_branches,
@@ -177,6 +178,93 @@ def test_only_without_hedges_is_a_chosen_branch_verified_in_part(
     assert stats_of(drafter).per_step_accepted == accepted
 
 
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_with_hedges_h_rad_is_asked_only_where_no_branch_was_chosen(
+    batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    drafter = make_specbranch(target, noise=0.01, worker="thread")
+    predict, draft_fresh = drafter.predict, BranchDrafting._draft_fresh
+    asked, missed = [], []
+
+    def noted(features: torch.Tensor, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        assert len(features) == len(token_ids)
+        asked.append(len(token_ids))
+        return predict(features, token_ids, *rest)
+
+    def watched(self: BranchDrafting, rows: Any, signals: Any) -> None:
+        missed.append(sum(row is not None for row in rows))
+        draft_fresh(self, rows, signals)
+
+    monkeypatch.setattr(drafter, "predict", noted)
+    monkeypatch.setattr(BranchDrafting, "_draft_fresh", watched)
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+    assert assisted.tolist() == target.generate(**prompts, **settings).tolist()
+    assert asked == [rows for rows in missed if rows]
+    assert len(asked) < len(missed), "there was no round after a chosen branch"
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(ALL_ACCEPT, 3), (ALL_REJECT, 0)])
+def test_with_hedges_h_rad_says_how_much_is_drafted_after_a_miss(
+    kind: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, noise=0.0, max_depth=3)
+    monkeypatch.setattr(drafter, "predict", lambda features, *_: torch.full((len(features),), kind))
+    target.generate(**prompts, max_new_tokens=14, do_sample=False, assistant_model=drafter)
+    first, *others = stats_of(drafter).per_step_accepted[0]
+    assert first == asked
+    assert 0 not in others  # chosen branches, of which all is verified
+
+
+def test_a_branch_is_hit_by_what_it_was_prepared_for() -> None:
+    row = Row([7], nodes=[Node(7, -1), Node(1, 0), Node(2, 1), Node(3, 2), Node(4, 2), Node(1, 1), Node(9, 0)])
+    row.chain, row.branches, row.hedges = [1, 2], [3, 4], [5, 6]
+    assert row.prepared() == {(2, 3): 3, (2, 4): 4, (1, 1): 5, (0, 9): 6}
+    assert [row.hit(emitted) for emitted in ([1, 2, 4], [1, 1], [9], [1, 9], [1, 2, 5])] == [4, 5, 6, None, None]
+
+
+@pytest.mark.parametrize("way", ["hedged branches", "single sequence", "in turn", "in turn, predicted"])
+def test_a_forward_drafts_one_token_in_sequence(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards = counted_forwards(monkeypatch)
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, noise=0.01, worker="thread", **WAYS[way])
+    target.generate(**prompts, max_new_tokens=24, do_sample=False, assistant_model=drafter)
+    assert stats_of(drafter).num_path_drafts == len(forwards)
+
+
+def test_forwards_for_other_branches_only_are_no_drafts_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    forwards, made = counted_forwards(monkeypatch), drafting(model, most_branches=12)
+    whole, nothing = [Signals(ALL_ACCEPT, ALL_ACCEPT)], [Signals(ALL_REJECT, ALL_ACCEPT)]
+    (chain,) = made.draft([[]], [True], whole).tokens
+    made.draft_ahead(whole)
+    first = made.rows[0].branches[0]
+    held = branch_tokens(made, first)
+    # The target chooses the first branch, and H-RAD trusts none of what follows in it.
+    assert made.draft([[*chain, held[0]]], [True], nothing).tokens == [[]]
+    before, run = made.counters.path_drafts, len(forwards)
+    assert before == run
+    made.draft_ahead(nothing)
+    assert len(made.rows[0].branches) > 1
+    assert len(forwards) - run == 4  # the other branches begin anew
+    counters = made.final_counters([[held[1]]])
+    assert counters.path_drafts - before == len(branch_tokens(made, made.rows[0].branches[0])) + 1 - len(held)
+
+
+def counted_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with every forward of the draft model."""
+    run, forwards = BranchDrafting._run, []
+
+    def counting(self: BranchDrafting, frontiers: Any) -> None:
+        forwards.append(len(frontiers))
+        run(self, frontiers)
+
+    monkeypatch.setattr(BranchDrafting, "_run", counting)
+    return forwards
+
+
 def test_hedges_are_the_likeliest_other_tokens_along_the_chain() -> None:
     model = make_causal_lm(make_target("llama", "sdpa")).model
     made, whole = drafting(model, most_hedges=4), [Signals(ALL_ACCEPT, ALL_ACCEPT)]
@@ -197,7 +285,7 @@ def test_hedges_are_the_likeliest_other_tokens_along_the_chain() -> None:
     assert found == {(place, token) for _, place, token in sorted(likely)[-4:]}
 
 
-def test_a_rejection_that_was_hedged_against_costs_no_forward() -> None:
+def test_a_rejection_that_was_hedged_against_costs_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_causal_lm(make_target("llama", "sdpa")).model
     made, whole = drafting(model, most_hedges=4), [Signals(ALL_ACCEPT, ALL_ACCEPT)]
     (chain,) = made.draft([[]], [True], whole).tokens
@@ -206,9 +294,10 @@ def test_a_rejection_that_was_hedged_against_costs_no_forward() -> None:
     hedge = row.hedges[0]
     accepted = [row.root, *row.chain].index(row.nodes[hedge].parent)
     emitted = [*chain[:accepted], row.nodes[hedge].token]
-    drafted, forwards = branch_tokens(made, hedge), made.counters.path_drafts
-    (kept,) = made.draft([emitted], [True], whole).tokens
-    assert made.counters.path_drafts == forwards
+    drafted = branch_tokens(made, hedge)
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_run", lambda *_: pytest.fail("a forward was run"))
+        (kept,) = made.draft([emitted], [True], whole).tokens
     assert [emitted[-1], *kept] == drafted
     assert kept == greedy(model, TEXT + emitted, len(kept))
     assert len(kept) == 4
