@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -164,8 +165,9 @@ class _Decoding:
         try:
             with self.target.tapping():
                 self.prefill(generator)
-                while not self.sequences.done:
-                    self.round(generator)
+                with self.inference_where_unseen():
+                    while not self.sequences.done:
+                        self.round(generator)
                 if self.launched is not None:  # in vain: the text had ended before
                     self.read(self.launched)
                 output_ids = self.sequences.finish()
@@ -182,6 +184,11 @@ class _Decoding:
             speculation=self.stats,
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
+
+    def inference_where_unseen(self) -> AbstractContextManager[object]:
+        """Inference mode for all rounds, on a CPU, unless code of the caller's is to see their tensors."""
+        seen = bool(self.accept.processors) or self.records.keeps_any or self.sequences.watched
+        return nullcontext() if seen else inference_on_cpu(self.sequences.ids.device)
 
     def prefill(self, generator: TreeCandidateGenerator) -> None:
         """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root."""

@@ -96,15 +96,19 @@ class Sequences:
         ]
 
     @property
+    def watched(self) -> bool:
+        """Whether somebody reads along, or is asked at each token."""
+        return self._streamer is not None or bool(self._deadlines) or bool(self._others)
+
+    @property
     def can_wait(self) -> bool:
         """Whether tokens may be added when the round after theirs is under way.
 
         Not where somebody reads along or is asked at each token, nor where rows have ended or are sure to end with the
         tokens to be added: the round after would be in vain.
         """
-        watched = self._streamer is not None or bool(self._deadlines) or bool(self._others)
         ending = self._max_length is not None and max(self.lengths) + 1 >= self._max_length
-        return not watched and not ending and not any(stop is not None for stop in self.finished_at)
+        return not self.watched and not ending and not any(stop is not None for stop in self.finished_at)
 
     def reserve(self, columns: int) -> None:
         """Makes room for `columns` tokens behind the longest row."""
@@ -174,6 +178,9 @@ class Sequences:
     def _keep(self, row: int, tokens: list[int], late: bool) -> int:
         """How many of its new tokens a row keeps where the host answers all criteria; notes where it stops."""
         length = self.lengths[row]
+        within = self._max_length is None or length + len(tokens) < self._max_length
+        if within and not late and self._eos_ids.isdisjoint(tokens):
+            return len(tokens)
         for token in tokens:
             length += 1
             if self.finished_at[row] is None and (late or self._ends(token, length)):
