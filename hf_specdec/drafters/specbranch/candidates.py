@@ -164,16 +164,16 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
         if self.lengths == "confidence":
             return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
-        keeps_whole = self.posterior and self.hedged
         # Where a chosen branch is verified whole, only rows without one have anything to ask.
+        keeps_whole = self.posterior and self.hedged
         asked = self._missed(context.active) if keeps_whole else list(range(batch))
         found = dict(zip(asked, self._ask(context.root_ids, asked), strict=True))
-        signals = []
-        for row in range(batch):
-            fresh = found.get(row, ALL_ACCEPT)
-            kept = fresh if self.posterior and not self.hedged else ALL_ACCEPT
-            signals.append(Signals(kept, fresh, ALL_ACCEPT if self.posterior else fresh))
-        return signals
+        classes = [found.get(row, ALL_ACCEPT) for row in range(batch)]
+        if keeps_whole:
+            return [Signals(ALL_ACCEPT, fresh=kind) for kind in classes]
+        if self.posterior:
+            return [Signals(kept_branch=kind, fresh=kind) for kind in classes]
+        return [Signals(ALL_ACCEPT, fresh=kind, branches=kind) for kind in classes]
 
     def _missed(self, active: Sequence[bool]) -> list[int]:
         """The rows that no branch goes on for."""
