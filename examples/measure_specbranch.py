@@ -75,6 +75,7 @@ def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[
     return {
         "speedup": ratio(plain),
         "speedup_over_in_turn": ratio(serial),
+        "identical": True,  # else `main` has ended
         "mean_acceptance_length": round(1 + tally.total("num_accepted_draft_tokens") / rounds, 3),
         "rollback_rate": round(1 - tally.total("num_path_kept") / tally.total("num_path_drafts"), 3),
         "overlap_efficiency": round(saved / shorter, 3) if shorter else None,

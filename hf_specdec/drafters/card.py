@@ -197,16 +197,29 @@ def _measured(measurements: Record | None) -> str:
     if measurements is None:
         return "Not measured."
     words = {True: "yes", False: "no", None: ""}
-    rows = [
-        (
-            decoding,
-            method,
-            _number(numbers["mean_acceptance_length"]),
-            f"{numbers['speedup']:.2f}x",
-            words[numbers.get("identical")],
-        )
-        for decoding, method, numbers in _method_rows(measurements)
+    rows = _method_rows(measurements)
+    columns: dict[str, list[str]] = {
+        "decoding": [decoding for decoding, _, _ in rows],
+        "method": [method for _, method, _ in rows],
+        "mean acceptance length": [_number(numbers["mean_acceptance_length"]) for _, _, numbers in rows],
+        "speedup": [_number(numbers["speedup"], "x") for _, _, numbers in rows],
+        "same tokens as the target": [words[numbers.get("identical")] for _, _, numbers in rows],
+        "over in turn": [_number(numbers.get("speedup_over_in_turn"), "x") for _, _, numbers in rows],
+        "rollback rate": [_number(numbers.get("rollback_rate")) for _, _, numbers in rows],
+    }
+    sentences = [
+        "Mean acceptance length (tau) is the mean number of tokens committed per target forward, the target's own "
+        "token included, the prefill not.",
+        "Speedup is tokens per second over the same target alone.",
     ]
+    for heading, meaning in (
+        ("over in turn", "Over in turn is the same over the pair that takes turns."),
+        ("rollback rate", "Rollback rate is the share of tokens drafted in sequence that were thrown away."),
+    ):
+        if any(columns[heading]):
+            sentences.append(meaning)
+        else:
+            del columns[heading]
     around = [
         (_words(field), _value(value))
         for field, value in measurements.items()
@@ -214,17 +227,16 @@ def _measured(measurements: Record | None) -> str:
     ]
     return "\n\n".join(
         [
-            "Mean acceptance length (tau) is the mean number of tokens committed per target forward, the target's own "
-            "token included, the prefill not. Speedup is tokens per second over the same target alone.",
-            _table(("decoding", "method", "mean acceptance length", "speedup", "same tokens as the target"), rows),
+            " ".join(sentences),
+            _table(tuple(columns), zip(*columns.values(), strict=True)),
             _table(("", ""), around),
             f"```\n{measurements['command']}\n```",
         ]
     )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _number(value: float | None, unit: str = "") -> str:
+    return "" if value is None else f"{value:.2f}{unit}"
 
 
 def _trained(training: Record | None) -> str:

@@ -45,6 +45,21 @@ def test_card_states_what_was_measured_and_how() -> None:
     assert "```\npython bench.py\n```" in text
 
 
+def test_card_states_rollback_where_it_was_measured() -> None:
+    methods = {
+        "in turn": {"mean_acceptance_length": 3, "speedup": 2, "rollback_rate": 0.259},
+        "other": {"mean_acceptance_length": 2, "speedup": 1, "speedup_over_in_turn": 0.5, "identical": True},
+    }
+    text = card(measurements=MEASUREMENTS | {"methods": methods, "sampled": None}).text
+    assert "| same tokens as the target | over in turn | rollback rate |" in text
+    assert "| greedy | in turn | 3.00 | 2.00x |  |  | 0.26 |" in text
+    assert "| greedy | other | 2.00 | 1.00x | yes | 0.50x |  |" in text
+    assert "Rollback rate is" in text
+    plain = card(measurements=MEASUREMENTS).text
+    assert "rollback" not in plain.lower()
+    assert "in turn" not in plain
+
+
 def test_card_states_how_it_was_trained() -> None:
     text = card(
         training={"data": "a|b", "time": 2.34567, "losses": {"first": 4.0, "last_one": 1.25}, "gpus": ["x", "y"]}
