@@ -79,8 +79,8 @@ class SpecBranchDrafter(PretrainedDrafter):
             how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
         lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
             the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
-            `"h_rad"` where the checkpoint has one. It lowers the rollback rate in turn and without hedges; with them
-            little is left to lower.
+            `"h_rad"` where the checkpoint has one. It lowers the rollback rate; on the bundled pair, which mostly
+            agrees, that cost time in turn and without hedges, and with them little was left to lower.
         min_confidence: epsilon; where the likeliest token has less, the draft model is not sure.
         min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
             least this; below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5 does.
