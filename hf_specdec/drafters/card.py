@@ -242,7 +242,29 @@ def _number(value: float | None, unit: str = "") -> str:
 def _trained(training: Record | None) -> str:
     if not training:
         return "Not recorded."
-    return _table(("", ""), ((_words(field), _value(value)) for field, value in training.items()))
+    # What was tried with the drafter afterwards has a command of its own.
+    studies = {field: value for field, value in training.items() if isinstance(value, dict) and "command" in value}
+    itself = ((_words(field), _value(value)) for field, value in training.items() if field not in studies)
+    return "\n\n".join([_table(("", ""), itself), *(_study(field, study) for field, study in studies.items())])
+
+
+def _study(field: str, study: Record) -> str:
+    """A section: what was found, as tables, then how."""
+    parts = [f"### {_words(field).capitalize()}"]
+    how = []
+    for name, found in study.items():
+        inner = list(found.values()) if isinstance(found, dict) else []
+        if inner and all(isinstance(row, dict) for row in inner):
+            columns = list(dict.fromkeys(column for row in inner for column in row))
+            rows = ((key, *(_value(row.get(column, "")) for column in columns)) for key, row in found.items())
+            parts.append(_table((_words(name), *map(_words, columns)), rows))
+        elif inner and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in inner):
+            parts.append(_table(("", _words(name)), ((_words(key), _value(number)) for key, number in found.items())))
+        elif name != "command":
+            how.append((_words(name), _value(found)))
+    if how:
+        parts.append(_table(("", ""), how))
+    return "\n\n".join([*parts, f"```\n{study['command']}\n```"])
 
 
 def _value(value: Any) -> str:

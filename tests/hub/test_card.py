@@ -70,6 +70,23 @@ def test_card_states_how_it_was_trained() -> None:
     assert "| gpus | x, y |" in text
 
 
+def test_what_was_tried_with_a_drafter_has_a_section_with_tables() -> None:
+    study = {
+        "prompts": "24 held-out prompts",
+        "mean_acceptance_length": {"all parts": 2.5, "without shift": 2},
+        "policies": {"frozen": {"length": 2.5}, "bandit": {"length": 2.75, "updates": "3 s"}},
+        "command": "python study.py",
+    }
+    text = card(training={"data": "code", "ablations_of_it": study}).text
+    section = text[text.index("### Ablations of it") : text.index("## Licence")]
+    assert "|  | mean acceptance length |\n| --- | --- |\n| all parts | 2.5 |\n| without shift | 2 |" in section
+    assert "| policies | length | updates |\n| --- | --- | --- |\n| frozen | 2.5 |  |" in section
+    assert "| bandit | 2.75 | 3 s |" in section
+    assert "| prompts | 24 held-out prompts |" in section
+    assert "```\npython study.py\n```" in section
+    assert "study.py" not in text[: text.index("### Ablations of it")]
+
+
 def test_card_says_what_is_not_known() -> None:
     text = card(target=None).text
     for said in ("| Target | not recorded |", "Not measured.", "Not recorded.", "Not stated."):
