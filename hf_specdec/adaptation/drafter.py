@@ -228,8 +228,8 @@ class AdaptiveDrafter(Drafter):
         """Algorithm 1 from line 2 on: the end of a query."""
         result = QueryResult(self._signal(query), query.num_tokens, query.num_rounds, query.num_accepted, query.seconds)
         action = self.policy.decide(result)
-        if action == "head" and not query.states:
-            action = "skip"  # nothing was rejected, so there is nothing to push
+        if action == "head" and not sum(map(len, query.states)):
+            action = "skip"  # nothing was drafted, so there is nothing to push
         self.adaptation.queries.append(result)
         self.adaptation.actions.append(action)
         verdict = self.fail_safe.observe(result)
@@ -255,11 +255,12 @@ class AdaptiveDrafter(Drafter):
     @torch.no_grad()
     def _signal(self, query: Query) -> float:
         """Eq. 8, per row: the sum over rejected positions of 1 - the drafter's probability of the target's choice."""
-        if not query.states:
+        chosen_ids = torch.cat(query.chosen_ids) if query.chosen_ids else torch.empty(0)
+        if not len(chosen_ids):
             return 0.0
         step = self.learner.step
-        probs = step.head_logits(self.drafter, torch.stack(query.states)).float().softmax(-1)
-        draft_ids = step.draft_ids(torch.stack(query.chosen_ids).to(probs.device))
+        probs = step.head_logits(self.drafter, torch.cat(query.rejected)).float().softmax(-1)
+        draft_ids = step.draft_ids(chosen_ids.to(probs.device))
         chosen = probs.gather(1, draft_ids.clamp(min=0).unsqueeze(1)).squeeze(1).where(draft_ids >= 0, 0.0)
         return float((1 - chosen).sum()) / max(1, len(query.rows))
 

@@ -24,11 +24,15 @@ from hf_specdec.decoding.tree import DraftTree
 class GivesDraftStates(Protocol):
     """A candidate generator that can say from which of the drafter's states the children of a node were drafted."""
 
-    def draft_states(self, nodes: list[int]) -> Tensor:
-        """[batch, hidden]: of the latest tree, what the heads read for the children of each row's node.
+    def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the latest tree, what the heads read for the children of some nodes.
 
         Args:
-            nodes: per row a node that has children.
+            nodes: [batch, count] int64.
+
+        Returns:
+            states [batch, count, hidden] and which of the nodes have children, [batch, count] bool; the state of one
+            that has none is any. Tensors of their own, on the drafter's device.
         """
 
 
@@ -36,12 +40,16 @@ class GivesDraftStates(Protocol):
 class Query:
     """One `generate` call.
 
+    Positions are those that the drafter drafted for on the way that the target then took: along each accepted path, and
+    where the target chose none of the tokens that were drafted. What there is of them comes in parts, one per round.
+
     Attributes:
         rows: per row of the batch, its text with the target's states: `input_ids` [length] int64, `features`
             [length, taps * hidden], `last_hidden` [length, hidden], and `first_anchor`, the length of its prompt.
-        states: [hidden] each, see `AdaptiveStep.head_loss`: of the rejected positions.
-        target_hidden: [hidden] each, the target's states there.
-        chosen_ids: the tokens that the target chose there, 0-dimensional.
+        states: [positions, hidden] each, see `AdaptiveStep.head_loss`.
+        target_hidden: [positions, hidden] each, the target's states there.
+        rejected: [rejected positions, hidden] each, the states where the path ended although there were children.
+        chosen_ids: [rejected positions] int64 each, the tokens that the target chose there.
         num_accepted: drafted tokens kept, summed over rows.
         num_rounds: rounds, summed over rows.
         seconds: from the making of the candidate generator to its end.
@@ -50,6 +58,7 @@ class Query:
     rows: list[dict[str, Any]] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     target_hidden: list[Tensor] = field(default_factory=list)
+    rejected: list[Tensor] = field(default_factory=list)
     chosen_ids: list[Tensor] = field(default_factory=list)
     num_accepted: int = 0
     num_rounds: int = 0
@@ -68,7 +77,6 @@ class _Row:
     prompt_length: int = 0
     token_ids: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
-    rejected: tuple[Tensor, Tensor] | None = None  # drafter's and target's state, until the chosen token is known
 
 
 class QueryRecorder(TreeCandidateGenerator):
@@ -94,17 +102,15 @@ class QueryRecorder(TreeCandidateGenerator):
         self.between_rounds, self.finished = between_rounds, finished
         self.query = Query()
         self.rows: list[_Row] = []
-        self.active: list[bool] = []
+        self.ended: tuple[Tensor, Tensor] | None = None  # states of rejections and their rows, until the choice is known
         self.started = time.perf_counter()
 
     def draft(self, context: DraftContext) -> DraftTree:
-        for row, root in zip(self.rows, context.root_ids, strict=True):
-            if row.rejected is not None:
-                self.query.states.append(row.rejected[0])
-                self.query.target_hidden.append(row.rejected[1])
-                self.query.chosen_ids.append(root.clone())
-                row.rejected = None
-        self.active = context.active
+        if self.ended is not None:
+            states, rows = self.ended
+            self.query.rejected.append(states)
+            self.query.chosen_ids.append(context.root_ids[rows])
+            self.ended = None
         self.between_rounds()
         return self.inner.draft(context)
 
@@ -121,35 +127,25 @@ class QueryRecorder(TreeCandidateGenerator):
                 row.token_ids.append(outcome.token_ids[index][outcome.valid[index]])
                 row.features.append(features[index][outcome.valid[index]])
         if outcome.tree is not None:
-            self._note_rejections(outcome, features)
+            self._note_positions(outcome, features)
         self.inner.observe(replace(outcome, features=features[..., : self.width]))
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return self.inner.describe(tree)
 
-    def _note_rejections(self, outcome: RoundOutcome, features: Tensor) -> None:
-        """Where the target chose none of the tokens that were drafted: the end of a path that has children."""
-        tree, path = outcome.tree, outcome.path
-        assert tree is not None
+    def _note_positions(self, outcome: RoundOutcome, features: Tensor) -> None:
+        path, kept = outcome.path, outcome.num_from_tree
         assert path is not None
-        going = [index for index, count in enumerate(outcome.num_committed) if count > 0]
-        self.query.num_rounds += len(going)
-        self.query.num_accepted += sum(outcome.num_accepted[index] for index in going)
-        last = path.gather(1, torch.tensor(outcome.num_accepted, device=path.device).unsqueeze(1))
-        below = ((tree.parents == last) & tree.valid).any(1)
-        # One transfer for both; on the CPU a look.
-        nodes, drafted = torch.stack([last.squeeze(1), below.long()]).tolist()
-        rejected = [index for index in going if drafted[index]]
-        if not rejected:
-            return
-        for index in range(len(nodes)):
-            if index not in rejected:
-                nodes[index] = 0  # any node that has children, or none if nothing was drafted
-        states = self.giver.draft_states(nodes)
-        for index in rejected:
-            hidden = features[index, outcome.num_accepted[index], self.width :]
-            # Copies: drafting may use memory again, and its tensors know no gradients.
-            self.rows[index].rejected = states[index].clone(), hidden.clone()
+        self.query.num_rounds += sum(count > 0 for count in kept)
+        self.query.num_accepted += sum(outcome.num_accepted[row] for row, count in enumerate(kept) if count > 0)
+        states, drafted = self.giver.draft_states(path)
+        steps = torch.arange(path.shape[1], device=drafted.device)
+        left = torch.tensor(kept, device=drafted.device).unsqueeze(1) - steps  # 1 at the end of a row's path
+        learned = drafted & (left > 0)
+        ended = drafted & (left == 1)
+        self.query.states.append(states[learned])
+        self.query.target_hidden.append(features[:, : path.shape[1], self.width :][learned.to(features.device)])
+        self.ended = states[ended], ended.any(1)
 
     def close(self) -> None:
         try:

@@ -204,7 +204,7 @@ def test_the_signal_is_equation_8(target: PreTrainedModel, drafter: PretrainedDr
             expected += 1 - (float(probs[place, chosen]) if chosen >= 0 else 0.0)
             rejected += 1
         place += 1
-    assert rejected == len(query.states) >= 3
+    assert rejected == sum(map(len, query.rejected)) >= 3
     assert adaptive._signal(query) == pytest.approx(expected, rel=1e-5)
 
 
@@ -225,13 +225,12 @@ def test_a_poisoned_stream_is_noticed_and_undone(
     target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = prompts(2)
-    settings: dict[str, Any] = {"fail_safe": FailSafe(window_queries=2), "learning_rate": 0.01}
+    settings: dict[str, Any] = {"fail_safe": FailSafe(window_queries=2, num_sigmas=0), "learning_rate": 0.01}
     with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(2), steps_per_update=3, **settings) as adaptive:
         serve(target, adaptive, stream * 8)
         learned = adaptive.adaptation.mean_acceptance_length(-2)
-        adaptive.learner.keep()
-        good, reverts = weights_of(drafter), adaptive.adaptation.num_reverts
-        adaptive.fail_safe.lengths.clear()
+        reverts = adaptive.adaptation.num_reverts
+        adaptive.fail_safe = FailSafe(window_queries=2, num_sigmas=0)
         adaptive.learner.learning_rate = 3e-4
         adaptive.learner.optimizer = adaptive.learner._new_optimizer()
         spoil(adaptive, monkeypatch)
@@ -245,7 +244,55 @@ def test_a_poisoned_stream_is_noticed_and_undone(
         monkeypatch.undo()
         for name, tensor in weights_of(adaptive.learner.learning).items():
             torch.testing.assert_close(tensor.double(), weights_of(drafter)[name])
-        del good
+
+
+def test_good_weights_are_those_that_served_a_good_window(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    learner = AdaptiveDrafter(drafter, target).learner
+
+    def at_the_end_of_a_good_window(value: float) -> None:
+        torch.nn.init.constant_(drafter.norm.weight, value)
+        learner.keep()
+
+    for value in (1.0, 2.0, 3.0):
+        at_the_end_of_a_good_window(value)
+    torch.nn.init.constant_(drafter.norm.weight, 4.0)
+    learner.revert()
+    assert drafter.norm.weight.unique().tolist() == [2.0]  # the window that ended with 3.0 began with it
+    assert learner.learning.norm.weight.unique().tolist() == [2.0]
+    learner.keep()
+    learner.revert()
+    assert drafter.norm.weight.unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_a_query_leaves_the_states_behind_its_drafts_along_the_accepted_paths(
+    target: PreTrainedModel, num_blocks: int
+) -> None:
+    drafter = make_specblock(target, num_blocks=num_blocks, tree_budget=40).to(torch.float64)
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
+    with adaptive:  # a drafter that is sometimes right
+        serve(target, adaptive, [PROMPTS["batch of one"]()["input_ids"]] * 8)
+    adaptive = AdaptiveDrafter(drafter, target)
+    query = recorded(target, adaptive, **PROMPTS["batch of one"]())
+    states, target_hidden = torch.cat(query.states), torch.cat(query.target_hidden)
+    rounds = drafter_rounds(adaptive)
+    assert sum(rounds) > 0
+    assert len(states) == len(target_hidden) > len(rounds)
+    assert len(query.states) == len(rounds)
+    # Behind each place of a path stands the draft of the next one: the token taken was among the likeliest there.
+    logits = adaptive.learner.step.head_logits(drafter, states)
+    (row,) = query.rows
+    ids, place, at = row["input_ids"], row["first_anchor"], 0
+    for kept, part in zip(rounds, query.states, strict=True):
+        for step in range(len(part)):
+            torch.testing.assert_close(target_hidden[at], row["last_hidden"][place + step])
+            if step < kept:
+                taken = adaptive.learner.step.draft_ids(ids[place + step + 1])
+                rank = int((logits[at] > logits[at, taken]).sum())
+                assert rank < max(drafter.branching)
+            at += 1
+        place += kept + 1
+    assert at == len(states)
 
 
 def test_an_error_in_an_update_surfaces_before_the_next_token(

@@ -253,21 +253,23 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             nodes, as_starts = attach(nodes, starts, reading)
         return states, frozen(nodes, finite), finite
 
-    def draft_states(self, nodes: list[int]) -> Tensor:
-        """[batch, hidden]: the state, before the final norm, from which each row's node got its children.
+    def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """The states, before the final norm, from which some nodes of the latest tree got their children.
 
         Args:
-            nodes: per row a node of the latest tree that has children; for one that has none, the first block's.
+            nodes: [batch, count] int64.
+
+        Returns:
+            states [batch, count, hidden], any for a node without children, and which have some, [batch, count] bool.
         """
         assert self.tree is not None
         tree, drafted, kept = self.tree
-        below = (tree.parents == torch.tensor(nodes, device=tree.parents.device).unsqueeze(1)) & tree.valid
-        child = below.int().argmax(1).tolist()
-        states = []
-        for row, node in enumerate(child):
-            block, place = drafted.place_of(int(kept[row, node])) if node else (0, 0)
-            states.append(self.hidden[block][row].flatten(0, 1)[place])
-        return torch.stack(states)
+        nodes = nodes.to(self.device)
+        below = (tree.parents.unsqueeze(1) == nodes.unsqueeze(2)) & tree.valid.unsqueeze(1)
+        has_children, child = below.max(-1)
+        places = (self._tensor(kept).gather(1, child).clamp(min=1) - 1) // drafted.shape.width
+        states = torch.cat([hidden.flatten(1, 2) for hidden in self.hidden], 1)
+        return states.gather(1, places.unsqueeze(-1).expand(-1, -1, states.shape[-1])), has_children
 
     def _array(self, tensor: Tensor) -> Array:
         """As the tree's functions take it."""

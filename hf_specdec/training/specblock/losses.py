@@ -86,6 +86,7 @@ def block_losses(
         rank_budget: with it, a bucket of a slot counts as this many examples at most.
     """
     _, positions, slots, _ = logits.shape
+    rows_given = target_probs.shape[1]
     missing = positions + offset + slots - target_probs.shape[1]
     if missing > 0:
         target_probs = torch.nn.functional.pad(target_probs, (0, 0, 0, missing))
@@ -102,7 +103,7 @@ def block_losses(
     for slot, (at_slot, said) in enumerate(zip(logits.unbind(2), rank_logits.unbind(2), strict=True)):
         rows = slice(offset + slot, offset + slot + positions)
         # The last positions have no room for later slots.
-        room = torch.arange(positions, device=logits.device) < positions - slot
+        room = torch.arange(positions, device=logits.device) < rows_given - slot
         there = position_mask[:, rows] & room
         probs = target_probs[:, rows]
         logprobs = at_slot.log_softmax(-1)
