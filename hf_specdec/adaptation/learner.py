@@ -177,8 +177,8 @@ class Learner:
         return Update(action, *first, seconds=time.perf_counter() - started)
 
     def _head_losses(self, queries: Sequence[Query]) -> tuple[Tensor, Tensor]:
-        states = torch.cat([part for query in queries for part in query.states]).float()
-        target_hidden = torch.cat([part for query in queries for part in query.target_hidden])
+        states = torch.cat([query.states for query in queries]).float()
+        target_hidden = torch.cat([query.target_hidden for query in queries])
         loss, logits = self.step.head_loss(self.learning, states, target_hidden)
         with torch.no_grad():
             before = self.step.head_logits(self.before, states)

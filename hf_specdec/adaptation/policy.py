@@ -118,7 +118,7 @@ class CostAwareBandit(Policy):
         num_events: updates so far.
     """
 
-    buffer_queries: int = 4
+    buffer_queries: int = 2
     warmup_queries: int = 10
     cold_start_events: int = 8
     epsilon: tuple[float, float] = (0.30, 0.10)

@@ -41,28 +41,28 @@ class Query:
     """One `generate` call.
 
     Positions are those that the drafter drafted for on the way that the target then took: along each accepted path, and
-    where the target chose none of the tokens that were drafted. What there is of them comes in parts, one per round.
+    where the target chose none of the tokens that were drafted, all rows one after the other.
 
     Attributes:
         rows: per row of the batch, its text with the target's states: `input_ids` [length] int64, `features`
             [length, taps * hidden], `last_hidden` [length, hidden], and `first_anchor`, the length of its prompt.
-        states: [positions, hidden] each, see `AdaptiveStep.head_loss`.
-        target_hidden: [positions, hidden] each, the target's states there.
-        rejected: [rejected positions, hidden] each, the states where the path ended although there were children.
-        chosen_ids: [rejected positions] int64 each, the tokens that the target chose there.
+        states: [positions, hidden], see `AdaptiveStep.head_loss`.
+        target_hidden: [positions, target_hidden], the target's states there.
+        rejected: [rejected positions, hidden], the states where a path ended although there were children.
+        chosen_ids: [rejected positions] int64, the tokens that the target chose there.
         num_accepted: drafted tokens kept, summed over rows.
         num_rounds: rounds, summed over rows.
         seconds: from the making of the candidate generator to its end.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
-    target_hidden: list[Tensor] = field(default_factory=list)
-    rejected: list[Tensor] = field(default_factory=list)
-    chosen_ids: list[Tensor] = field(default_factory=list)
-    num_accepted: int = 0
-    num_rounds: int = 0
-    seconds: float = 0.0
+    rows: list[dict[str, Any]]
+    states: Tensor
+    target_hidden: Tensor
+    rejected: Tensor
+    chosen_ids: Tensor
+    num_accepted: int
+    num_rounds: int
+    seconds: float
 
     @property
     def num_tokens(self) -> int:
@@ -72,21 +72,41 @@ class Query:
 
 @dataclass
 class _Row:
-    """One row while the call runs."""
+    """One row while the call runs.
 
-    prompt_length: int = 0
+    Attributes:
+        prompt_length: of its text.
+        length: of its text so far.
+        token_ids: its text in parts, as it was committed.
+        features: the target's, likewise.
+        states: [path, hidden] each, per round from which state the children of each node of the path were drafted.
+        drafted: [path] bool each, whether there were any.
+        places: the positions in the text of all these.
+        ends: of each round the last of them, counted through.
+        num_accepted: drafted tokens kept.
+    """
+
+    prompt_length: int
+    length: int = 0
     token_ids: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    drafted: list[Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    num_accepted: int = 0
 
 
 class QueryRecorder(TreeCandidateGenerator):
     """A candidate generator that drafts as another does and keeps what can be learned from.
 
+    A round is short, so it only keeps tensors that are there already; what they mean is worked out at the end.
+
     Args:
         inner: the drafter's own.
         width: of the drafter's features; the rest of what the target gives is its last hidden state.
         between_rounds: called before each draft: the only moment at which weights may change.
-        finished: receives the query when the call ends, after an error too.
+        finished: receives the query when the call ends, after an error too, unless it ended before its first round.
     """
 
     def __init__(
@@ -100,17 +120,10 @@ class QueryRecorder(TreeCandidateGenerator):
         assert isinstance(inner, GivesDraftStates)
         self.inner, self.giver, self.width = inner, inner, width
         self.between_rounds, self.finished = between_rounds, finished
-        self.query = Query()
         self.rows: list[_Row] = []
-        self.ended: tuple[Tensor, Tensor] | None = None  # states of rejections and their rows, until the choice is known
         self.started = time.perf_counter()
 
     def draft(self, context: DraftContext) -> DraftTree:
-        if self.ended is not None:
-            states, rows = self.ended
-            self.query.rejected.append(states)
-            self.query.chosen_ids.append(context.root_ids[rows])
-            self.ended = None
         self.between_rounds()
         return self.inner.draft(context)
 
@@ -119,6 +132,8 @@ class QueryRecorder(TreeCandidateGenerator):
         assert features is not None
         if not self.rows:
             self.rows = [_Row(count) for count in outcome.num_committed]
+        if outcome.tree is not None:
+            self._note_path(outcome)
         for index, (row, count) in enumerate(zip(self.rows, outcome.num_committed, strict=True)):
             if outcome.valid is None or outcome.tree is not None:  # padding, if any, is behind
                 row.token_ids.append(outcome.token_ids[index, :count])
@@ -126,40 +141,54 @@ class QueryRecorder(TreeCandidateGenerator):
             else:
                 row.token_ids.append(outcome.token_ids[index][outcome.valid[index]])
                 row.features.append(features[index][outcome.valid[index]])
-        if outcome.tree is not None:
-            self._note_positions(outcome, features)
+            row.length += count
         self.inner.observe(replace(outcome, features=features[..., : self.width]))
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return self.inner.describe(tree)
 
-    def _note_positions(self, outcome: RoundOutcome, features: Tensor) -> None:
-        path, kept = outcome.path, outcome.num_from_tree
-        assert path is not None
-        self.query.num_rounds += sum(count > 0 for count in kept)
-        self.query.num_accepted += sum(outcome.num_accepted[row] for row, count in enumerate(kept) if count > 0)
-        states, drafted = self.giver.draft_states(path)
-        steps = torch.arange(path.shape[1], device=drafted.device)
-        left = torch.tensor(kept, device=drafted.device).unsqueeze(1) - steps  # 1 at the end of a row's path
-        learned = drafted & (left > 0)
-        ended = drafted & (left == 1)
-        self.query.states.append(states[learned])
-        self.query.target_hidden.append(features[:, : path.shape[1], self.width :][learned.to(features.device)])
-        self.ended = states[ended], ended.any(1)
+    def _note_path(self, outcome: RoundOutcome) -> None:
+        assert outcome.path is not None
+        states, drafted = self.giver.draft_states(outcome.path)
+        kept = zip(self.rows, outcome.num_from_tree, outcome.num_accepted, strict=True)
+        for index, (row, count, accepted) in enumerate(kept):
+            if count == 0:  # it waited for the others
+                continue
+            row.states.append(states[index, :count])
+            row.drafted.append(drafted[index, :count])
+            row.places.extend(range(row.length, row.length + count))
+            row.ends.append(len(row.places) - 1)
+            row.num_accepted += accepted
 
     def close(self) -> None:
         try:
             self.inner.close()
         finally:
-            self.query.seconds = time.perf_counter() - self.started
-            for row in self.rows:
-                features = torch.cat(row.features)
-                self.query.rows.append(
-                    {
-                        "input_ids": torch.cat(row.token_ids),
-                        "first_anchor": max(1, row.prompt_length),
-                        "features": features[:, : self.width],
-                        "last_hidden": features[:, self.width :],
-                    }
-                )
-            self.finished(self.query)
+            seconds = time.perf_counter() - self.started
+            if any(row.ends for row in self.rows):
+                self.finished(self._query(seconds))
+
+    def _query(self, seconds: float) -> Query:
+        rows, positions = [], []
+        for row in self.rows:
+            features, token_ids = torch.cat(row.features), torch.cat(row.token_ids)
+            text, last_hidden = features[:, : self.width], features[:, self.width :]
+            first = max(1, row.prompt_length)
+            rows.append({"input_ids": token_ids, "first_anchor": first, "features": text, "last_hidden": last_hidden})
+            if row.ends:
+                positions.append(_positions(row, token_ids, last_hidden))
+        states, target_hidden, rejected, chosen_ids = (torch.cat(parts) for parts in zip(*positions, strict=True))
+        accepted, rounds = sum(row.num_accepted for row in self.rows), sum(len(row.ends) for row in self.rows)
+        return Query(rows, states, target_hidden, rejected, chosen_ids, accepted, rounds, seconds)
+
+
+def _positions(row: _Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """States, the target's states, states of the rejected positions, and what the target chose there: of one row."""
+    states, drafted = torch.cat(row.states), torch.cat(row.drafted)
+    places, ends = torch.tensor(row.places), torch.tensor(row.ends)
+    # What the target chose is the token that comes next; after the text's last one it never entered the target.
+    ends = ends[places[ends] + 1 < row.length].to(drafted.device)
+    ends = ends[drafted[ends]]
+    learned = drafted.to(last_hidden.device)
+    places = places.to(last_hidden.device)
+    return states[drafted], last_hidden[places[learned]], states[ends], token_ids[places[ends.to(places.device)] + 1]

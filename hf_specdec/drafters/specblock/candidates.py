@@ -25,7 +25,18 @@ from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
-from hf_specdec.drafters.specblock.tree import Array, Nodes, Reading, Shape, Starts, attach, choose_starts, cut, frozen
+from hf_specdec.drafters.specblock.tree import (
+    Array,
+    Nodes,
+    Reading,
+    Shape,
+    Starts,
+    attach,
+    choose_starts,
+    cut,
+    frozen,
+    take,
+)
 
 # Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
 PROMPT_CHUNK = 1024
@@ -264,12 +275,15 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         """
         assert self.tree is not None
         tree, drafted, kept = self.tree
-        nodes = nodes.to(self.device)
-        below = (tree.parents.unsqueeze(1) == nodes.unsqueeze(2)) & tree.valid.unsqueeze(1)
-        has_children, child = below.max(-1)
-        places = (self._tensor(kept).gather(1, child).clamp(min=1) - 1) // drafted.shape.width
-        states = torch.cat([hidden.flatten(1, 2) for hidden in self.hidden], 1)
-        return states.gather(1, places.unsqueeze(-1).expand(-1, -1, states.shape[-1])), has_children
+        parents, valid, above = (self._array(part.to(self.device)) for part in (tree.parents, tree.valid, nodes))
+        below = (parents[:, None] == above[..., None]) & valid[:, None]
+        child = (below * 1).argmax(-1)
+        # Number n among all nodes is a candidate of state (n - 1) // width; any for a node without children.
+        place = self._tensor((take(kept, child, 1) - 1).clip(min=0) // drafted.shape.width)
+        states = [hidden.flatten(1, 2) for hidden in self.hidden]
+        every = states[0] if len(states) == 1 else torch.cat(states, 1)
+        found = every.gather(1, place.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
+        return found, self._tensor(below.any(-1))
 
     def _array(self, tensor: Tensor) -> Array:
         """As the tree's functions take it."""

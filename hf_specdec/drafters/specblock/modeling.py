@@ -248,10 +248,9 @@ class SpecBlockDrafter(PretrainedDrafter):
         cache: KeyValueStore | None = None,
         read: Tensor | None = None,
     ) -> BlockOutput:
-        """States, draft logits and rank logits of every slot of every start; other arguments as in `block_hidden`.
+        """States, draft logits and rank logits of every slot of every start; arguments as in `block_hidden`.
 
-        Args:
-            read: [batch, starts] bool, the starts at which the heads are read; None for all.
+        `read`, [batch, starts] bool, chooses the starts at which the heads are read; None reads them at all.
         """
         hidden = self.block_hidden(
             conditions, embeddings, position_ids, from_target=from_target, mask=mask, cache=cache

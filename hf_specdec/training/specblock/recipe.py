@@ -200,8 +200,13 @@ register_recipe(
         # The few positions of an update are mostly of the best bucket. Unless every bucket counts alike, the rank head
         # learns to say nothing else, and branches are lost faster than the other head gains.
         adapting=lambda drafter, target: SpecBlockStep(
-            drafter, target, num_blocks=min(2, drafter.num_blocks), rank_start_step=0, slot_weights="by_count",
-            rank_budget=1, sparse=True,
-        ),  # fmt: skip
+            drafter,
+            target,
+            num_blocks=min(2, drafter.num_blocks),
+            rank_start_step=0,
+            slot_weights="by_count",
+            rank_budget=1,
+            sparse=True,
+        ),
     )
 )

@@ -254,10 +254,8 @@ def sparse_block_losses(
 ) -> BlockLosses:
     """`block_losses` where the heads were read at the starts alone; both give the same losses.
 
-    Args:
-        logits: [starts, slots, draft_vocab] float32, of the places in `start_mask`, in order.
-        rank_logits: [starts, slots, classes] float32.
-        target_probs: as there, and all that follow.
+    `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] are those of the places in
+    `start_mask`, in order; all other arguments are as there.
     """
     slots, length = logits.shape[1], target_probs.shape[1]
     row, place = start_mask.nonzero(as_tuple=True)
