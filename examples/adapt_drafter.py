@@ -134,13 +134,15 @@ def figures_of(served: Pass, frozen: Pass | None, held_out: list[torch.Tensor]) 
     if held_out:
         row["acceptance_length_held_out"] = round(served.length_without_learning(held_out), 3)
     if frozen is not None and frozen is not served:
+        row["tokens_per_s_of_frozen"] = round(sum(map(len, frozen.tokens)) / frozen.seconds, 1)
         row["speed_over_frozen"] = round(frozen.seconds / served.seconds, 3)
         row["last_quarter_over_frozen"] = round(served.length(-quarter) / frozen.length(-quarter), 3)
     row["output_sha256"] = hashlib.sha256(json.dumps(served.tokens).encode()).hexdigest()[:16]
     if served.adaptive is not None:
         row["update_seconds"] = round(served.adaptive.adaptation.update_seconds, 1)
-        values = getattr(served.adaptive.policy, "values", None)
-        row["adaptation"] = str(served.adaptive.adaptation) + (f"; values {values}" if values else "")
+        row["adaptation"] = str(served.adaptive.adaptation)
+        if isinstance(served.adaptive.policy, CostAwareBandit):
+            row["values"] = {action: round(value, 3) for action, value in served.adaptive.policy.values.items()}
     return row
 
 
@@ -203,7 +205,7 @@ def main() -> None:
     console.print(table)
     for name, served in passes.items():
         if served.adaptive is not None:
-            console.print(f"{name}: {figures[name]['adaptation']}")
+            console.print(f"{name}: {figures[name]['adaptation']}", figures[name].get("values", ""))
             if arguments.poison:
                 window = served.adaptive.fail_safe.window_queries
                 windows = [round(served.length(at, at + window), 2) for at in range(0, len(stream), window)]
@@ -223,7 +225,7 @@ def main() -> None:
 
     record = {
         "stream": f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy",
-        "compared": "before and after are the frozen and the learned drafter on the same passages",
+        "compared": "the same passages, served by the frozen and by the learning drafter in turns of one run",
         "policies": figures,
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
@@ -239,7 +241,8 @@ def main() -> None:
         earlier = known.get(key, {})
         if all(earlier.get(name) == record[name] for name in ("stream", "compared", "versions")):
             # Passes over one stream may be served by several runs, and all of them are told of.
-            record["policies"] = earlier["policies"] | figures
+            told = earlier["policies"]
+            record["policies"] = told | {name: told.get(name, {}) | row for name, row in figures.items()}
             record["command"] = "; ".join(dict.fromkeys([*earlier["command"].split("; "), record["command"]]))
         drafter.training_record = known | {key: record}
         drafter.write_records(arguments.drafter)

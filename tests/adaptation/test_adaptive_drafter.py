@@ -228,19 +228,22 @@ def test_a_poisoned_stream_is_noticed_and_undone(
     settings: dict[str, Any] = {"fail_safe": FailSafe(window_queries=2, num_sigmas=0), "learning_rate": 0.01}
     with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(2), steps_per_update=3, **settings) as adaptive:
         serve(target, adaptive, stream * 8)
-        learned = adaptive.adaptation.mean_acceptance_length(-2)
         reverts = adaptive.adaptation.num_reverts
         adaptive.fail_safe = FailSafe(window_queries=2, num_sigmas=0)
         adaptive.learner.learning_rate = 3e-4
         adaptive.learner.optimizer = adaptive.learner._new_optimizer()
         spoil(adaptive, monkeypatch)
+        earlier = []
         for _ in range(40):
+            earlier.append(weights_of(drafter))
             serve(target, adaptive, stream)
             if adaptive.adaptation.num_reverts > reverts:
                 break
         assert adaptive.adaptation.num_reverts == reverts + 1
-        fallen = adaptive.adaptation.mean_acceptance_length(-2)
-        assert fallen < learned
+        lengths = [adaptive.adaptation.mean_acceptance_length(at, at + 2) for at in range(16, 16 + 2 * len(earlier), 2)]
+        assert lengths[-1] < max(lengths)
+        restored = weights_of(drafter)
+        assert any(all(torch.equal(restored[name], old[name]) for name in old) for old in earlier[:-1])
         monkeypatch.undo()
         for name, tensor in weights_of(adaptive.learner.learning).items():
             torch.testing.assert_close(tensor.double(), weights_of(drafter)[name])
@@ -296,6 +299,20 @@ def test_a_query_leaves_the_states_behind_its_drafts_along_the_accepted_paths(
     assert at == len(query.states)
     assert query.chosen_ids.tolist() == chosen_ids
     assert len(query.rejected) == len(chosen_ids)
+
+
+def test_rows_of_a_batch_leave_behind_what_each_would_alone(
+    target: PreTrainedModel, drafter: PretrainedDrafter
+) -> None:
+    adaptive = AdaptiveDrafter(drafter, target)
+    inputs = PROMPTS["ragged batch of three"]()
+    together = recorded(target, adaptive, **inputs)
+    rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
+    alone = [recorded(target, adaptive, input_ids=ids[mask][None]) for ids, mask in rows]
+    for name in ("states", "target_hidden", "rejected", "chosen_ids"):
+        torch.testing.assert_close(getattr(together, name), torch.cat([getattr(query, name) for query in alone]))
+    for name in ("num_rounds", "num_accepted", "num_tokens"):
+        assert getattr(together, name) == sum(getattr(query, name) for query in alone)
 
 
 def test_an_error_in_an_update_surfaces_before_the_next_token(

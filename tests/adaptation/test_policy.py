@@ -178,6 +178,19 @@ def test_a_fall_that_chance_would_bring_is_no_alarm() -> None:
     assert windows(*falling, (56 + 20, 56 - 20), num_sigmas=0) == ["good", None, "bad"]
 
 
+def test_windows_that_stay_low_are_bad_even_if_none_falls_on() -> None:
+    # Queries at 2 tokens above and below the mean of 40 rounds: the variance of a window is (4 + 4) / 80**2 * 2 =
+    # 0.0025, that of a mean of three 0.0025 / 3, and of two such means apart 0.00167: standard error 0.0408.
+    def stream(*means: int) -> list[str | None]:
+        return windows(*((mean + 2, mean - 2) for mean in means), num_sigmas=2.5)
+
+    # From 60 to 55 1/3 tokens in 40 rounds is 0.117, or 2.9 standard errors; to 57 1/3, 0.067, or 1.6.
+    assert stream(60, 60, 60, 55, 56, 55) == ["good", "good", "good", None, None, "bad"]
+    assert stream(60, 60, 60, 57, 58, 57) == ["good", "good", "good", None, None, None]
+    # A drift over more windows than are known is the text's own.
+    assert "bad" not in stream(60, 60, 60, 59, 58, 59, 58, 57, 58, 57, 56, 57, 56, 55, 56)
+
+
 def test_a_window_is_good_only_if_none_of_the_last_ones_was_better() -> None:
     # Up again by chance within a decline: these weights are not the ones to go back to.
     assert watch([3.0, 2.5, 2.6, 2.7], num_sigmas=9)[1::2] == [None, "good"]

@@ -264,7 +264,7 @@ def sparse_block_losses(
     at = row.unsqueeze(1), ahead.clamp(max=length - 1)
     losses = block_losses(
         logits.unsqueeze(1), rank_logits.unsqueeze(1), target_probs[at], position_mask[at] & (ahead < length),
-        torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, **options,
+        torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, length=slots, **options,
     )  # fmt: skip
 
     def spread(found: Tensor, empty: Any) -> Tensor:
