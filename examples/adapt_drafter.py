@@ -1,11 +1,20 @@
 """A drafter meets text that it was not trained for, and learns while it serves.
 
     python examples/adapt_drafter.py
+    python examples/adapt_drafter.py --poison
 
 The bundled drafter was trained on Python functions; here it serves a stream of C++ headers, those that come with torch.
-The same stream is served several times, each time from the same weights: without learning, with the cost-aware bandit
-of SpecBlock, and with an update every eight queries whatever it costs. The output is the target's own each time. One
-torch thread serves, so that an update finds a core of its own where there is one.
+Every policy starts from the same weights: no learning, the cost-aware bandit of SpecBlock, and an update every eight
+queries whatever it costs. The policies take turns, `--turn` queries each, so that a machine whose speed drifts slows
+all of them alike; a turn ends when its updates have, so none works during another's turn. The output is the target's
+own each time. One torch thread serves, so that an update finds a core of its own where there is one.
+
+Passages differ in how well they can be drafted, so "before" and "after" are the frozen and the learned drafter on the
+same text: the last quarter of the stream, and passages that were not in it, served at the end without learning.
+
+With `--poison` the feedback is broken from a third of the stream on: whatever is drafted, the learner is told that the
+target says one and the same thing. This lasts until the fail-safe has gone back to good weights; what is then learned
+is sound again.
 """
 
 from __future__ import annotations
@@ -19,7 +28,6 @@ import platform
 import shlex
 import sys
 import time
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,28 +40,70 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
-from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
+from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate}
 
 
-@dataclass
+class Poisoned(AdaptiveDrafter):
+    """Is told the same target state everywhere from one query on, until the fail-safe has acted."""
+
+    first_poisoned: int
+    told: torch.Tensor | None = None
+
+    def finish_query(self, query: Any) -> None:
+        if len(self.adaptation.queries) >= self.first_poisoned and not self.adaptation.reverts:
+            if self.told is None:
+                self.told = query.target_hidden[-1]
+            query.target_hidden = self.told.expand_as(query.target_hidden)
+            for row in query.rows:
+                row["last_hidden"] = self.told.expand_as(row["last_hidden"])
+        super().finish_query(query)
+
+
 class Pass:
-    """The stream, served once."""
+    """The stream, served by one policy."""
 
-    tokens: list[list[int]]
-    rounds: list[int]
-    accepted: list[int]
-    seconds: float
-    adaptation: str = ""
-    update_seconds: float = 0.0
+    def __init__(self, name: str, model: Any, arguments: argparse.Namespace) -> None:
+        self.model, self.settings = model, {"max_new_tokens": arguments.new_tokens, "do_sample": False}
+        self.drafter = load_drafter(arguments.drafter, target=model)
+        self.adaptive: AdaptiveDrafter | None = None
+        policy = POLICIES[name]
+        if policy is not None:
+            kind = Poisoned if arguments.poison else AdaptiveDrafter
+            self.adaptive = kind(self.drafter, model, policy=policy())
+            if isinstance(self.adaptive, Poisoned):
+                self.adaptive.first_poisoned = arguments.queries // 3
+        self.tokens: list[list[int]] = []
+        self.rounds: list[int] = []
+        self.accepted: list[int] = []
+        self.seconds = 0.0
 
-    def acceptance_length(self, part: slice) -> float:
-        return 1 + sum(self.accepted[part]) / max(1, sum(self.rounds[part]))
+    def serve(self, prompt: torch.Tensor, assistant: Any) -> tuple[list[int], int, int]:
+        """Tokens written, rounds, and drafted tokens accepted."""
+        output = self.model.generate(prompt.to(self.model.device), assistant_model=assistant, **self.settings)
+        stats = assistant.stats
+        return output[0, prompt.shape[1] :].tolist(), stats.num_spec_steps, stats.num_accepted_draft_tokens
 
-    def tokens_per_s(self) -> float:
-        return sum(map(len, self.tokens)) / self.seconds
+    def turn(self, prompts: list[torch.Tensor]) -> None:
+        started = time.perf_counter()
+        for prompt in prompts:
+            tokens, rounds, accepted = self.serve(prompt, self.adaptive or self.drafter)
+            self.tokens.append(tokens)
+            self.rounds.append(rounds)
+            self.accepted.append(accepted)
+        if self.adaptive is not None:
+            self.adaptive.wait()  # counted: the update was made for these queries
+        self.seconds += time.perf_counter() - started
+
+    def length(self, first: int, last: int | None = None) -> float:
+        """Mean acceptance length over some queries."""
+        return 1 + sum(self.accepted[first:last]) / max(1, sum(self.rounds[first:last]))
+
+    def length_without_learning(self, prompts: list[torch.Tensor]) -> float:
+        served = [self.serve(prompt, self.drafter) for prompt in prompts]
+        return 1 + sum(accepted for *_, accepted in served) / max(1, sum(rounds for _, rounds, _ in served))
 
 
 def header_prompts(tokenizer: Any, count: int, length: int) -> list[torch.Tensor]:
@@ -72,32 +122,28 @@ def header_prompts(tokenizer: Any, count: int, length: int) -> list[torch.Tensor
     return prompts
 
 
-def serve(name: str, model: Any, prompts: list[torch.Tensor], arguments: argparse.Namespace, console: Console) -> Pass:
-    drafter = load_drafter(arguments.drafter, target=model)
-    policy, adaptive = POLICIES[name], None
-    if policy is not None:
-        adaptive = AdaptiveDrafter(
-            drafter, model, policy=policy(), learning_rate=arguments.learning_rate,
-            fail_safe=FailSafe(window_queries=arguments.window_queries), steps_per_update=arguments.steps_per_update,
-        )  # fmt: skip
-    assistant = drafter if adaptive is None else adaptive
-    settings = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
-    model.generate(prompts[0], assistant_model=drafter, **settings)  # warms up
-    served = Pass([], [], [], 0.0)
-    started = time.perf_counter()
-    for prompt in track(prompts, description=name, console=console, transient=True):
-        output = model.generate(prompt.to(model.device), assistant_model=assistant, **settings)
-        served.tokens.append(output[0, prompt.shape[1] :].tolist())
-        served.rounds.append(assistant.stats.num_spec_steps)
-        served.accepted.append(assistant.stats.num_accepted_draft_tokens)
-    if adaptive is not None:
-        adaptive.close()  # the last update counts as well
-        served.adaptation = f"{adaptive.adaptation}; values {getattr(adaptive.policy, 'values', '-')}"
-        served.update_seconds = adaptive.adaptation.update_seconds
-    served.seconds = time.perf_counter() - started
-    if arguments.save and name == "cost-aware bandit":
-        assistant.save_pretrained(arguments.save)
-    return served
+def figures_of(served: Pass, frozen: Pass | None, held_out: list[torch.Tensor]) -> dict[str, Any]:
+    quarter = max(1, len(served.tokens) // 4)
+    tokens_per_s = sum(map(len, served.tokens)) / served.seconds
+    row: dict[str, Any] = {
+        "tokens_per_s": round(tokens_per_s, 1),
+        "acceptance_length": round(served.length(0), 3),
+        "acceptance_length_first_quarter": round(served.length(0, quarter), 3),
+        "acceptance_length_last_quarter": round(served.length(-quarter), 3),
+    }
+    if held_out:
+        row["acceptance_length_held_out"] = round(served.length_without_learning(held_out), 3)
+    if frozen is not None and frozen is not served:
+        row["tokens_per_s_of_frozen"] = round(sum(map(len, frozen.tokens)) / frozen.seconds, 1)
+        row["speed_over_frozen"] = round(frozen.seconds / served.seconds, 3)
+        row["last_quarter_over_frozen"] = round(served.length(-quarter) / frozen.length(-quarter), 3)
+    row["output_sha256"] = hashlib.sha256(json.dumps(served.tokens).encode()).hexdigest()[:16]
+    if served.adaptive is not None:
+        row["update_seconds"] = round(served.adaptive.adaptation.update_seconds, 1)
+        row["adaptation"] = str(served.adaptive.adaptation)
+        if isinstance(served.adaptive.policy, CostAwareBandit):
+            row["values"] = {action: round(value, 3) for action, value in served.adaptive.policy.values.items()}
+    return row
 
 
 def main() -> None:
@@ -105,56 +151,81 @@ def main() -> None:
     parser.add_argument("--target", default=str(BUNDLED / "target"))
     parser.add_argument("--drafter", default=str(BUNDLED / "specblock"))
     parser.add_argument("--queries", type=int, default=240)
+    parser.add_argument("--held-out", type=int, default=32, help="further passages, served at the end")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--steps-per-update", type=int, default=2)
-    parser.add_argument("--window-queries", type=int, default=20, help="of the fail-safe: chance moves shorter windows")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--turn", type=int, default=10, help="queries of a policy before the next one's turn")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--poison", action="store_true", help="break the feedback from a third of the stream on")
     parser.add_argument("--save", type=Path, help="write the drafter that the bandit adapted here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
     arguments = parser.parse_args()
 
     console = Console()
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 110)
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).to(device).eval()
-    prompts = header_prompts(tokenizer, arguments.queries, arguments.prompt_tokens)
-    console.print(f"{len(prompts)} passages of C++ headers, {arguments.new_tokens} new tokens each, {device}")
+    prompts = header_prompts(tokenizer, arguments.queries + arguments.held_out, arguments.prompt_tokens)
+    stream, held_out = prompts[: arguments.queries], prompts[arguments.queries :]
+    console.print(f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, {device}")
 
-    passes = {name: serve(name, model, prompts, arguments, console) for name in arguments.policies}
-    quarter = max(1, len(prompts) // 4)
+    passes = {name: Pass(name, model, arguments) for name in arguments.policies}
+    for served in passes.values():
+        served.serve(stream[0], served.drafter)  # warms up
+    for first in track(range(0, len(stream), arguments.turn), "serving", console=console, transient=True):
+        for served in passes.values():
+            served.turn(stream[first : first + arguments.turn])
+    for served in passes.values():
+        if served.adaptive is not None:
+            served.adaptive.close()
+
+    frozen = passes.get("frozen")
+    figures = {name: figures_of(served, frozen, held_out) for name, served in passes.items()}
     table = Table(title="one stream, one start, several policies")
-    for heading in ("policy", "tokens/s", "length, first quarter", "length, last quarter", "updating", "same output"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    figures = {}
-    for name, served in passes.items():
-        figures[name] = row = {
-            "tokens_per_s": round(served.tokens_per_s(), 1),
-            "acceptance_length_first_quarter": round(served.acceptance_length(slice(0, quarter)), 3),
-            "acceptance_length_last_quarter": round(served.acceptance_length(slice(-quarter, None)), 3),
-            "update_seconds": round(served.update_seconds, 1),
-            "output_sha256": hashlib.sha256(json.dumps(served.tokens).encode()).hexdigest()[:16],
-            "adaptation": served.adaptation,
-        }
+    table.add_column("policy")
+    for heading in ("tokens/s", "over frozen", "first quarter", "last quarter", "over frozen", "held out", "updating"):
+        table.add_column(heading, justify="right")
+    table.add_column("same output")
+    for name, row in figures.items():
         table.add_row(
             name,
             f"{row['tokens_per_s']:.1f}",
+            f"{row['speed_over_frozen']:.3f}x" if "speed_over_frozen" in row else "",
             f"{row['acceptance_length_first_quarter']:.2f}",
             f"{row['acceptance_length_last_quarter']:.2f}",
-            f"{row['update_seconds']:.1f} s",
+            f"{row['last_quarter_over_frozen'] - 1:+.1%}" if "last_quarter_over_frozen" in row else "",
+            f"{row['acceptance_length_held_out']:.2f}" if held_out else "",
+            f"{row['update_seconds']:.1f} s" if "update_seconds" in row else "",
             "yes" if row["output_sha256"] == figures[arguments.policies[0]]["output_sha256"] else "NO",
         )
     console.print(table)
     for name, served in passes.items():
-        if served.adaptation:
-            console.print(f"{name}: {served.adaptation}")
+        if served.adaptive is not None:
+            console.print(f"{name}: {figures[name]['adaptation']}", figures[name].get("values", ""))
+            if arguments.poison:
+                window = served.adaptive.fail_safe.window_queries
+                windows = [round(served.length(at, at + window), 2) for at in range(0, len(stream), window)]
+                figures[name] |= {
+                    "poisoned_from": arguments.queries // 3,
+                    "reverted_after": served.adaptive.adaptation.reverts,
+                    f"acceptance_length_by_{window}_queries": windows,
+                }
+                console.print(
+                    f"poisoned from query {arguments.queries // 3} on, until the fail-safe acted; reverts after "
+                    f"{served.adaptive.adaptation.reverts} queries; length by {window} queries: {windows}"
+                )
+    if arguments.save:
+        adaptive = passes["cost-aware bandit"].adaptive
+        assert adaptive is not None
+        adaptive.save_pretrained(arguments.save)
+
     record = {
-        "stream": f"{len(prompts)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy",
+        "stream": f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy",
+        "compared": "the same passages, served by the frozen and by the learning drafter in turns of one run",
         "policies": figures,
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
@@ -164,12 +235,16 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.record:
+        key = "poisoned adaptation" if arguments.poison else "adaptation"
         drafter = load_drafter(arguments.drafter)
         known = drafter.training_record or {}
-        earlier = known.get("adaptation", {})
-        if earlier.get("stream") == record["stream"] and earlier.get("versions") == record["versions"]:
-            record["policies"] = earlier["policies"] | figures  # passes over one stream may be served by several runs
-        drafter.training_record = known | {"adaptation": record}
+        earlier = known.get(key, {})
+        if all(earlier.get(name) == record[name] for name in ("stream", "compared", "versions")):
+            # Passes over one stream may be served by several runs, and all of them are told of.
+            told = earlier["policies"]
+            record["policies"] = told | {name: told.get(name, {}) | row for name, row in figures.items()}
+            record["command"] = "; ".join(dict.fromkeys([*earlier["command"].split("; "), record["command"]]))
+        drafter.training_record = known | {key: record}
         drafter.write_records(arguments.drafter)
 
 

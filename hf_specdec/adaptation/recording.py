@@ -24,11 +24,15 @@ from hf_specdec.decoding.tree import DraftTree
 class GivesDraftStates(Protocol):
     """A candidate generator that can say from which of the drafter's states the children of a node were drafted."""
 
-    def draft_states(self, nodes: list[int]) -> Tensor:
-        """[batch, hidden]: of the latest tree, what the heads read for the children of each row's node.
+    def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the latest tree, what the heads read for the children of some nodes.
 
         Args:
-            nodes: per row a node that has children.
+            nodes: [batch, count] int64.
+
+        Returns:
+            states [batch, count, hidden] and which of the nodes have children, [batch, count] bool; the state of one
+            that has none is any. Tensors of their own, on the drafter's device.
         """
 
 
@@ -36,24 +40,29 @@ class GivesDraftStates(Protocol):
 class Query:
     """One `generate` call.
 
+    Positions are those that the drafter drafted for on the way that the target then took: along each accepted path, and
+    where the target chose none of the tokens that were drafted, all rows one after the other.
+
     Attributes:
         rows: per row of the batch, its text with the target's states: `input_ids` [length] int64, `features`
             [length, taps * hidden], `last_hidden` [length, hidden], and `first_anchor`, the length of its prompt.
-        states: [hidden] each, see `AdaptiveStep.head_loss`: of the rejected positions.
-        target_hidden: [hidden] each, the target's states there.
-        chosen_ids: the tokens that the target chose there, 0-dimensional.
+        states: [positions, hidden], see `AdaptiveStep.head_loss`.
+        target_hidden: [positions, target_hidden], the target's states there.
+        rejected: [rejected positions, hidden], the states where a path ended although there were children.
+        chosen_ids: [rejected positions] int64, the tokens that the target chose there.
         num_accepted: drafted tokens kept, summed over rows.
         num_rounds: rounds, summed over rows.
         seconds: from the making of the candidate generator to its end.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
-    target_hidden: list[Tensor] = field(default_factory=list)
-    chosen_ids: list[Tensor] = field(default_factory=list)
-    num_accepted: int = 0
-    num_rounds: int = 0
-    seconds: float = 0.0
+    rows: list[dict[str, Any]]
+    states: Tensor
+    target_hidden: Tensor
+    rejected: Tensor
+    chosen_ids: Tensor
+    num_accepted: int
+    num_rounds: int
+    seconds: float
 
     @property
     def num_tokens(self) -> int:
@@ -63,22 +72,41 @@ class Query:
 
 @dataclass
 class _Row:
-    """One row while the call runs."""
+    """One row while the call runs.
 
-    prompt_length: int = 0
+    Attributes:
+        prompt_length: of its text.
+        length: of its text so far.
+        token_ids: its text in parts, as it was committed.
+        features: the target's, likewise.
+        states: [path, hidden] each, per round from which state the children of each node of the path were drafted.
+        drafted: [path] bool each, whether there were any.
+        places: the positions in the text of all these.
+        ends: of each round the last of them, counted through.
+        num_accepted: drafted tokens kept.
+    """
+
+    prompt_length: int
+    length: int = 0
     token_ids: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
-    rejected: tuple[Tensor, Tensor] | None = None  # drafter's and target's state, until the chosen token is known
+    states: list[Tensor] = field(default_factory=list)
+    drafted: list[Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    num_accepted: int = 0
 
 
 class QueryRecorder(TreeCandidateGenerator):
     """A candidate generator that drafts as another does and keeps what can be learned from.
 
+    A round is short, so it only keeps tensors that are there already; what they mean is worked out at the end.
+
     Args:
         inner: the drafter's own.
         width: of the drafter's features; the rest of what the target gives is its last hidden state.
         between_rounds: called before each draft: the only moment at which weights may change.
-        finished: receives the query when the call ends, after an error too.
+        finished: receives the query when the call ends, after an error too, unless it ended before its first round.
     """
 
     def __init__(
@@ -92,19 +120,10 @@ class QueryRecorder(TreeCandidateGenerator):
         assert isinstance(inner, GivesDraftStates)
         self.inner, self.giver, self.width = inner, inner, width
         self.between_rounds, self.finished = between_rounds, finished
-        self.query = Query()
         self.rows: list[_Row] = []
-        self.active: list[bool] = []
         self.started = time.perf_counter()
 
     def draft(self, context: DraftContext) -> DraftTree:
-        for row, root in zip(self.rows, context.root_ids, strict=True):
-            if row.rejected is not None:
-                self.query.states.append(row.rejected[0])
-                self.query.target_hidden.append(row.rejected[1])
-                self.query.chosen_ids.append(root.clone())
-                row.rejected = None
-        self.active = context.active
         self.between_rounds()
         return self.inner.draft(context)
 
@@ -113,6 +132,8 @@ class QueryRecorder(TreeCandidateGenerator):
         assert features is not None
         if not self.rows:
             self.rows = [_Row(count) for count in outcome.num_committed]
+        if outcome.tree is not None:
+            self._note_path(outcome)
         for index, (row, count) in enumerate(zip(self.rows, outcome.num_committed, strict=True)):
             if outcome.valid is None or outcome.tree is not None:  # padding, if any, is behind
                 row.token_ids.append(outcome.token_ids[index, :count])
@@ -120,50 +141,54 @@ class QueryRecorder(TreeCandidateGenerator):
             else:
                 row.token_ids.append(outcome.token_ids[index][outcome.valid[index]])
                 row.features.append(features[index][outcome.valid[index]])
-        if outcome.tree is not None:
-            self._note_rejections(outcome, features)
+            row.length += count
         self.inner.observe(replace(outcome, features=features[..., : self.width]))
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return self.inner.describe(tree)
 
-    def _note_rejections(self, outcome: RoundOutcome, features: Tensor) -> None:
-        """Where the target chose none of the tokens that were drafted: the end of a path that has children."""
-        tree, path = outcome.tree, outcome.path
-        assert tree is not None
-        assert path is not None
-        going = [index for index, count in enumerate(outcome.num_committed) if count > 0]
-        self.query.num_rounds += len(going)
-        self.query.num_accepted += sum(outcome.num_accepted[index] for index in going)
-        last = path.gather(1, torch.tensor(outcome.num_accepted, device=path.device).unsqueeze(1))
-        below = ((tree.parents == last) & tree.valid).any(1)
-        # One transfer for both; on the CPU a look.
-        nodes, drafted = torch.stack([last.squeeze(1), below.long()]).tolist()
-        rejected = [index for index in going if drafted[index]]
-        if not rejected:
-            return
-        for index in range(len(nodes)):
-            if index not in rejected:
-                nodes[index] = 0  # any node that has children, or none if nothing was drafted
-        states = self.giver.draft_states(nodes)
-        for index in rejected:
-            hidden = features[index, outcome.num_accepted[index], self.width :]
-            # Copies: drafting may use memory again, and its tensors know no gradients.
-            self.rows[index].rejected = states[index].clone(), hidden.clone()
+    def _note_path(self, outcome: RoundOutcome) -> None:
+        assert outcome.path is not None
+        states, drafted = self.giver.draft_states(outcome.path)
+        kept = zip(self.rows, outcome.num_from_tree, outcome.num_accepted, strict=True)
+        for index, (row, count, accepted) in enumerate(kept):
+            if count == 0:  # it waited for the others
+                continue
+            row.states.append(states[index, :count])
+            row.drafted.append(drafted[index, :count])
+            row.places.extend(range(row.length, row.length + count))
+            row.ends.append(len(row.places) - 1)
+            row.num_accepted += accepted
 
     def close(self) -> None:
         try:
             self.inner.close()
         finally:
-            self.query.seconds = time.perf_counter() - self.started
-            for row in self.rows:
-                features = torch.cat(row.features)
-                self.query.rows.append(
-                    {
-                        "input_ids": torch.cat(row.token_ids),
-                        "first_anchor": max(1, row.prompt_length),
-                        "features": features[:, : self.width],
-                        "last_hidden": features[:, self.width :],
-                    }
-                )
-            self.finished(self.query)
+            seconds = time.perf_counter() - self.started
+            if any(row.ends for row in self.rows):
+                self.finished(self._query(seconds))
+
+    def _query(self, seconds: float) -> Query:
+        rows, positions = [], []
+        for row in self.rows:
+            features, token_ids = torch.cat(row.features), torch.cat(row.token_ids)
+            text, last_hidden = features[:, : self.width], features[:, self.width :]
+            first = max(1, row.prompt_length)
+            rows.append({"input_ids": token_ids, "first_anchor": first, "features": text, "last_hidden": last_hidden})
+            if row.ends:
+                positions.append(_positions(row, token_ids, last_hidden))
+        states, target_hidden, rejected, chosen_ids = (torch.cat(parts) for parts in zip(*positions, strict=True))
+        accepted, rounds = sum(row.num_accepted for row in self.rows), sum(len(row.ends) for row in self.rows)
+        return Query(rows, states, target_hidden, rejected, chosen_ids, accepted, rounds, seconds)
+
+
+def _positions(row: _Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """States, the target's states, states of the rejected positions, and what the target chose there: of one row."""
+    states, drafted = torch.cat(row.states), torch.cat(row.drafted)
+    places, ends = torch.tensor(row.places), torch.tensor(row.ends)
+    # What the target chose is the token that comes next; after the text's last one it never entered the target.
+    ends = ends[places[ends] + 1 < row.length].to(drafted.device)
+    ends = ends[drafted[ends]]
+    learned = drafted.to(last_hidden.device)
+    places = places.to(last_hidden.device)
+    return states[drafted], last_hidden[places[learned]], states[ends], token_ids[places[ends.to(places.device)] + 1]

@@ -161,6 +161,42 @@ def test_three_falling_windows_are_bad(lengths: list[float], verdicts: list[str 
     assert watch(lengths) == verdicts
 
 
+def windows(*accepted: tuple[int, int], **settings: float) -> list[str | None]:
+    """Verdicts for windows of two queries of 40 rounds each, given by the tokens that each accepted."""
+    safe = FailSafe(window_queries=2, **settings)  # type: ignore[arg-type]
+    return [[safe.observe(query(accepted=count)) for count in pair][-1] for pair in accepted]
+
+
+def test_a_fall_that_chance_would_bring_is_no_alarm() -> None:
+    # Queries at 40 and 80 tokens in 40 rounds: mean 1.5, deviations of 20 tokens each, so the variance of the mean is
+    # (400 + 400) / 80**2 * 2 / 1 = 0.25. Between two such windows one standard error is 0.707.
+    falling = (60 + 20, 60 - 20), (58 + 20, 58 - 20)
+    assert windows(*falling, (56 + 20, 56 - 20)) == ["good", None, None]
+    # 60 -> 30 tokens a query is a fall of 0.75: more than one standard error, less than two.
+    assert windows(*falling, (30 + 20, 30 - 20), num_sigmas=1.0) == ["good", None, "bad"]
+    assert windows(*falling, (30 + 20, 30 - 20), num_sigmas=2.0) == ["good", None, None]
+    assert windows(*falling, (56 + 20, 56 - 20), num_sigmas=0) == ["good", None, "bad"]
+
+
+def test_windows_that_stay_low_are_bad_even_if_none_falls_on() -> None:
+    # Queries at 2 tokens above and below the mean of 40 rounds: the variance of a window is (4 + 4) / 80**2 * 2 =
+    # 0.0025, that of a mean of three 0.0025 / 3, and of two such means apart 0.00167: standard error 0.0408.
+    def stream(*means: int) -> list[str | None]:
+        return windows(*((mean + 2, mean - 2) for mean in means), num_sigmas=2.5)
+
+    # From 60 to 55 1/3 tokens in 40 rounds is 0.117, or 2.9 standard errors; to 57 1/3, 0.067, or 1.6.
+    assert stream(60, 60, 60, 55, 56, 55) == ["good", "good", "good", None, None, "bad"]
+    assert stream(60, 60, 60, 57, 58, 57) == ["good", "good", "good", None, None, None]
+    # A drift over more windows than are known is the text's own.
+    assert "bad" not in stream(60, 60, 60, 59, 58, 59, 58, 57, 58, 57, 56, 57, 56, 55, 56)
+
+
+def test_a_window_is_good_only_if_none_of_the_last_ones_was_better() -> None:
+    # Up again by chance within a decline: these weights are not the ones to go back to.
+    assert watch([3.0, 2.5, 2.6, 2.7], num_sigmas=9)[1::2] == [None, "good"]
+    assert watch([3.0, 2.5, 2.6], num_sigmas=9) == ["good", None, None]
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
@@ -169,6 +205,7 @@ def test_three_falling_windows_are_bad(lengths: list[float], verdicts: list[str 
         (CostAwareBandit, {"epsilon": (0.3, -0.1)}, r"epsilon=\(0.3, -0.1\) must be between 0 and 1"),
         (AlwaysUpdate, {"buffer_queries": 0}, "buffer_queries=0 must be at least 1"),
         (FailSafe, {"num_windows": 1}, "num_windows=1 must be at least 2"),
+        (FailSafe, {"num_sigmas": -1.0}, "num_sigmas=-1.0 must be at least 0"),
     ],
 )
 def test_a_setting_out_of_range_raises(kind: type, settings: dict[str, object], message: str) -> None:

@@ -228,6 +228,28 @@ def test_padding_and_prompt_count_for_nothing(target: PreTrainedModel) -> None:
     torch.testing.assert_close(step(drafter, changed, training=False).loss, output.loss)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_heads_read_only_where_starts_count_give_the_same_step(
+    target: PreTrainedModel, num_blocks: int, training: bool
+) -> None:
+    drafter, batch = make_specblock(target).double(), rows_of(target)
+    outputs, gradients = [], []
+    for sparse in (False, True):
+        step = SpecBlockStep(drafter, target, num_blocks=num_blocks, rank_start_step=0, sparse=sparse)
+        step.keep_logits, step.generator = True, torch.Generator().manual_seed(0)
+        drafter.zero_grad()
+        outputs.append(step(drafter, batch, training=training))
+        outputs[-1].loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in drafter.named_parameters()})
+    dense, sparse = outputs
+    torch.testing.assert_close(sparse.loss, dense.loss)
+    torch.testing.assert_close(sparse.logits, dense.logits)
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert torch.equal(sparse.correct & sparse.labelled, dense.correct & dense.labelled)
+    assert dense.correct.any()
+
+
 def test_rank_loss_waits_for_its_step_and_leaves_the_trunk_alone(target: PreTrainedModel) -> None:
     drafter = make_specblock(target)
     step = SpecBlockStep(drafter, target, rank_start_step=3, num_blocks=1)

@@ -26,7 +26,18 @@ from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
-from hf_specdec.drafters.specblock.tree import Array, Nodes, Reading, Shape, Starts, attach, choose_starts, cut, frozen
+from hf_specdec.drafters.specblock.tree import (
+    Array,
+    Nodes,
+    Reading,
+    Shape,
+    Starts,
+    attach,
+    choose_starts,
+    cut,
+    frozen,
+    take,
+)
 
 # Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
 PROMPT_CHUNK = 1024
@@ -239,21 +250,26 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             nodes, as_starts = attach(nodes, starts, reading)
         return states, frozen(nodes, finite), finite
 
-    def draft_states(self, nodes: list[int]) -> Tensor:
-        """[batch, hidden]: the state, before the final norm, from which each row's node got its children.
+    def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """The states, before the final norm, from which some nodes of the latest tree got their children.
 
         Args:
-            nodes: per row a node of the latest tree that has children; for one that has none, the first block's.
+            nodes: [batch, count] int64.
+
+        Returns:
+            states [batch, count, hidden], any for a node without children, and which have some, [batch, count] bool.
         """
         assert self.tree is not None
         tree, drafted, kept = self.tree
-        below = (tree.parents == torch.tensor(nodes, device=tree.parents.device).unsqueeze(1)) & tree.valid
-        child = below.int().argmax(1).tolist()
-        states = []
-        for row, node in enumerate(child):
-            block, place = drafted.place_of(int(kept[row, node])) if node else (0, 0)
-            states.append(self.hidden[block][row].flatten(0, 1)[place])
-        return torch.stack(states)
+        parents, valid, above = (self._array(part.to(self.device)) for part in (tree.parents, tree.valid, nodes))
+        below = (parents[:, None] == above[..., None]) & valid[:, None]
+        child = (below * 1).argmax(-1)
+        # Number n among all nodes is a candidate of state (n - 1) // width; any for a node without children.
+        place = self._tensor((take(kept, child, 1) - 1).clip(min=0) // drafted.shape.width)
+        states = [hidden.flatten(1, 2) for hidden in self.hidden]
+        every = states[0] if len(states) == 1 else torch.cat(states, 1)
+        found = every.gather(1, place.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
+        return found, self._tensor(below.any(-1))
 
     def _array(self, tensor: Tensor) -> Array:
         """As the tree's functions take it."""

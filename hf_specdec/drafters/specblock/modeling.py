@@ -45,8 +45,8 @@ class BlockOutput:
 
     Attributes:
         hidden: [batch, starts, slots, hidden], after the last layer, before the final norm.
-        logits: [batch, starts, slots, draft_vocab] float32.
-        rank_logits: [batch, starts, slots, classes] float32.
+        logits: [batch, starts, slots, draft_vocab] float32; [read, slots, draft_vocab] where only some were read.
+        rank_logits: [batch, starts, slots, classes] float32, or of the same ones.
     """
 
     hidden: Tensor
@@ -246,12 +246,16 @@ class SpecBlockDrafter(PretrainedDrafter):
         from_target: bool,
         mask: Tensor | None = None,
         cache: KeyValueStore | None = None,
+        read: Tensor | None = None,
     ) -> BlockOutput:
-        """States, draft logits and rank logits of every slot of every start; arguments as in `block_hidden`."""
+        """States, draft logits and rank logits of every slot of every start; arguments as in `block_hidden`.
+
+        `read`, [batch, starts] bool, chooses the starts at which the heads are read; None reads them at all.
+        """
         hidden = self.block_hidden(
             conditions, embeddings, position_ids, from_target=from_target, mask=mask, cache=cache
         )
-        return BlockOutput(hidden, *self.heads(hidden))
+        return BlockOutput(hidden, *self.heads(hidden if read is None else hidden[read]))
 
     def block_hidden(
         self,

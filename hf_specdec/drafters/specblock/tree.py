@@ -197,7 +197,7 @@ def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array
         unsure = (
             (reading.classes > 0).argmax(-1)[..., None] if xp is np else (reading.classes > 0).int().argmax(-1, True)
         )
-        goes_on = ~_take(gives_up, unsure, -1)[..., 0]
+        goes_on = ~take(gives_up, unsure, -1)[..., 0]
     else:
         goes_on = ~gives_up.any(-1)
     used[..., 0] = branches
@@ -227,7 +227,7 @@ def choose_starts(nodes: Nodes, starts: Starts, as_starts: Array) -> Starts:
     block = len(nodes.starts)  # the one to come
     most = min(new, shape.most_starts(block))
     picked = _order(as_starts)[:, :most]
-    scores = _take(as_starts, picked, 1)
+    scores = take(as_starts, picked, 1)
     if block > 1 and shape.beam_width is not None:
         room = shape.tree_budget - (nodes.scores > -math.inf).sum(1)[:, None] + 1
         limit = (room // slots).clip(min=1)
@@ -241,12 +241,12 @@ def choose_starts(nodes: Nodes, starts: Starts, as_starts: Array) -> Starts:
     if block == 1:
         first_seen, held_seen = slot + 1, (picked[..., None] < 0)[..., :0]
     else:
-        first_seen = _take(starts.first_seen, leaf, 1)
-        held = _take(starts.held_seen, xp.broadcast_to(leaf[..., None], (*leaf.shape, starts.held_seen.shape[-1])), 1)
+        first_seen = take(starts.first_seen, leaf, 1)
+        held = take(starts.held_seen, xp.broadcast_to(leaf[..., None], (*leaf.shape, starts.held_seen.shape[-1])), 1)
         entry = shape.index[: starts.nodes.shape[1] * slots]
         own = (entry // slots == leaf[..., None]) & (entry % slots <= slot[..., None])
         held_seen = xp.concatenate([held, own], -1)
-    depths = _take(starts.depths, leaf, 1) + slot + 1
+    depths = take(starts.depths, leaf, 1) + slot + 1
     return Starts(nodes.count - new + picked, scores, depths, first_seen, held_seen, source)
 
 
@@ -376,7 +376,7 @@ def _order(scores: Array) -> Array:
     return scores.argsort(dim=-1, descending=True, stable=True)
 
 
-def _take(values: Array, index: Array, axis: int) -> Array:
+def take(values: Array, index: Array, axis: int) -> Array:
     """`torch.gather`, of either kind."""
     if isinstance(values, np.ndarray):
         return np.take_along_axis(values, index, axis)

@@ -64,6 +64,7 @@ def block_losses(
     top_k: int | None = None,
     rank_loss: RankLoss = "paper",
     rank_budget: int | None = None,
+    length: int | None = None,
 ) -> BlockLosses:
     """Draft and rank loss of one block (Section 3.3).
 
@@ -84,6 +85,7 @@ def block_losses(
             1 + distance and once more the distance to worse buckets than said, and follows a mask of its own, which
             ends a path where the rank head was wrong.
         rank_budget: with it, a bucket of a slot counts as this many examples at most.
+        length: of the text whose first `positions` positions these are; no longer than they where None.
     """
     _, positions, slots, _ = logits.shape
     missing = positions + offset + slots - target_probs.shape[1]
@@ -102,7 +104,7 @@ def block_losses(
     for slot, (at_slot, said) in enumerate(zip(logits.unbind(2), rank_logits.unbind(2), strict=True)):
         rows = slice(offset + slot, offset + slot + positions)
         # The last positions have no room for later slots.
-        room = torch.arange(positions, device=logits.device) < positions - slot
+        room = torch.arange(positions, device=logits.device) < (length or positions) - slot
         there = position_mask[:, rows] & room
         probs = target_probs[:, rows]
         logprobs = at_slot.log_softmax(-1)

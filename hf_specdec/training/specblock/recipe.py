@@ -197,8 +197,16 @@ register_recipe(
             "window",
         ),
         # Of the blocks that it was trained with, those that it drafts: learning the others would cost as much again.
+        # The few positions of an update are mostly of the best bucket. Unless every bucket counts alike, the rank head
+        # learns to say nothing else, and branches are lost faster than the other head gains.
         adapting=lambda drafter, target: SpecBlockStep(
-            drafter, target, num_blocks=min(2, drafter.num_blocks), rank_start_step=0
+            drafter,
+            target,
+            num_blocks=min(2, drafter.num_blocks),
+            rank_start_step=0,
+            slot_weights="by_count",
+            rank_budget=1,
+            sparse=True,
         ),
     )
 )

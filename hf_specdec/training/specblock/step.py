@@ -10,6 +10,7 @@ the target's side in `features.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -40,12 +41,15 @@ class SpecBlockStep(AdaptiveStep):
             training code. Drafting never sees them.
         window: positions of a row that are trained on, drawn anew for every batch; None for all. The K entries per
             position make attention the most expensive part of long rows.
+        sparse: read the heads only at starts that count. The loss is the same, and cheaper where few of the positions
+            do; the shapes vary from batch to batch.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
     """
 
     heads = ("lm_head.", "rank_head.")
+    sparse = False
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class SpecBlockStep(AdaptiveStep):
         rank_budget: int | None = None,
         cross_position: bool = False,
         window: int | None = None,
+        sparse: bool = False,
     ) -> None:
         drafter.check_target(target)
         for name, value, least in (
@@ -83,7 +88,7 @@ class SpecBlockStep(AdaptiveStep):
         self.embed_tokens = target.get_input_embeddings()
         self.num_blocks, self.rank_start_step = num_blocks, rank_start_step
         self.cross_position = cross_position
-        self.window = window
+        self.window, self.sparse = window, sparse
         self.options: dict[str, Any] = {
             "valid_prefix": valid_prefix, "slot_weights": slot_weights, "top_k": top_k, "rank_loss": rank_loss,
             "rank_budget": rank_budget,
@@ -219,12 +224,14 @@ class SpecBlockStep(AdaptiveStep):
                 embeddings = self.embed_tokens(input_ids[:, following]).to(conditions.dtype)
             at = places + offset if block and config.block_positions == "path" else places
             output: BlockOutput = model(
-                conditions, embeddings, at.expand(batch, -1), from_target=block == 0, mask=mask, cache=stored
-            )
+                conditions, embeddings, at.expand(batch, -1), from_target=block == 0, mask=mask, cache=stored,
+                read=start_mask if self.sparse else None,
+            )  # fmt: skip
             if kept is not None:
-                kept.append(output.logits[start_mask].flatten(0, 1))
+                kept.append((output.logits if self.sparse else output.logits[start_mask]).flatten(0, 1))
+            compute = sparse_block_losses if self.sparse else block_losses
             losses.append(
-                block_losses(
+                compute(
                     output.logits, output.rank_logits, target_probs, position_mask, start_mask, offset=offset,
                     **self.options,
                 )
@@ -233,6 +240,44 @@ class SpecBlockStep(AdaptiveStep):
                 conditions = self.drafter.condition_of(output.hidden[:, :, cuts[block] - 1])
                 offset += cuts[block]
         return losses
+
+
+def sparse_block_losses(
+    logits: Tensor,
+    rank_logits: Tensor,
+    target_probs: Tensor,
+    position_mask: Tensor,
+    start_mask: Tensor,
+    *,
+    offset: int,
+    **options: Any,
+) -> BlockLosses:
+    """`block_losses` where the heads were read at the starts alone; both give the same losses.
+
+    `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] are those of the places in
+    `start_mask`, in order; all other arguments are as there.
+    """
+    slots, length = logits.shape[1], target_probs.shape[1]
+    row, place = start_mask.nonzero(as_tuple=True)
+    # Each start becomes a row of its own, with the rows of the target that its slots are for.
+    ahead = place.unsqueeze(1) + torch.arange(offset + slots, device=place.device)
+    at = row.unsqueeze(1), ahead.clamp(max=length - 1)
+    losses = block_losses(
+        logits.unsqueeze(1), rank_logits.unsqueeze(1), target_probs[at], position_mask[at] & (ahead < length),
+        torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, length=slots, **options,
+    )  # fmt: skip
+
+    def spread(found: Tensor, empty: Any) -> Tensor:
+        whole = torch.full((*start_mask.shape, found.shape[-1]), empty, dtype=found.dtype, device=found.device)
+        whole[start_mask] = found.squeeze(1)
+        return whole
+
+    return replace(
+        losses,
+        correct=spread(losses.correct, False),
+        valid=spread(losses.valid, False),
+        rank_classes=spread(losses.rank_classes, -1),
+    )
 
 
 def block_masks(
