@@ -161,6 +161,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
     arguments = parser.parse_args()
+    if arguments.save and "cost-aware bandit" not in arguments.policies:
+        parser.error("--save writes what the cost-aware bandit made: name it among --policies.")
 
     console = Console()
     console.width = max(console.width, 110)
