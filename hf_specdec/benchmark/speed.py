@@ -25,19 +25,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.benchmark.exactness import compare, untrained
 from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
-from hf_specdec.benchmark.host import host_time
 from hf_specdec.benchmark.judged import judged
 from hf_specdec.benchmark.reference import reference_ddtree
 from hf_specdec.benchmark.scripted import (
@@ -48,12 +45,10 @@ from hf_specdec.benchmark.scripted import (
     rate_for,
     shapes,
 )
-from hf_specdec.benchmark.ways import BUNDLED, Way, discover, distinct
+from hf_specdec.benchmark.speed_bundled import auto, exact, host
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.base import COMPILE_MODES
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.registry import unknown_name
-from hf_specdec.hub.loading import load_drafter
 
 DEPTH = 15
 Row = dict[str, Any]
@@ -361,96 +356,6 @@ def reference(bench: Bench) -> list[Row]:
             row |= {name: figures[name] for name in ("round_ms", "round_to_floor", "tokens_per_s", "tau")}
             rows.append(row | {"times_reference": figures["tokens_per_s"] / own})
     return rows
-
-
-def bundled(bench: Bench) -> tuple[PreTrainedModel, dict[str, list[torch.Tensor]]]:
-    """The bundled target, and prompts [1, seq] by group."""
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=bench.dtype).to(bench.device)
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
-    groups: dict[str, list[torch.Tensor]] = {}
-    for line in map(json.loads, (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()):
-        ids = tokenizer(line["prompt"], return_tensors="pt")["input_ids"].to(bench.device)
-        groups.setdefault(line["source"].split("/")[0], []).append(ids)
-    chosen = bench.options.groups or sorted(groups)
-    return model, {name: groups[name] for name in groups if name in chosen}
-
-
-def _with_budget(way: Way, nodes: int) -> dict[str, Any]:
-    assert way.drafter is not None
-    takes_budget = "tree_budget" in way.drafter.option_names
-    return {**way.settings, "tree_budget": nodes} if takes_budget else {**way.settings}
-
-
-def exact(bench: Bench) -> list[Row]:
-    """Greedy output of every bundled drafter against plain decoding's, mode by mode; see `exactness.py`."""
-    model, groups = bundled(bench)
-    nodes = bench.options.nodes[-1]
-    ways = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
-    names = [way.name for way in ways]
-    for name in bench.options.ways or ():
-        if name not in names:
-            raise unknown_name("--ways", name, names)
-    chosen = [way for way in ways if way.name in (bench.options.ways or names)]
-    chosen = [replace(way, settings=_with_budget(way, nodes)) for way in chosen]
-    prompts = {name: group[: bench.options.prompts_per_group] for name, group in groups.items()}
-    return compare(model, chosen, bench.modes, prompts, bench.options.new_tokens)
-
-
-def auto(bench: Bench) -> list[Row]:
-    """`tree_budget="auto"` against fixed budgets and plain decoding, on the bundled model, by prompt group."""
-    model, groups = bundled(bench)
-    drafter = load_drafter(str(BUNDLED / "dflash"), target=model)
-    budgets: list[Any] = [8, 16, 32, 64, "auto"]
-    rows = []
-    for warming_up in (True, False):
-        for group, prompts in groups.items():
-            seconds: dict[Any, list[float]] = {budget: [] for budget in ["plain", *budgets]}
-            for prompt in prompts[: 1 if warming_up else bench.options.prompts_per_group]:
-                inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-                best = dict.fromkeys(seconds, float("inf"))
-                outputs = []
-                for repeat in range(bench.options.repeats):
-                    for budget in seconds if repeat % 2 == 0 else reversed(seconds):
-                        arguments = {}
-                        if budget != "plain":
-                            drafter.set_options(tree_budget=budget)
-                            arguments["assistant_model"] = drafter
-                        bench.wait()
-                        began = time.perf_counter()
-                        output = model.generate(
-                            **inputs, max_new_tokens=bench.options.new_tokens, do_sample=False, **arguments
-                        )
-                        bench.wait()
-                        best[budget] = min(best[budget], time.perf_counter() - began)
-                        outputs.append(output.tolist())
-                if bench.dtype == torch.float32:
-                    assert all(output == outputs[0] for output in outputs), (
-                        f"{group}: outputs differ for {prompt.tolist()}"
-                    )
-                for budget, taken in best.items():
-                    seconds[budget].append(taken)
-            if warming_up:
-                continue
-            speedups = {
-                str(budget): [plain / own for plain, own in zip(seconds["plain"], seconds[budget], strict=True)]
-                for budget in budgets
-            }
-            means = {budget: statistics.fmean(values) for budget, values in speedups.items()}
-            best_fixed = max(value for budget, value in means.items() if budget != "auto")
-            rows.append(
-                {"part": "auto", "group": group, "prompts": len(seconds["plain"])}
-                | {f"speedup {budget}": value for budget, value in means.items()}
-                | {"auto_over_best": means["auto"] / best_fixed, "slowest_auto": min(speedups["auto"])}
-            )
-    return rows
-
-
-def host(bench: Bench) -> list[Row]:
-    """What a round of DDTree takes besides the forwards, on the bundled pair and a CPU; see `host.py`."""
-    model, groups = bundled(bench)
-    drafter: Any = load_drafter(str(BUNDLED / "dflash"), target=model, tree_budget=bench.options.nodes[0])
-    prompts = [prompt for group in groups.values() for prompt in group[: bench.options.prompts_per_group]]
-    return host_time(model, drafter, prompts, bench.options.new_tokens, bench.options.repeats)
 
 
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {

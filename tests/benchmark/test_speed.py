@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin
 
 from hf_specdec.benchmark import __main__ as bench_command
-from hf_specdec.benchmark import speed
+from hf_specdec.benchmark import speed, speed_bundled
 from hf_specdec.benchmark.host import timed_forwards
 from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
@@ -127,7 +127,7 @@ def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(speed, "compare", lambda model, ways, *settings: asked.extend(way.name for way in ways) or [])
+    monkeypatch.setattr(speed_bundled, "compare", lambda model, ways, *settings: asked.extend(way.name for way in ways) or [])
     speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
     drafted = ["ddtree", "dflash", "specblock", "causal_lm_tree", "eagle3, random weights", "medusa, random weights"]
     assert set(drafted) <= set(asked)

@@ -1,8 +1,8 @@
 """SpecBlockDrafter: K dependent tokens per forward from each start, a reduced vocabulary, and a rank head.
 
 The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2), decoder layers with a
-shift between slots follow (Eq. 3), then the drafter's own head and the rank head (Eq. 4). What a slot may see is the
-caller's mask; which starts there are and what a `generate` call remembers is in `candidates.py`, training in
+shift between slots follow (Eq. 3; `layers.py`), then the drafter's own head and the rank head (Eq. 4). What a slot may
+see is the caller's mask; which starts there are and what a `generate` call remembers is in `candidates.py`, training in
 `training/specblock/`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
 """
 
@@ -12,13 +12,12 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
@@ -26,17 +25,12 @@ from hf_specdec.decoding.tree import count_up
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
+from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
 
 MAX_TREE_BUDGET = 1024
 NUM_RANK_FEATURES = 15
 RANK_HIDDEN = 256
 VOCABULARY_FILE = "vocab_mapping.pt"
-
-
-class KeyValueStore(Protocol):
-    """What the layers write to and read from: a `TreeCache`, or a list that keeps gradients."""
-
-    layers: Any
 
 
 @dataclass(frozen=True)
@@ -52,127 +46,6 @@ class BlockOutput:
     hidden: Tensor
     logits: Tensor
     rank_logits: Tensor
-
-
-class SpecBlockInput(nn.Module):
-    """Fuses condition, token and slot query into one state per slot (Eq. 1 and 2)."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.prefix_broadcast = config.prefix_broadcast
-        self.norms_draft_condition = config.draft_condition_norm
-        self.condition_proj = nn.Linear(config.num_taps * config.target_hidden_size, width, bias=False)
-        self.condition_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.token_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.query_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.position_queries = nn.Embedding(config.block_size, width)
-        self.fuse = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, conditions: Tensor, embeddings: Tensor, *, from_target: bool) -> Tensor:
-        """Conditions [batch, starts, taps * target_hidden, or hidden] -> [batch, starts, slots, hidden]."""
-        if from_target:
-            conditions = self.condition_proj(conditions)
-        if from_target or self.norms_draft_condition:
-            conditions = self.condition_norm(conditions)
-        # The same for all slots of a start, so it is projected once.
-        prefix = torch.cat([conditions, self.token_norm(embeddings)], dim=-1)
-        shared, own = self.fuse.weight.split([prefix.shape[-1], conditions.shape[-1]], dim=1)
-        prefix = linear(prefix, shared).unsqueeze(2)
-        queries = linear(self.query_norm(self.position_queries.weight), own)
-        if not self.prefix_broadcast:
-            first = torch.zeros(len(queries), 1, dtype=prefix.dtype, device=prefix.device)
-            first[0] = 1
-            prefix = prefix * first
-        return prefix + queries
-
-
-class SpecBlockAttention(nn.Module):
-    """Attention of all slots of all starts over what is stored and over each other, as the mask allows."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, heads, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: KeyValueStore | None,
-        layer: int,
-    ) -> Tensor:
-        """[batch, starts * slots, hidden] -> the same; see `SpecBlockDrafter.block_hidden`."""
-        batch, length, _ = hidden.shape
-        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim))
-        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim))
-        values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        cos, sin = rotary
-        both = torch.cat([queries, keys], 2)  # turned as one: on a CPU each small operation costs as much as its work
-        both = (both * cos + rotate_half(both) * sin).transpose(1, 2)
-        queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
-        if cache is not None:
-            keys, values = cache.layers[layer].update(keys, values)
-        attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
-
-
-class SpecBlockLayer(nn.Module):
-    """A Llama decoder layer over the slots of all starts."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        self.self_attn = SpecBlockAttention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden: Tensor, *attention_inputs: Any) -> Tensor:
-        """[batch, starts * slots, hidden] -> the same."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *attention_inputs)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> Tensor:
-    """The 15-number summary of a draft distribution (Appendix B).
-
-    Ten largest log-probabilities; logit gaps of the best to the second, third and fifth; probability of the best;
-    entropy. Where the vocabulary has fewer than ten tokens the least likely one is repeated.
-
-    Args:
-        logits: [..., draft_vocab] float32, or only the largest of them: `top`, and at least 10.
-        top: probabilities and entropy are normalised over this many largest logits; None for all.
-        ordered: `logits` are in descending order and as many as are needed.
-
-    Returns:
-        [..., 15] float32, nats.
-
-    Example:
-        >>> rank_features(torch.tensor([3.0, 1.0, 0.0]), None)[10:13]
-        tensor([2., 3., 3.])
-    """
-    known = logits.shape[-1]
-    best = logits if ordered else logits.topk(min(known, max(10, top or known)), dim=-1).values
-    logprobs = best[..., : top or known].log_softmax(-1)
-    probs = logprobs.exp()
-    normaliser = best[..., :1] - logprobs[..., :1]
-    if best.shape[-1] < 10:
-        best = torch.cat([best, best[..., -1:].expand(*best.shape[:-1], 10 - best.shape[-1])], dim=-1)
-    profile, first = best[..., :10] - normaliser, best[..., :1]
-    gaps = first - best[..., 1:3], first - best[..., 4:5]
-    entropy = -(probs * logprobs).sum(-1, keepdim=True)
-    return torch.cat([profile, *gaps, probs[..., :1], entropy], dim=-1)
 
 
 class SpecBlockDrafter(PretrainedDrafter):

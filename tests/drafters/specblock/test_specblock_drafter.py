@@ -18,7 +18,7 @@ from hf_specdec import load_drafter
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter, candidates
 from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
-from hf_specdec.drafters.specblock.modeling import rank_features
+from hf_specdec.drafters.specblock.layers import rank_features
 from hf_specdec.drafters.specblock.tree import Shape
 from tests.methods import make_specblock
 from tests.targets import PROMPTS, make_target

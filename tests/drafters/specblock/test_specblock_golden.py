@@ -19,7 +19,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
-from hf_specdec.drafters.specblock.modeling import rank_features
+from hf_specdec.drafters.specblock.layers import rank_features
 from hf_specdec.drafters.specblock.tree import cut
 from tests.test_golden import golden, metadata, part_of
 
