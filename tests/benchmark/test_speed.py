@@ -127,7 +127,8 @@ def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(speed_bundled, "compare", lambda model, ways, *settings: asked.extend(way.name for way in ways) or [])
+    compared = lambda model, ways, *settings: asked.extend(way.name for way in ways) or []  # noqa: E731
+    monkeypatch.setattr(speed_bundled, "compare", compared)
     speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
     drafted = ["ddtree", "dflash", "specblock", "causal_lm_tree", "eagle3, random weights", "medusa, random weights"]
     assert set(drafted) <= set(asked)
