@@ -89,7 +89,7 @@ _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[weakref.ref[PreTrained
 )
 
 
-class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; one made from a generator takes twice as long)
+class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker than one made from a generator)
     """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`."""
 
     def __init__(self, config: PreTrainedConfig) -> None:

@@ -360,7 +360,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         cache = self.cache
         assert cache is not None
         stored, device = cache.longest, self.device
-        even = min(cache.row_lengths) == stored
+        even = cache.is_even
         if stored == 0 and valid is None:
             return None
         order = torch.arange(new * self.slots, device=device)
