@@ -90,7 +90,6 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         logits: [batch, depth, vocab] float32, on the CPU.
         budget: most drafted nodes.
     """
-    # NumPy makes lists ten times quicker than torch.
     logprobs, ranked_ids = (ranked.tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
     depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
