@@ -168,6 +168,47 @@ class BlockMarginals(ABC):
             self.calls.workspace.release()
 
 
+class MarginalsGenerator(TreeCandidateGenerator):
+    """A generator whose trees come from the marginals of one forward; subclasses say which tree.
+
+    Args:
+        source: gives the marginals of each round.
+
+    Attributes:
+        logits: [batch, depth, vocab] float32, the marginals of the latest round.
+    """
+
+    drops_rows = True
+    logits: Tensor
+
+    def __init__(self, source: BlockMarginals) -> None:
+        self.source = source
+        self.drafts_early = source.drafts_early
+
+    @abstractmethod
+    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
+        """The tree for a round; `logits` [batch, depth, vocab] float32, as `BlockMarginals.marginals` gives them."""
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        self.logits = self.source.marginals(context)
+        context.lap("draft")
+        tree = self.tree(context, self.logits)
+        context.lap("tree")
+        return tree
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.source.observe(outcome)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.source.keep_rows(rows)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def describe(self, tree: DraftTree) -> NodeNotes:
+        return marginal_notes(tree, self.logits)
+
+
 _TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
 
 

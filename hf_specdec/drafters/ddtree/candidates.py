@@ -13,19 +13,17 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
-from hf_specdec.decoding.trace import NodeNotes
+from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import BlockMarginals, captured_tree, marginal_notes
+from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator, captured_tree
 
 
-class DDTreeGenerator(TreeCandidateGenerator):
+class DDTreeGenerator(MarginalsGenerator):
     """Draft trees from marginals.
 
     Args:
@@ -33,38 +31,17 @@ class DDTreeGenerator(TreeCandidateGenerator):
         tree_budget: most drafted nodes, root not counted.
     """
 
-    drops_rows = True
-
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
-        self.source = source
+        super().__init__(source)
         self.tree_budget = tree_budget
-        self.drafts_early = source.drafts_early
-        self.logits: Tensor  # of the latest round
 
-    def draft(self, context: DraftContext) -> DraftTree:
-        logits = self.logits = self.source.marginals(context)
-        context.lap("draft")
+    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         if self.source.calls is not None:
             build = functools.partial(level_tree, budget=self.tree_budget)
-            tree = captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
-        else:
-            make = heap_tree if logits.device.type == "cpu" else level_tree
-            budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
-            tree = make(context.root_ids, logits, budget)
-        context.lap("tree")
-        return tree
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.source.observe(outcome)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self.source.keep_rows(rows)
-
-    def close(self) -> None:
-        self.source.close()
-
-    def describe(self, tree: DraftTree) -> NodeNotes:
-        return marginal_notes(tree, self.logits)
+            return captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
+        make = heap_tree if logits.device.type == "cpu" else level_tree
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        return make(context.root_ids, logits, budget)
 
 
 def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import static_calls
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host
-from hf_specdec.drafters.base import BlockMarginals, marginal_notes
+from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 from hf_specdec.drafters.dflash.static import StaticBlocks
 
@@ -136,37 +135,15 @@ class DFlashMarginals(BlockMarginals):
         return [masks[kind] for kind in self.layer_kinds]
 
 
-class ChainGenerator(TreeCandidateGenerator):
+class ChainGenerator(MarginalsGenerator):
     """The drafter's likeliest token at every position, as one chain: vanilla DFlash."""
 
-    drops_rows = True
-
-    def __init__(self, source: BlockMarginals) -> None:
-        self.source = source
-        self.drafts_early = source.drafts_early
-        self.logits: Tensor  # of the latest round
-
-    def draft(self, context: DraftContext) -> DraftTree:
-        logits = self.logits = self.source.marginals(context)
-        context.lap("draft")
+    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         best, token_ids = logits.max(-1)
         # NaN and +inf both show in the maximum; -inf everywhere leaves nothing to draft.
         finite = best.isfinite().all(-1)
         root_ids = context.root_ids.unsqueeze(1)
         valid = finite.unsqueeze(1).expand(-1, token_ids.shape[1] + 1).clone()
         valid[:, 0] = True
-        tree = DraftTree.chain(torch.cat([root_ids, token_ids.to(root_ids.device)], 1), valid=valid, finite=finite)
-        context.lap("tree")
-        return tree
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.source.observe(outcome)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self.source.keep_rows(rows)
-
-    def close(self) -> None:
-        self.source.close()
-
-    def describe(self, tree: DraftTree) -> NodeNotes:
-        return marginal_notes(tree, self.logits)
+        token_ids = torch.cat([root_ids, token_ids.to(root_ids.device)], 1)
+        return DraftTree.chain(token_ids, valid=valid, finite=finite)

@@ -27,6 +27,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.dflash.configuration import DFlashConfig
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 
 MAX_TREE_BUDGET = 1024
@@ -216,41 +217,22 @@ class DFlashDrafter(PretrainedDrafter):
             )
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target = model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
-        trained_for = self.config.target_name_or_path
-        way_out = (
-            f"A drafter fits only the target it was trained for: use {trained_for!r} as target, or another drafter."
-            if trained_for
-            else "A drafter fits only the target it was trained for: choose a drafter trained for this target."
+        config = self.config
+        check_shapes(
+            self,
+            model,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_target_layers,
+            layers=config.target_layer_ids,
+            first_layer=-1,
         )
-        if self.config.hidden_size != target.hidden_size:
+        name = self.name_or_path or type(self).__name__
+        if config.maps_vocabulary:
+            check_draft_to_target(self.d2t, config.vocab_size, name)
+        if not 0 <= config.mask_token_id < config.vocab_size:
+            target_name = model.name_or_path or type(model).__name__
             raise ValueError(
-                f"Drafter {name!r} reads target hidden states of size {self.config.hidden_size}, but target "
-                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
-            )
-        layers = target.num_hidden_layers
-        if self.config.num_target_layers not in (None, layers):
-            raise ValueError(
-                f"Drafter {name!r} was trained for a target of {self.config.num_target_layers} layers, but target "
-                f"{target_name!r} has {layers}. {way_out}"
-            )
-        outside = [index for index in self.config.target_layer_ids if not -1 <= index < layers]
-        if outside:
-            raise ValueError(
-                f"Drafter {name!r} reads target layers {self.config.target_layer_ids}, but {outside} are not among the "
-                f"layers 0 to {layers - 1} of target {target_name!r}. {way_out}"
-            )
-        vocab = model.get_input_embeddings().num_embeddings
-        if self.config.vocab_size != vocab:
-            raise ValueError(
-                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
-                f"{target_name!r} has {vocab} embeddings. {way_out}"
-            )
-        if self.config.maps_vocabulary:
-            check_draft_to_target(self.d2t, vocab, name)
-        if not 0 <= self.config.mask_token_id < vocab:
-            raise ValueError(
-                f"Drafter {name!r} writes mask_token_id {self.config.mask_token_id}, but target {target_name!r} has "
-                f"only {vocab} embeddings. {way_out}"
+                f"Drafter {name!r} writes mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
+                f"{config.vocab_size} embeddings. {way_out(self)}"
             )

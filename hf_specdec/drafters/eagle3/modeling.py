@@ -25,6 +25,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 
 # Bounds of the drafting options: far above anything that pays, low enough to catch a slip of the keyboard.
@@ -252,37 +253,15 @@ class Eagle3Drafter(PretrainedDrafter):
                 raise ValueError(f"{option}={value!r} must be an integer from 1 to {most}.")
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target = model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
-        trained_for = self.config.target_name_or_path
-        way_out = "A drafter fits only the target it was trained for: " + (
-            f"use {trained_for!r} as target, or another drafter."
-            if trained_for
-            else "choose a drafter trained for this target."
+        config = self.config
+        check_shapes(
+            self,
+            model,
+            hidden_size=config.target_hidden_size,
+            embedding_size=None if config.own_embeddings else config.hidden_size,
+            vocab_size=config.vocab_size,
+            layers=self.feature_layers(model),
+            first_layer=-1,
         )
-        if self.config.target_hidden_size != target.hidden_size:
-            raise ValueError(
-                f"Drafter {name!r} reads target hidden states of size {self.config.target_hidden_size}, but target "
-                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
-            )
-        embeddings = model.get_input_embeddings()
-        if self.config.vocab_size != embeddings.num_embeddings:
-            raise ValueError(
-                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
-                f"{target_name!r} has {embeddings.num_embeddings} embeddings. {way_out}"
-            )
-        if not self.config.own_embeddings and self.config.hidden_size != embeddings.embedding_dim:
-            raise ValueError(
-                f"Drafter {name!r} has no token embeddings and needs ones of size {self.config.hidden_size}, but those "
-                f"of target {target_name!r} have {embeddings.embedding_dim}. {way_out}"
-            )
-        if self.config.maps_vocabulary:
-            check_draft_to_target(self.d2t, self.config.vocab_size, name)
-        layers = target.num_hidden_layers
-        read = self.feature_layers(model)
-        outside = [index for index in read if not -1 <= index < layers]
-        if outside:
-            raise ValueError(
-                f"Drafter {name!r} reads target layers {list(read)}, but {outside} are not among the layers 0 to "
-                f"{layers - 1} of target {target_name!r}. {way_out}"
-            )
+        if config.maps_vocabulary:
+            check_draft_to_target(self.d2t, config.vocab_size, self.name_or_path or type(self).__name__)

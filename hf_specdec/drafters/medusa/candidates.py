@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import static_calls
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.base import BlockMarginals
+from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 
 
@@ -64,7 +64,7 @@ def _guesses(source: MedusaMarginals, states: Tensor) -> tuple[Tensor]:
     return (source.drafter(states, source.lm_head),)
 
 
-class StaticTreeGenerator(TreeCandidateGenerator):
+class StaticTreeGenerator(MarginalsGenerator):
     """Fills a tree of fixed shape with the heads' guesses: node (i1, ..., ik) has guess number ik of head k.
 
     Args:
@@ -73,13 +73,10 @@ class StaticTreeGenerator(TreeCandidateGenerator):
         accuracies: [heads][ranks] by which they were chosen.
     """
 
-    drops_rows = True
-
     def __init__(
         self, source: MedusaMarginals, paths: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]
     ) -> None:
-        self.source = source
-        self.drafts_early = source.drafts_early
+        super().__init__(source)
         chances = [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in paths]
         self.path_logprobs = torch.tensor([1.0, *chances]).log()
         nodes = {path: node for node, path in enumerate([(), *paths])}
@@ -88,8 +85,7 @@ class StaticTreeGenerator(TreeCandidateGenerator):
         self.ranks = torch.tensor([path[-1] for path in paths])
         self.depth = max(map(len, paths))
 
-    def draft(self, context: DraftContext) -> DraftTree:
-        logits = self.source.marginals(context)
+    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         batch = len(logits)
         best, token_ids = logits.topk(int(self.ranks.max()) + 1, dim=-1)
         finite = best[..., 0].isfinite().all(-1)
@@ -105,15 +101,6 @@ class StaticTreeGenerator(TreeCandidateGenerator):
             finite=finite,
             path_logprobs=self.path_logprobs.to(device).expand(batch, -1),
         )
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.source.observe(outcome)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self.source.keep_rows(rows)
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa.configuration import MedusaConfig
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+from hf_specdec.drafters.shapes import check_shapes
 
 MAX_TREE_BUDGET = 1024
 STATIC_TREE = "static_tree"
@@ -145,23 +146,7 @@ class MedusaDrafter(PretrainedDrafter):
         self.check_tree_budget(MAX_TREE_BUDGET)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target = model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
-        trained_for = self.config.target_name_or_path
-        way_out = "Medusa heads fit only the target they were trained on: " + (
-            f"use {trained_for!r} as target, or other heads." if trained_for else "choose heads trained on this target."
-        )
-        if self.config.hidden_size != target.hidden_size:
-            raise ValueError(
-                f"Drafter {name!r} reads target hidden states of size {self.config.hidden_size}, but target "
-                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
-            )
-        vocab = model.get_input_embeddings().num_embeddings
-        if self.config.vocab_size not in (None, vocab):
-            raise ValueError(
-                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
-                f"{target_name!r} has {vocab} embeddings. {way_out}"
-            )
+        check_shapes(self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
 
 
 @torch.no_grad()

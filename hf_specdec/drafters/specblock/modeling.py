@@ -24,6 +24,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import count_up
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
 
@@ -353,34 +354,11 @@ class SpecBlockDrafter(PretrainedDrafter):
             raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target = model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
-        trained_for = self.config.target_name_or_path
-        way_out = (
-            f"A drafter fits only the target it was trained for: use {trained_for!r} as target, or another drafter."
-            if trained_for
-            else "A drafter fits only the target it was trained for: choose a drafter trained for this target."
+        check_shapes(
+            self,
+            model,
+            hidden_size=self.config.target_hidden_size,
+            embedding_size=self.config.hidden_size,
+            vocab_size=self.config.vocab_size,
+            layers=self.feature_layers(model),
         )
-        if self.config.target_hidden_size != target.hidden_size:
-            raise ValueError(
-                f"Drafter {name!r} reads target hidden states of size {self.config.target_hidden_size}, but target "
-                f"{target_name!r} has hidden_size {target.hidden_size}. {way_out}"
-            )
-        embeddings = model.get_input_embeddings()
-        if self.config.hidden_size != embeddings.embedding_dim:
-            raise ValueError(
-                f"Drafter {name!r} borrows token embeddings of size {self.config.hidden_size}, but those of target "
-                f"{target_name!r} have size {embeddings.embedding_dim}. {way_out}"
-            )
-        depth = target.num_hidden_layers
-        outside = [index for index in self.feature_layers(model) if not 0 <= index < depth]
-        if outside:
-            raise ValueError(
-                f"Drafter {name!r} reads target layers {list(self.feature_layers(model))}, but {outside} are not "
-                f"among the layers 0 to {depth - 1} of target {target_name!r}. {way_out}"
-            )
-        if self.config.vocab_size != embeddings.num_embeddings:
-            raise ValueError(
-                f"Drafter {name!r} was trained for a vocabulary of {self.config.vocab_size}, but target "
-                f"{target_name!r} has {embeddings.num_embeddings} embeddings. {way_out}"
-            )

@@ -22,6 +22,7 @@ from hf_specdec.decoding.slices import LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.specbound.adapters import (
     SIDE_FILES,
     folder_of,
@@ -306,26 +307,16 @@ class SpecBoundDrafter(PretrainedDrafter):
         """
         if self._paired is not None and self._paired() is model:
             return
-        config, target = self.config, model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
-        trained_for = config.target_name_or_path
-        way_out = "Exit heads fit only the target they were trained on: " + (
-            f"use {trained_for!r} as target, or train heads for this one."
-            if trained_for
-            else "train heads for this target."
+        config = self.config
+        check_shapes(
+            self,
+            model,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_target_layers,
         )
-        embeddings = model.get_input_embeddings().num_embeddings
-        for what, needed, found in (
-            ("hidden states of size", config.hidden_size, target.hidden_size),
-            ("a depth of", config.num_target_layers, target.num_hidden_layers),
-            ("a vocabulary of", config.vocab_size, embeddings),
-        ):
-            if needed != found:
-                raise ValueError(
-                    f"Drafter {name!r} was trained for {what} {needed}, but target {target_name!r} has {found}. "
-                    f"{way_out}"
-                )
-        check_draft_to_target(self.d2t, embeddings, name)
+        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        check_draft_to_target(self.d2t, config.vocab_size, name)
         weight = model.get_output_embeddings().weight
         if config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
             likeness = nn.functional.cosine_similarity(
@@ -335,7 +326,7 @@ class SpecBoundDrafter(PretrainedDrafter):
                 raise ValueError(
                     f"Drafter {name!r} holds adapters trained for another target: values of the head of "
                     f"{target_name!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
-                    f"(at least {LEAST_LIKENESS} is asked). {way_out}"
+                    f"(at least {LEAST_LIKENESS} is asked). {way_out(self)}"
                 )
         TargetModel.check_slices(model)
         self._paired = weakref.ref(model)

@@ -166,7 +166,10 @@ def test_bad_options_raise(options: dict[str, Any], message: str) -> None:
         ({"target_hidden_size": 48}, "target hidden states of size 48, but target .* hidden_size 32"),
         ({"vocab_size": 80, "draft_vocab_size": 80}, "vocabulary of 80, but target .* has 64 embeddings"),
         ({"target_layer_ids": [0, 4]}, r"target layers \[0, 4\], but \[4\] are not among the layers 0 to 3"),
-        ({"hidden_size": 64, "target_hidden_size": 32}, "needs ones of size 64, but those of target .* have 32"),
+        (
+            {"hidden_size": 64, "target_hidden_size": 32},
+            "embeddings of size 64, but those of target .* have size 32",
+        ),
         ({"draft_vocab_size": 65}, "draft_vocab_size is 65; it must be an integer from 1 to vocab_size 64"),
     ],
 )

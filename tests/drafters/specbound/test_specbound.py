@@ -430,8 +430,11 @@ def test_family_whose_layout_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_hidden_layers": 7}, "trained for a depth of 6, but target 'LlamaForCausalLM' has 7"),
-        ({"hidden_size": 16}, "trained for hidden states of size 32, but target 'LlamaForCausalLM' has 16"),
+        ({"num_hidden_layers": 7}, "trained for a target of 6 layers, but target 'LlamaForCausalLM' has 7"),
+        (
+            {"hidden_size": 16},
+            "reads target hidden states of size 32, but .* has hidden_size 16",
+        ),
         ({"vocab_size": 80}, "trained for a vocabulary of 64, but target 'LlamaForCausalLM' has 80"),
         ({"seed": 9}, "holds adapters trained for another target: values of the head of 'LlamaForCausalLM'"),
     ],

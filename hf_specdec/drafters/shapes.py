@@ -1,0 +1,71 @@
+"""Whether the sizes of a drafter fit a target; errors name both values and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+
+def check_shapes(
+    drafter: Any,
+    model: PreTrainedModel,
+    *,
+    hidden_size: int | None = None,
+    embedding_size: int | None = None,
+    vocab_size: int | None = None,
+    num_layers: int | None = None,
+    layers: Sequence[int] = (),
+    first_layer: int = 0,
+) -> None:
+    """Compares what a drafter was trained for with the target at hand; None is not compared.
+
+    Args:
+        drafter: for messages, and for `config.target_name_or_path`, None where unknown.
+        model: the target.
+        hidden_size: of the target's hidden states.
+        embedding_size: of token embeddings that the drafter borrows.
+        vocab_size: number of token embeddings.
+        num_layers: of the target.
+        layers: those whose outputs are read.
+        first_layer: the lowest one that can be read.
+
+    Raises:
+        ValueError: one of them differs, or a layer is not there.
+    """
+    target, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
+    target_name, depth = model.name_or_path or type(model).__name__, target.num_hidden_layers
+    outside = [layer for layer in layers if not first_layer <= layer < depth]
+    problem = None
+    if hidden_size not in (None, target.hidden_size):
+        problem = (
+            f"reads target hidden states of size {hidden_size}, but target {target_name!r} has hidden_size "
+            f"{target.hidden_size}"
+        )
+    elif embedding_size not in (None, embeddings.embedding_dim):
+        problem = (
+            f"borrows token embeddings of size {embedding_size}, but those of target {target_name!r} have size "
+            f"{embeddings.embedding_dim}"
+        )
+    elif num_layers not in (None, depth):
+        problem = f"was trained for a target of {num_layers} layers, but target {target_name!r} has {depth}"
+    elif outside:
+        problem = (
+            f"reads target layers {list(layers)}, but {outside} are not among the layers 0 to {depth - 1} of target "
+            f"{target_name!r}"
+        )
+    elif vocab_size not in (None, embeddings.num_embeddings):
+        problem = (
+            f"was trained for a vocabulary of {vocab_size}, but target {target_name!r} has "
+            f"{embeddings.num_embeddings} embeddings"
+        )
+    if problem is not None:
+        raise ValueError(f"Drafter {drafter.name_or_path or type(drafter).__name__!r} {problem}. {way_out(drafter)}")
+
+
+def way_out(drafter: Any) -> str:
+    """What to do about a drafter and a target that were not meant for each other."""
+    trained_for = drafter.config.target_name_or_path
+    choice = f"use {trained_for!r} as target, or another drafter" if trained_for else "choose one trained for this one"
+    return f"A drafter fits only the target it was trained for: {choice}."
