@@ -17,7 +17,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
-from hf_specdec.decoding.loop import speculative_decoding
+from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
@@ -155,7 +155,7 @@ def _decode(
 ) -> Any:
     drafter.check_pairing(model, input_ids)
     drafter.stats = SpeculationStats(method=drafter.method)
-    return speculative_decoding(
+    return SpeculativeDecoding(
         TargetModel(model, drafter.feature_layers(model), compile_mode=drafter.compile_mode),
         drafter.candidate_generator,
         input_ids,
@@ -167,7 +167,7 @@ def _decode(
         streamer=streamer,
         trace=drafter.trace,
         budget=drafter.auto_budget(model, len(input_ids)),
-    )
+    ).run()
 
 
 enable()

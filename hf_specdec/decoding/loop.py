@@ -65,22 +65,8 @@ class Launched:
     active: list[bool]
 
 
-@torch.no_grad()
-def speculative_decoding(
-    target: TargetModel,
-    make_generator: Callable[[TargetModel], TreeCandidateGenerator],
-    input_ids: Tensor,
-    *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    stats: SpeculationStats,
-    streamer: BaseStreamer | None = None,
-    trace: Trace | None = None,
-    budget: AutoBudget | None = None,
-) -> SpeculativeOutput | Tensor:
-    """Generates what the target alone would generate, several tokens per target forward.
+class SpeculativeDecoding:
+    """One `generate` call: what the target alone would generate, several tokens per target forward.
 
     Args:
         target: the target of this call.
@@ -95,31 +81,24 @@ def speculative_decoding(
         trace: records the rounds, where wanted.
         budget: chooses how much of each tree is verified; all of it where None.
 
-    Returns:
-        [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
+    Raises:
+        ValueError: a processor keeps state from call to call and there are several rows.
     """
-    return _Decoding(
-        target, make_generator, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, stats,
-        streamer, trace, budget,
-    ).run()  # fmt: skip
-
-
-class _Decoding:
-    """The state of one call: what `speculative_decoding` describes, one method per part of a round."""
 
     def __init__(
         self,
         target: TargetModel,
         make_generator: Callable[[TargetModel], TreeCandidateGenerator],
         input_ids: Tensor,
+        *,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         stats: SpeculationStats,
-        streamer: BaseStreamer | None,
-        trace: Trace | None,
-        budget: AutoBudget | None,
+        streamer: BaseStreamer | None = None,
+        trace: Trace | None = None,
+        budget: AutoBudget | None = None,
     ) -> None:
         batch = len(input_ids)
         stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
@@ -156,7 +135,13 @@ class _Decoding:
         self.root_ids: Tensor
         self.root_positions: Tensor
 
+    @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
+        """Generates; called once.
+
+        Returns:
+            [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
+        """
         started = time.perf_counter()
         self.stats.stopwatch = Stopwatch(self.sequences.ids.device)
         self.lap = self.stats.stopwatch.lap

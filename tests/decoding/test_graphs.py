@@ -390,10 +390,10 @@ def test_the_next_tree_is_drafted_before_the_outcome_is_read(
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
     events: list[str] = []
-    tolist, draft = ToHost.tolist, loop._Decoding.draft
+    tolist, draft = ToHost.tolist, loop.SpeculativeDecoding.draft
     monkeypatch.setattr(ToHost, "tolist", lambda self: events.append("read") or tolist(self))
     monkeypatch.setattr(
-        loop._Decoding, "draft", lambda self, *arguments: events.append("draft") or draft(self, *arguments)
+        loop.SpeculativeDecoding, "draft", lambda self, *arguments: events.append("draft") or draft(self, *arguments)
     )
     torch.manual_seed(0)
     target.generate(**prompts, **(GREEDY | {"do_sample": do_sample}), assistant_model=drafter)
@@ -440,7 +440,7 @@ def test_early_trees_are_those_that_a_host_that_waits_would_get(method: str, bat
 
     early, accepted = trees()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Decoding, "may_draft_early", lambda self, generator, tree: False)
+        patch.setattr(loop.SpeculativeDecoding, "may_draft_early", lambda self, generator, tree: False)
         waiting, same = trees()
     assert accepted == same
     assert len(early) == len(waiting) + 1
@@ -459,7 +459,7 @@ def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
             drafter.set_options(**extra)
             extra = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop._Decoding, "draft_before_reading", None)
+            patch.setattr(loop.SpeculativeDecoding, "draft_before_reading", None)
             alone = target.generate(**prompts, **GREEDY, **extra)
             assisted = target.generate(**prompts, **GREEDY, **extra, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()

@@ -38,7 +38,7 @@ class CountWaits(TorchDispatchMode):
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
     """Per round, the operations that would wait; `tolist` and `numpy` pass no dispatcher, so they are wrapped."""
     rounds: list[list[str]] = []
-    play = loop._Decoding.round
+    play = loop.SpeculativeDecoding.round
     tolist, numpy = Tensor.tolist, Tensor.numpy
 
     def counted(self: Any, generator: Any) -> None:
@@ -66,7 +66,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
         del mode.seen[before:]  # what the transfer itself is made of
         return value
 
-    monkeypatch.setattr(loop._Decoding, "round", counted)
+    monkeypatch.setattr(loop.SpeculativeDecoding, "round", counted)
     return lambda: rounds
 
 
@@ -165,7 +165,7 @@ def test_no_operation_of_a_round_waits_but_the_one_that_reads_its_outcome(
     prompts = {name: part.to("cuda") for name, part in PROMPTS["ragged batch of three"]().items()}
     settings = {"max_new_tokens": 10, "do_sample": False, "assistant_model": drafter}
     target.generate(**prompts, **settings)
-    play, read = loop._Decoding.round, acceptance._read
+    play, read = loop.SpeculativeDecoding.round, acceptance._read
 
     def strict(self: Any, generator: Any) -> None:
         torch.cuda.set_sync_debug_mode("error")
@@ -181,6 +181,6 @@ def test_no_operation_of_a_round_waits_but_the_one_that_reads_its_outcome(
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(loop._Decoding, "round", strict)
+    monkeypatch.setattr(loop.SpeculativeDecoding, "round", strict)
     monkeypatch.setattr(acceptance, "_read", reading)
     target.generate(**prompts, **settings)

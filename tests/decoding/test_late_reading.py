@@ -41,10 +41,10 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host does, in order."""
     seen: list[str] = []
-    tolist, draft, verify = ToHost.tolist, loop._Decoding.draft, loop.TargetModel.verify
+    tolist, draft, verify = ToHost.tolist, loop.SpeculativeDecoding.draft, loop.TargetModel.verify
     monkeypatch.setattr(ToHost, "tolist", lambda self: seen.append("read") or tolist(self))
     monkeypatch.setattr(
-        loop._Decoding, "draft", lambda self, *arguments: seen.append("draft") or draft(self, *arguments)
+        loop.SpeculativeDecoding, "draft", lambda self, *arguments: seen.append("draft") or draft(self, *arguments)
     )
     monkeypatch.setattr(
         loop.TargetModel,
