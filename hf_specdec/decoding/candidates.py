@@ -107,6 +107,10 @@ class RoundOutcome:
     tokens: list[list[int]] = field(default_factory=list)
     counts: Tensor | None = None
 
+    def counts_on(self, device: torch.device) -> Tensor:
+        """[batch] int64: `num_committed` on a device, whether the host knows it already or not."""
+        return from_host(self.num_committed, device) if self.counts is None else self.counts.to(device)
+
     @property
     def num_from_tree(self) -> list[int]:
         """Committed entries per row that are nodes of `tree`, root included; the others came from later rounds."""

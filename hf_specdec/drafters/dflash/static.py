@@ -17,7 +17,7 @@ from hf_specdec.decoding.attention import Spans, attach
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket
-from hf_specdec.decoding.tree import count_up, from_host
+from hf_specdec.decoding.tree import count_up
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.dflash.candidates import DFlashMarginals
@@ -49,9 +49,7 @@ class StaticBlocks:
             block_size: slots of a block, root included.
         """
         assert pending.features is not None
-        counts = pending.counts
-        if counts is None:
-            counts = from_host(pending.num_committed, cache.lengths.device)
+        counts = pending.counts_on(cache.lengths.device)
         at = prefix_bucket(cache.longest)
         cache.place_nodes(at)
         cache.reserve(self.width + block_size)

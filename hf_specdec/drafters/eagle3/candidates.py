@@ -135,8 +135,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         assert self.calls is not None
         assert self.last_outputs is not None
         assert pending.features is not None
-        device = self.drafter.device
-        counts = from_host(pending.num_committed, device) if pending.counts is None else pending.counts.to(device)
+        counts = pending.counts_on(self.drafter.device)
         at = prefix_bucket(self.cache.longest)
         self.cache.place_nodes(at)
         self.cache.reserve(self.width + (self.depth - 1) * self.top_k)
@@ -150,7 +149,7 @@ class Eagle3Generator(TreeCandidateGenerator):
             padded=(pending.token_ids, pending.position_ids, pending.features),
             width=self.width,
         )
-        steps = count_up(pending.token_ids.shape[1], device)
+        steps = count_up(pending.token_ids.shape[1], counts.device)
         self.cache.commit_unread(steps.expand(self.cache.batch, -1), counts, lambda: pending.num_committed)
         self.pending, self.last_outputs = None, outputs
         return outputs

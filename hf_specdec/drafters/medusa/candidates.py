@@ -18,7 +18,7 @@ from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import static_calls
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 
@@ -41,11 +41,9 @@ class MedusaMarginals(BlockMarginals):
         if outcome.valid is not None:
             last = (outcome.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
         states = features[torch.arange(batch, device=features.device), last]
-        counts = outcome.counts
-        if counts is None and 0 in outcome.num_committed:
-            counts = from_host(outcome.num_committed, features.device)
-        if counts is not None and self.last_states is not None:  # a row that waited is drafted from where it was
-            states = states.where(counts.to(features.device).unsqueeze(1) > 0, self.last_states)
+        may_wait = outcome.counts is not None or 0 in outcome.num_committed
+        if may_wait and self.last_states is not None:  # a row that waited is drafted from where it was
+            states = states.where(outcome.counts_on(features.device).unsqueeze(1) > 0, self.last_states)
         self.last_states = states
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+from hf_specdec.decoding.tree import DraftTree, count_up
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
@@ -101,8 +101,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         assert self.pending is None, "two outcomes without a draft between them"
         assert outcome.features is not None
         device = self.device
-        counts = outcome.counts
-        counts = from_host(outcome.num_committed, device) if counts is None else counts.to(device)
+        counts = outcome.counts_on(device)
         features = outcome.features.to(device=device, dtype=self.dtype)
         token_ids, position_ids = outcome.token_ids.to(device), outcome.position_ids.to(device)
         valid = None if outcome.valid is None else outcome.valid.to(device)
