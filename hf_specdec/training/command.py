@@ -334,7 +334,7 @@ def go_on_from(drafter: PreTrainedModel, folder: Path) -> dict[str, Any]:
         )
     drafter.load_state_dict(earlier.state_dict())
     record = read_record(folder, TRAINING_FILE) or {}
-    names = ("command", "settings", "data", "losses")
+    names = ("command", "settings", "data", "losses", "started_from")  # all that led to these weights
     return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}
 
 

@@ -22,14 +22,15 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
     target: PreTrainedModel, tmp_path: Path
 ) -> None:
     earlier = new_drafter(target, torch.arange(0, 64, 2))
-    earlier.training_record = {"command": "train --steps 5", "settings": {"steps": 5}, "hardware": "CPU"}
+    whole = {"command": "train --steps 5", "settings": {"steps": 5}, "started_from": {"command": "train --steps 3"}}
+    earlier.training_record = whole | {"hardware": "CPU"}
     earlier.save_pretrained(tmp_path)
     drafter = new_drafter(target, torch.arange(32))
     record = go_on_from(drafter, tmp_path)
     for name, tensor in earlier.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
     assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
-    assert record == {"drafter": str(tmp_path), "command": "train --steps 5", "settings": {"steps": 5}}
+    assert record == {"drafter": str(tmp_path)} | whole
 
 
 def test_an_earlier_drafter_of_another_shape_raises(target: PreTrainedModel, tmp_path: Path) -> None:
