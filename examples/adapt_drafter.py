@@ -67,7 +67,9 @@ class Pass:
 
     def __init__(self, name: str, model: Any, arguments: argparse.Namespace) -> None:
         self.model, self.settings = model, {"max_new_tokens": arguments.new_tokens, "do_sample": False}
-        self.drafter = load_drafter(arguments.drafter, target=model)
+        options = {"num_blocks": arguments.num_blocks, "tree_budget": arguments.tree_budget}
+        options = {option: value for option, value in options.items() if value is not None}
+        self.drafter = load_drafter(arguments.drafter, target=model, **options)
         self.adaptive: AdaptiveDrafter | None = None
         policy = POLICIES[name]
         if policy is not None:
@@ -150,6 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(BUNDLED / "target"))
     parser.add_argument("--drafter", default=str(BUNDLED / "specblock"))
+    parser.add_argument("--num-blocks", type=int, help="blocks of a round; default: the drafter's own")
+    parser.add_argument("--tree-budget", type=int, help="default: the drafter's own")
     parser.add_argument("--queries", type=int, default=240)
     parser.add_argument("--held-out", type=int, default=32, help="further passages, served at the end")
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -173,9 +177,14 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).to(device).eval()
     prompts = header_prompts(tokenizer, arguments.queries + arguments.held_out, arguments.prompt_tokens)
     stream, held_out = prompts[: arguments.queries], prompts[arguments.queries :]
-    console.print(f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, {device}")
 
     passes = {name: Pass(name, model, arguments) for name in arguments.policies}
+    drafter = next(iter(passes.values())).drafter
+    described = (
+        f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy; "
+        f"{drafter.num_blocks} blocks a round, tree budget {drafter.tree_budget}"
+    )
+    console.print(f"{described}; {device}")
     for served in passes.values():
         served.serve(stream[0], served.drafter)  # warms up
     for first in track(range(0, len(stream), arguments.turn), "serving", console=console, transient=True):
@@ -226,7 +235,7 @@ def main() -> None:
         adaptive.save_pretrained(arguments.save)
 
     record = {
-        "stream": f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy",
+        "stream": described,
         "compared": "the same passages, served by the frozen and by the learning drafter in turns of one run",
         "policies": figures,
         "command": shlex.join(["python", *sys.argv]),

@@ -12,6 +12,7 @@ Source: SpecBlock, Section 3.4 and Algorithm 1. The parts: `recording.py` keeps 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,9 +236,11 @@ class AdaptiveDrafter(Drafter):
         self.close()
 
     def _bring_weights(self, *, wait: bool = False) -> None:
+        began = time.perf_counter()
         update = self.learner.swap(wait=wait)
         if update is not None:
             self.adaptation.updates.append(update)
+            self.policy.brought(time.perf_counter() - began)
 
     def finish_query(self, query: Query) -> None:
         """The end of a query, Algorithm 1 from line 2 on; called by the call that it ends."""

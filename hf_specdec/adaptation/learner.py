@@ -161,10 +161,10 @@ class Learner:
         with torch.cuda.stream(self._stream):  # nothing where there is no stream
             for name, parameter in self.learning.named_parameters():
                 parameter.requires_grad_(action == "full" or name.startswith(self.step.heads))
-            losses = self._head_losses if action == "head" else self._full_losses
+            losses = (self._head_losses if action == "head" else self._full_losses)(queries)
             first = None
             for _ in range(self.steps_per_update):
-                loss, divergence = losses(queries)
+                loss, divergence = losses()
                 self.optimizer.zero_grad()
                 (loss + self.kl_weight * divergence).backward()
                 torch.nn.utils.clip_grad_norm_(self.learning.parameters(), 1.0)
@@ -176,26 +176,36 @@ class Learner:
         assert first is not None
         return Update(action, *first, seconds=time.perf_counter() - started)
 
-    def _head_losses(self, queries: Sequence[Query]) -> tuple[Tensor, Tensor]:
+    def _head_losses(self, queries: Sequence[Query]) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Computes loss and divergence of a gradient step; what all steps share is computed once."""
         states = torch.cat([query.states for query in queries]).float()
-        target_hidden = torch.cat([query.target_hidden for query in queries])
-        loss, logits = self.step.head_loss(self.learning, states, target_hidden)
+        law = self.step.head_law(torch.cat([query.target_hidden for query in queries]))
         with torch.no_grad():
             before = self.step.head_logits(self.before, states)
-        return loss, kl_divergence(logits, before)
 
-    def _full_losses(self, queries: Sequence[Query]) -> tuple[Tensor, Tensor]:
+        def losses() -> tuple[Tensor, Tensor]:
+            loss, logits = self.step.head_loss(self.learning, states, law)
+            return loss, kl_divergence(logits, before)
+
+        return losses
+
+    def _full_losses(self, queries: Sequence[Query]) -> Callable[[], tuple[Tensor, Tensor]]:
+        """The same for the whole drafter, with other random choices in each step."""
         batch = self._batch_of(queries)
         generator = self.step.generator
         assert generator is not None
-        state = generator.get_state()
-        output = self.step(self.learning, batch, training=True)
-        generator.set_state(state)  # the same random choices for both
-        with torch.no_grad():
-            before = self.step(self.before, batch, training=True)
-        assert output.logits is not None
-        assert before.logits is not None
-        return output.loss, kl_divergence(output.logits, before.logits)
+
+        def losses() -> tuple[Tensor, Tensor]:
+            state = generator.get_state()
+            output = self.step(self.learning, batch, training=True)
+            generator.set_state(state)  # the same random choices for both
+            with torch.no_grad():
+                before = self.step(self.before, batch, training=True)
+            assert output.logits is not None
+            assert before.logits is not None
+            return output.loss, kl_divergence(output.logits, before.logits)
+
+        return losses
 
     def _batch_of(self, queries: Sequence[Query]) -> dict[str, Tensor]:
         """The last `max_positions` of every row, padded behind to one length."""

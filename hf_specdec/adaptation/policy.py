@@ -59,6 +59,9 @@ class Policy(ABC):
     def updated(self, action: Action, query: QueryResult) -> None:
         """Takes note of an update that was triggered by `query`."""
 
+    def brought(self, waited_s: float) -> None:
+        """Takes note that the last update's weights serve now, and for how many seconds queries had to wait for it."""
+
     def reset(self) -> None:
         """Forgets what was learned about updates, after the drafter was reverted."""
 
@@ -89,6 +92,7 @@ class _Interval:
     num_tokens: int = 0
     seconds: float = 0.0
     queries: int = 0
+    serves: bool = False
 
 
 @dataclass
@@ -100,10 +104,17 @@ class CostAwareBandit(Policy):
     linearly from `epsilon[0]` to `epsilon[1]` one at random. From then on the gain of an action is predicted as signal
     times value (Eq. 9); the larger one is taken, and neither where both are not positive. The `interval` queries after
     an update are compared with the warm-up, and the gain in tokens per second, divided by the signal that triggered the
-    update, moves the value by Eq. 10. An update slows down the queries that it runs beside, so values are net of costs.
+    update, moves the value by Eq. 10. An update slows down the queries that it runs beside, and may let them wait, so
+    values are net of costs.
 
     The paper leaves open how long an interval is, how much a buffer holds, and whether a cold start may skip; here it
-    may not, since values start at 0 and nothing would ever be measured.
+    may not, since values start at 0 and nothing would ever be measured. An interval does not end before its update
+    does: a slow one would be rewarded before it has cost or gained anything.
+
+    One departure from the paper. Passages differ in speed by more than an update gains, and once both values are
+    negative nothing is ever measured again, so a chance run of slow passages would end the learning for good. So
+    updates are skipped only where the better value is negative by more than chance would bring, `num_sigmas` standard
+    errors of a value; 0 gives the paper's rule.
 
     Attributes:
         buffer_queries: queries that make a buffer fire.
@@ -114,6 +125,7 @@ class CostAwareBandit(Policy):
         interval: queries over which an update's reward is measured, N in Algorithm 1.
         alpha: weight of a new reward in Eq. 10.
         min_signal: s_min; the reward of an update that a weaker signal triggered is not counted.
+        num_sigmas: a value that is negative by fewer standard errors is put down to chance.
         seed: of the exploration.
         values: tokens per second gained per unit of signal, by action.
         baseline: tokens per second of the warm-up; None until it is over.
@@ -128,6 +140,7 @@ class CostAwareBandit(Policy):
     interval: int = 4
     alpha: float = 0.10
     min_signal: float = 5.0
+    num_sigmas: float = 2.0
     seed: int = 0
     values: dict[Action, float] = field(default_factory=lambda: dict.fromkeys(UPDATES, 0.0), init=False)
     baseline: float | None = field(default=None, init=False)
@@ -135,13 +148,14 @@ class CostAwareBandit(Policy):
 
     def __post_init__(self) -> None:
         _check_at_least(self, buffer_queries=1, warmup_queries=1, cold_start_events=0, cooldown_queries=0, interval=1,
-                        min_signal=0)  # fmt: skip
+                        min_signal=0, num_sigmas=0)  # fmt: skip
         for name, value in (("alpha", self.alpha), ("epsilon", self.epsilon[0]), ("epsilon", self.epsilon[1])):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1.")
         self._random = random.Random(self.seed)
         self._warm_tokens, self._warm_seconds, self._num_queries, self._blocked = 0, 0.0, 0, 0
         self._measured: set[Action] = set()
+        self._rewards: dict[Action, list[float]] = {action: [] for action in UPDATES}
         self._open: list[_Interval] = []
 
     def decide(self, query: QueryResult) -> Action:
@@ -157,9 +171,7 @@ class CostAwareBandit(Policy):
             interval.num_tokens += query.num_tokens
             interval.seconds += query.seconds
             interval.queries += 1
-            if interval.queries == self.interval:
-                self._reward(interval)
-        self._open = [interval for interval in self._open if interval.queries < self.interval]
+        self._close_intervals()
         return self._choose(query.signal)
 
     def may_update(self) -> bool:
@@ -170,10 +182,18 @@ class CostAwareBandit(Policy):
         self._blocked = self.cooldown_queries + 1  # the query that comes next is the first of the blocked ones
         self._open.append(_Interval(action, query.signal))
 
+    def brought(self, waited_s: float) -> None:
+        for interval in self._open:
+            interval.seconds += waited_s
+        if self._open:
+            self._open[-1].serves = True
+        self._close_intervals()
+
     def reset(self) -> None:
         self.values = dict.fromkeys(UPDATES, 0.0)
         self.num_events = 0  # a new cold start: values of 0 alone would never be tried again
         self._measured.clear()
+        self._rewards = {action: [] for action in UPDATES}
         self._open.clear()
 
     @property
@@ -191,7 +211,15 @@ class CostAwareBandit(Policy):
             unmeasured = [action for action in UPDATES if action not in self._tried()]
             return unmeasured[0] if unmeasured else self._best()
         best = self._best()
-        return best if signal * self.values[best] > 0 else "skip"
+        return best if signal * (self.values[best] + self.num_sigmas * self.standard_error(best)) > 0 else "skip"
+
+    def standard_error(self, action: Action) -> float:
+        """Of a value, by the spread of the rewards that it is made of; infinite where there are fewer than two."""
+        rewards = self._rewards[action]
+        if len(rewards) < 2:
+            return math.inf if self.num_sigmas else 0.0
+        weights = [self.alpha * (1 - self.alpha) ** age for age in range(len(rewards))]
+        return statistics.stdev(rewards) * math.hypot(*weights)
 
     def _tried(self) -> set[Action]:
         return self._measured | {interval.action for interval in self._open}
@@ -199,15 +227,24 @@ class CostAwareBandit(Policy):
     def _best(self) -> Action:
         return max(UPDATES, key=lambda action: self.values[action])  # the cheaper one where both are alike
 
+    def _close_intervals(self) -> None:
+        still_open = []
+        for interval in self._open:
+            if interval.serves and interval.queries >= self.interval:
+                self._reward(interval)
+            else:
+                still_open.append(interval)
+        self._open = still_open
+
     def _reward(self, interval: _Interval) -> None:
         """Eq. 10."""
         self._measured.add(interval.action)
         if interval.signal < self.min_signal:
             return
         assert self.baseline is not None
-        gained = interval.num_tokens / interval.seconds - self.baseline
-        old = self.values[interval.action]
-        self.values[interval.action] = (1 - self.alpha) * old + self.alpha * gained / interval.signal
+        reward = (interval.num_tokens / interval.seconds - self.baseline) / interval.signal
+        self._rewards[interval.action].append(reward)
+        self.values[interval.action] = (1 - self.alpha) * self.values[interval.action] + self.alpha * reward
 
 
 @dataclass

@@ -73,13 +73,21 @@ class AdaptiveStep(TrainingStep):
         """[positions, hidden] what the drafter's trunk made of each position -> [positions, draft_vocab] logits."""
 
     @abstractmethod
-    def head_loss(self, model: nn.Module, states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def head_law(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the target says where [positions, target_hidden] entered its head: all that the heads learn from.
+
+        Returns:
+            its choice [positions] int64, over the whole vocabulary, and its law [positions, draft_vocab] float32.
+        """
+
+    @abstractmethod
+    def head_loss(self, model: nn.Module, states: Tensor, law: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Loss of the heads alone at positions that were drafted while serving; no gradient flows into the trunk.
 
         Args:
             model: the drafter.
             states: [positions, hidden], as `draft_states` of the method's candidate generator gave them.
-            target_hidden: [positions, target_hidden], what entered the target's head at the same positions.
+            law: of the target at the same positions, from `head_law`.
 
         Returns:
             the loss, scalar, and the logits [positions, draft_vocab].

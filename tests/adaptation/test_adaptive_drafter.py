@@ -215,10 +215,13 @@ def drafter_rounds(adaptive: AdaptiveDrafter) -> list[int]:
 
 def spoil(adaptive: AdaptiveDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learning from a poisoned stream: what should be likelier becomes less likely."""
-    losses = adaptive.learner._full_losses
-    monkeypatch.setattr(
-        adaptive.learner, "_full_losses", lambda queries: (-losses(queries)[0], torch.zeros((), requires_grad=True))
-    )
+    sound = adaptive.learner._full_losses
+
+    def spoiled(queries: Any) -> Any:
+        losses = sound(queries)
+        return lambda: (-losses()[0], torch.zeros((), requires_grad=True))
+
+    monkeypatch.setattr(adaptive.learner, "_full_losses", spoiled)
 
 
 def test_a_poisoned_stream_is_noticed_and_undone(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_specdec.adaptation.policy import AlwaysUpdate, CostAwareBandit, FailSafe, QueryResult
+from hf_specdec.adaptation.policy import UPDATES, Action, AlwaysUpdate, CostAwareBandit, FailSafe, QueryResult
 
 
 def query(signal: float = 10.0, tokens: int = 100, seconds: float = 1.0, accepted: int = 60) -> QueryResult:
@@ -19,6 +19,12 @@ def warmed(**settings: object) -> CostAwareBandit:
     return bandit
 
 
+def update(bandit: CostAwareBandit, action: Action, signal: float = 10.0) -> None:
+    """An update that serves at once."""
+    bandit.updated(action, query(signal=signal))
+    bandit.brought(0.0)
+
+
 def test_the_warm_up_of_ten_queries_skips_and_measures_the_throughput() -> None:
     bandit = CostAwareBandit()
     for number in range(10):
@@ -29,28 +35,28 @@ def test_the_warm_up_of_ten_queries_skips_and_measures_the_throughput() -> None:
 
 
 def test_a_cold_start_without_exploration_tries_each_action_then_the_better() -> None:
-    bandit = warmed(epsilon=(0.0, 0.0), interval=1, cooldown_queries=0, cold_start_events=3)
+    bandit = warmed(epsilon=(0.0, 0.0), interval=1, cooldown_queries=0, cold_start_events=3, num_sigmas=0)
     assert bandit.decide(query()) == "head"
-    bandit.updated("head", query(signal=10.0))
+    update(bandit, "head", signal=10.0)
     # Eq. 10: 0.9 * 0 + 0.1 * (80 - 100) / 10 = -0.2
     assert bandit.decide(query(tokens=80)) == "full"
     assert bandit.values["head"] == pytest.approx(-0.2)
-    bandit.updated("full", query(signal=20.0))
+    update(bandit, "full", signal=20.0)
     # 0.1 * (150 - 100) / 20 = 0.25
     assert bandit.decide(query(tokens=150)) == "full"
     assert bandit.values["full"] == pytest.approx(0.25)
-    bandit.updated("full", query(signal=5.0))
+    update(bandit, "full", signal=5.0)
     # 0.9 * 0.25 + 0.1 * (90 - 100) / 5 = 0.025, still the only positive one
     assert bandit.decide(query(tokens=90)) == "full"
     assert bandit.values["full"] == pytest.approx(0.025)
-    bandit.updated("full", query(signal=10.0))
+    update(bandit, "full", signal=10.0)
     # 0.9 * 0.025 + 0.1 * (60 - 100) / 10 = -0.3775: both predictions are negative now
     assert bandit.decide(query(tokens=60)) == "skip"
     assert bandit.values == pytest.approx({"head": -0.2, "full": -0.3775})
 
 
 def test_the_larger_predicted_gain_is_taken_and_no_signal_predicts_none() -> None:
-    bandit = warmed(cold_start_events=0)
+    bandit = warmed(cold_start_events=0, num_sigmas=0)
     bandit.values |= {"head": 0.2, "full": 0.1}
     assert bandit.decide(query(signal=3.0)) == "head"
     assert bandit.decide(query(signal=0.0)) == "skip"
@@ -60,7 +66,7 @@ def test_the_larger_predicted_gain_is_taken_and_no_signal_predicts_none() -> Non
 
 def test_an_interval_spans_the_queries_after_the_update() -> None:
     bandit = warmed(interval=3, epsilon=(0.0, 0.0))
-    bandit.updated("head", query(signal=10.0))
+    update(bandit, "head", signal=10.0)
     for tokens in (120, 150):
         bandit.decide(query(tokens=tokens))
         assert bandit.values["head"] == 0.0
@@ -71,20 +77,60 @@ def test_an_interval_spans_the_queries_after_the_update() -> None:
 
 def test_overlapping_intervals_are_measured_each_for_itself() -> None:
     bandit = warmed(interval=2, cooldown_queries=0, epsilon=(0.0, 0.0))
-    bandit.updated("head", query(signal=10.0))
+    update(bandit, "head", signal=10.0)
     bandit.decide(query(tokens=110))
-    bandit.updated("full", query(signal=10.0))
+    update(bandit, "full", signal=10.0)
     bandit.decide(query(tokens=130))
     bandit.decide(query(tokens=150))
     assert bandit.values == pytest.approx({"head": 0.1 * 20 / 10, "full": 0.1 * 40 / 10})
 
 
+def test_an_update_that_serving_waits_for_pays_for_it() -> None:
+    bandit = warmed(interval=2, cooldown_queries=0, epsilon=(0.0, 0.0))
+    bandit.updated("full", query(signal=10.0))
+    for _ in range(3):  # slower than the interval
+        bandit.decide(query(tokens=90))
+        assert bandit.values["full"] == 0.0
+    bandit.brought(2.0)
+    # 3 * 90 tokens in 3 + 2 seconds: 54 tokens per second
+    assert bandit.values["full"] == pytest.approx(0.1 * (54 - 100) / 10)
+
+
+def test_a_value_that_chance_made_negative_does_not_end_the_learning() -> None:
+    bandit = warmed(interval=1, cooldown_queries=0, cold_start_events=0)
+    bandit.values["full"] = -1.0
+    for tokens in (140, 20):  # rewards of 4 and -8
+        update(bandit, "head")
+        assert bandit.decide(query(tokens=tokens)) == "head"
+    # 0.1 * (0.9 * 4 - 8); two rewards spread by 12 / sqrt(2), and their weights are 0.1 and 0.09
+    assert bandit.values["head"] == pytest.approx(-0.44)
+    assert bandit.standard_error("head") == pytest.approx(12 / 2**0.5 * 0.0181**0.5)
+    bandit.num_sigmas = 0.0  # the paper's rule: values of 0 are no gain either
+    assert bandit.decide(query()) == "skip"
+
+
+def test_values_that_are_surely_negative_end_the_learning() -> None:
+    bandit = warmed(interval=1, cooldown_queries=0, cold_start_events=0)
+    decisions = []
+    for tokens in (50, 51, 49):
+        for action in UPDATES:
+            update(bandit, action)
+            decisions.append(bandit.decide(query(tokens=tokens)))
+    # The first of each is as good as nothing known; a second one shows how little rewards spread.
+    assert decisions[2:] == ["full", "skip", "skip", "skip"]
+
+
+def test_without_a_signal_nothing_is_learned() -> None:
+    bandit = warmed(cold_start_events=0)
+    assert bandit.decide(query(signal=0.0)) == "skip"
+
+
 def test_a_weak_trigger_is_not_rewarded() -> None:
     bandit = warmed(interval=1)
-    bandit.updated("head", query(signal=4.9))
+    update(bandit, "head", signal=4.9)
     bandit.decide(query(tokens=500))
     assert bandit.values["head"] == 0.0
-    bandit.updated("head", query(signal=5.0))
+    update(bandit, "head", signal=5.0)
     bandit.decide(query(tokens=500))
     assert bandit.values["head"] > 0
 
@@ -92,7 +138,7 @@ def test_a_weak_trigger_is_not_rewarded() -> None:
 def test_two_queries_after_an_update_trigger_none() -> None:
     bandit = warmed()
     assert bandit.may_update()
-    bandit.updated("full", query())
+    update(bandit, "full")
     allowed = []
     for _ in range(4):
         bandit.decide(query())
@@ -105,7 +151,7 @@ def test_exploration_falls_linearly_over_eight_events() -> None:
     found = []
     for _ in range(9):
         found.append(bandit.exploration)
-        bandit.updated("head", query())
+        update(bandit, "head")
     assert found[:8] == pytest.approx([0.30 - event * 0.20 / 7 for event in range(8)])
     assert found[8] == 0.0
 
@@ -120,8 +166,8 @@ def test_a_cold_start_explores_as_often_as_it_says() -> None:
 
 
 def test_a_reset_begins_a_new_cold_start() -> None:
-    bandit = warmed(interval=1, cold_start_events=1, epsilon=(0.0, 0.0))
-    bandit.updated("head", query())
+    bandit = warmed(interval=1, cold_start_events=1, epsilon=(0.0, 0.0), num_sigmas=0)
+    update(bandit, "head")
     assert bandit.decide(query(tokens=10)) == "skip"
     bandit.reset()
     assert bandit.values == {"head": 0.0, "full": 0.0}

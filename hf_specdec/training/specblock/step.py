@@ -128,9 +128,9 @@ class SpecBlockStep(AdaptiveStep):
         logits: Tensor = model.heads(states)[0]  # type: ignore[operator]
         return logits
 
-    def head_loss(self, model: nn.Module, states: Tensor, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def head_loss(self, model: nn.Module, states: Tensor, law: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, rank_logits = model.heads(states)  # type: ignore[operator]
-        best_ids, target_probs = self._law(target_hidden)
+        best_ids, target_probs = law
         # Each position stands alone, a row with one start and one slot.
         alone = torch.ones_like(best_ids, dtype=torch.bool).unsqueeze(1)
         losses = block_losses(
@@ -173,11 +173,11 @@ class SpecBlockStep(AdaptiveStep):
         Returns:
             best_ids [batch, positions] int64 over the whole vocabulary, probs [batch, positions, draft_vocab] float32.
         """
-        return self._law(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
+        return self.head_law(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
 
     @torch.no_grad()
-    def _law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.reader.head(hidden)
+    def head_law(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.reader.head(target_hidden)
         draft_ids = torch.arange(len(self.drafter.d2t), device=logits.device) + self.drafter.d2t.to(logits.device)
         return logits.argmax(-1), logits[..., draft_ids].softmax(-1)
 
