@@ -153,18 +153,19 @@ class CostAwareBandit(Policy):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be between 0 and 1.")
         self._random = random.Random(self.seed)
-        self._warm_tokens, self._warm_seconds, self._num_queries, self._blocked = 0, 0.0, 0, 0
+        self._num_queries, self._blocked = 0, 0
+        self._warm: list[QueryResult] = []
+        self._baseline_error = 0.0
         self._measured: set[Action] = set()
-        self._rewards: dict[Action, list[float]] = {action: [] for action in UPDATES}
+        self._rewards: dict[Action, list[tuple[float, float]]] = {action: [] for action in UPDATES}  # and their signals
         self._open: list[_Interval] = []
 
     def decide(self, query: QueryResult) -> Action:
         self._num_queries += 1
         if self.baseline is None:
-            self._warm_tokens += query.num_tokens
-            self._warm_seconds += query.seconds
+            self._warm.append(query)
             if self._num_queries == self.warmup_queries:
-                self.baseline = self._warm_tokens / self._warm_seconds
+                self._end_warmup()
             return "skip"
         self._blocked = max(0, self._blocked - 1)
         for interval in self._open:
@@ -214,12 +215,24 @@ class CostAwareBandit(Policy):
         return best if signal * (self.values[best] + self.num_sigmas * self.standard_error(best)) > 0 else "skip"
 
     def standard_error(self, action: Action) -> float:
-        """Of a value, by the spread of the rewards that it is made of; infinite where there are fewer than two."""
-        rewards = self._rewards[action]
-        if len(rewards) < 2:
+        """Of a value: by the spread of its rewards, and by that of the warm-up, which all of them share.
+
+        Infinite where there are fewer than two rewards.
+        """
+        if len(self._rewards[action]) < 2:
             return math.inf if self.num_sigmas else 0.0
-        weights = [self.alpha * (1 - self.alpha) ** age for age in range(len(rewards))]
-        return statistics.stdev(rewards) * math.hypot(*weights)
+        rewards, signals = zip(*self._rewards[action], strict=True)
+        weights = [self.alpha * (1 - self.alpha) ** age for age in reversed(range(len(rewards)))]
+        shared = sum(weight / signal for weight, signal in zip(weights, signals, strict=True))
+        return math.hypot(statistics.stdev(rewards) * math.hypot(*weights), self._baseline_error * shared)
+
+    def _end_warmup(self) -> None:
+        seconds = sum(query.seconds for query in self._warm)
+        self.baseline = sum(query.num_tokens for query in self._warm) / seconds
+        if len(self._warm) > 1:
+            # Of a ratio of sums over queries.
+            spread = sum((query.num_tokens - self.baseline * query.seconds) ** 2 for query in self._warm)
+            self._baseline_error = math.sqrt(spread * len(self._warm) / (len(self._warm) - 1)) / seconds
 
     def _tried(self) -> set[Action]:
         return self._measured | {interval.action for interval in self._open}
@@ -243,7 +256,7 @@ class CostAwareBandit(Policy):
             return
         assert self.baseline is not None
         reward = (interval.num_tokens / interval.seconds - self.baseline) / interval.signal
-        self._rewards[interval.action].append(reward)
+        self._rewards[interval.action].append((reward, interval.signal))
         self.values[interval.action] = (1 - self.alpha) * self.values[interval.action] + self.alpha * reward
 
 

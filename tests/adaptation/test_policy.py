@@ -120,6 +120,21 @@ def test_values_that_are_surely_negative_end_the_learning() -> None:
     assert decisions[2:] == ["full", "skip", "skip", "skip"]
 
 
+def test_chance_in_the_warm_up_counts_as_chance() -> None:
+    bandit = CostAwareBandit(interval=1, cooldown_queries=0, cold_start_events=0, warmup_queries=4)
+    for tokens in (80, 120, 80, 120):
+        bandit.decide(query(tokens=tokens))
+    assert bandit.baseline == pytest.approx(100)
+    bandit.values["full"] = -9.0
+    for _ in range(2):  # rewards of -1 each, which do not spread
+        update(bandit, "head")
+        decision = bandit.decide(query(tokens=90))
+    # Four queries 20 off: 20 * sqrt(4 / 3) / sqrt(4) tokens per second, in rewards a tenth of it, weights 0.1 and 0.09.
+    assert bandit.standard_error("head") == pytest.approx(20 * (4 / 3) ** 0.5 / 2 / 10 * 0.19)
+    assert bandit.values["head"] == pytest.approx(-0.19)
+    assert decision == "head"
+
+
 def test_without_a_signal_nothing_is_learned() -> None:
     bandit = warmed(cold_start_events=0)
     assert bandit.decide(query(signal=0.0)) == "skip"
