@@ -43,7 +43,7 @@ class Policy(ABC):
     """Decides query by query; the object keeps its state over all calls of an adaptation.
 
     Attributes:
-        buffer_queries: an action's buffer fires an update once it holds this many queries.
+        buffer_queries: an action's buffer fires an update once it holds this many queries, its latest ones.
     """
 
     buffer_queries: int
@@ -104,8 +104,8 @@ class CostAwareBandit(Policy):
     linearly from `epsilon[0]` to `epsilon[1]` one at random. From then on the gain of an action is predicted as signal
     times value (Eq. 9); the larger one is taken, and neither where both are not positive. The `interval` queries after
     an update are compared with the warm-up, and the gain in tokens per second, divided by the signal that triggered the
-    update, moves the value by Eq. 10. An update slows down the queries that it runs beside, and may let them wait, so
-    values are net of costs.
+    update, moves the value by Eq. 10; the first one is the value. An update slows down the queries that it runs beside,
+    and may let them wait, so values are net of costs.
 
     The paper leaves open how long an interval is, how much a buffer holds, and whether a cold start may skip; here it
     may not, since values start at 0 and nothing would ever be measured. An interval does not end before its update
@@ -223,6 +223,7 @@ class CostAwareBandit(Policy):
             return math.inf if self.num_sigmas else 0.0
         rewards, signals = zip(*self._rewards[action], strict=True)
         weights = [self.alpha * (1 - self.alpha) ** age for age in reversed(range(len(rewards)))]
+        weights[0] /= self.alpha
         shared = sum(weight / signal for weight, signal in zip(weights, signals, strict=True))
         return math.hypot(statistics.stdev(rewards) * math.hypot(*weights), self._baseline_error * shared)
 
@@ -256,8 +257,11 @@ class CostAwareBandit(Policy):
             return
         assert self.baseline is not None
         reward = (interval.num_tokens / interval.seconds - self.baseline) / interval.signal
-        self._rewards[interval.action].append((reward, interval.signal))
-        self.values[interval.action] = (1 - self.alpha) * self.values[interval.action] + self.alpha * reward
+        earlier = self._rewards[interval.action]
+        # The first one seeds the value: a value that grew from 0 would be the nearer to it the less is known.
+        share = self.alpha if earlier else 1.0
+        self.values[interval.action] = (1 - share) * self.values[interval.action] + share * reward
+        earlier.append((reward, interval.signal))
 
 
 @dataclass

@@ -38,21 +38,25 @@ def test_a_cold_start_without_exploration_tries_each_action_then_the_better() ->
     bandit = warmed(epsilon=(0.0, 0.0), interval=1, cooldown_queries=0, cold_start_events=3, num_sigmas=0)
     assert bandit.decide(query()) == "head"
     update(bandit, "head", signal=10.0)
-    # Eq. 10: 0.9 * 0 + 0.1 * (80 - 100) / 10 = -0.2
+    # The first reward is the value: (80 - 100) / 10
     assert bandit.decide(query(tokens=80)) == "full"
-    assert bandit.values["head"] == pytest.approx(-0.2)
+    assert bandit.values["head"] == pytest.approx(-2.0)
     update(bandit, "full", signal=20.0)
-    # 0.1 * (150 - 100) / 20 = 0.25
+    # (150 - 100) / 20 = 2.5
     assert bandit.decide(query(tokens=150)) == "full"
-    assert bandit.values["full"] == pytest.approx(0.25)
+    assert bandit.values["full"] == pytest.approx(2.5)
     update(bandit, "full", signal=5.0)
-    # 0.9 * 0.25 + 0.1 * (90 - 100) / 5 = 0.025, still the only positive one
+    # Eq. 10: 0.9 * 2.5 + 0.1 * (90 - 100) / 5 = 2.05, still the only positive one
     assert bandit.decide(query(tokens=90)) == "full"
-    assert bandit.values["full"] == pytest.approx(0.025)
-    update(bandit, "full", signal=10.0)
-    # 0.9 * 0.025 + 0.1 * (60 - 100) / 10 = -0.3775: both predictions are negative now
-    assert bandit.decide(query(tokens=60)) == "skip"
-    assert bandit.values == pytest.approx({"head": -0.2, "full": -0.3775})
+    assert bandit.values["full"] == pytest.approx(2.05)
+    update(bandit, "full", signal=1.0)  # too weak a trigger to count
+    assert bandit.decide(query(tokens=60)) == "full"
+    for _ in range(4):
+        update(bandit, "full", signal=5.0)
+        decision = bandit.decide(query(tokens=50))
+    # 2.05 * 0.9 ** 4 - 10 * (1 - 0.9 ** 4) = -2.094: both predictions are negative now
+    assert decision == "skip"
+    assert bandit.values == pytest.approx({"head": -2.0, "full": 2.05 * 0.6561 - 10 * 0.3439})
 
 
 def test_the_larger_predicted_gain_is_taken_and_no_signal_predicts_none() -> None:
@@ -72,7 +76,7 @@ def test_an_interval_spans_the_queries_after_the_update() -> None:
         assert bandit.values["head"] == 0.0
     bandit.decide(query(tokens=180, seconds=2.0))
     # (120 + 150 + 180) / (1 + 1 + 2) = 112.5 tokens per second
-    assert bandit.values["head"] == pytest.approx(0.1 * 12.5 / 10)
+    assert bandit.values["head"] == pytest.approx(12.5 / 10)
 
 
 def test_overlapping_intervals_are_measured_each_for_itself() -> None:
@@ -82,7 +86,7 @@ def test_overlapping_intervals_are_measured_each_for_itself() -> None:
     update(bandit, "full", signal=10.0)
     bandit.decide(query(tokens=130))
     bandit.decide(query(tokens=150))
-    assert bandit.values == pytest.approx({"head": 0.1 * 20 / 10, "full": 0.1 * 40 / 10})
+    assert bandit.values == pytest.approx({"head": 20 / 10, "full": 40 / 10})
 
 
 def test_an_update_that_serving_waits_for_pays_for_it() -> None:
@@ -93,18 +97,18 @@ def test_an_update_that_serving_waits_for_pays_for_it() -> None:
         assert bandit.values["full"] == 0.0
     bandit.brought(2.0)
     # 3 * 90 tokens in 3 + 2 seconds: 54 tokens per second
-    assert bandit.values["full"] == pytest.approx(0.1 * (54 - 100) / 10)
+    assert bandit.values["full"] == pytest.approx((54 - 100) / 10)
 
 
 def test_a_value_that_chance_made_negative_does_not_end_the_learning() -> None:
-    bandit = warmed(interval=1, cooldown_queries=0, cold_start_events=0)
-    bandit.values["full"] = -1.0
+    bandit = warmed(interval=1, cooldown_queries=0, cold_start_events=0, alpha=0.5)
+    bandit.values["full"] = -3.0
     for tokens in (140, 20):  # rewards of 4 and -8
         update(bandit, "head")
         assert bandit.decide(query(tokens=tokens)) == "head"
-    # 0.1 * (0.9 * 4 - 8); two rewards spread by 12 / sqrt(2), and their weights are 0.1 and 0.09
-    assert bandit.values["head"] == pytest.approx(-0.44)
-    assert bandit.standard_error("head") == pytest.approx(12 / 2**0.5 * 0.0181**0.5)
+    # 0.5 * 4 + 0.5 * -8; two rewards spread by 12 / sqrt(2), and their weights are 0.5 each
+    assert bandit.values["head"] == pytest.approx(-2.0)
+    assert bandit.standard_error("head") == pytest.approx(12 / 2**0.5 * 0.5**0.5)
     bandit.num_sigmas = 0.0  # the paper's rule: values of 0 are no gain either
     assert bandit.decide(query()) == "skip"
 
@@ -116,8 +120,8 @@ def test_values_that_are_surely_negative_end_the_learning() -> None:
         for action in UPDATES:
             update(bandit, action)
             decisions.append(bandit.decide(query(tokens=tokens)))
-    # The first of each is as good as nothing known; a second one shows how little rewards spread.
-    assert decisions[2:] == ["full", "skip", "skip", "skip"]
+    # One reward is as good as nothing known; a second one shows how little they spread.
+    assert decisions == ["full", "head", "skip", "skip", "skip", "skip"]
 
 
 def test_chance_in_the_warm_up_counts_as_chance() -> None:
@@ -129,9 +133,9 @@ def test_chance_in_the_warm_up_counts_as_chance() -> None:
     for _ in range(2):  # rewards of -1 each, which do not spread
         update(bandit, "head")
         decision = bandit.decide(query(tokens=90))
-    # Four queries 20 off: 20 * sqrt(4 / 3) / sqrt(4) tokens per second, in rewards a tenth of it, weights 0.1 and 0.09.
-    assert bandit.standard_error("head") == pytest.approx(20 * (4 / 3) ** 0.5 / 2 / 10 * 0.19)
-    assert bandit.values["head"] == pytest.approx(-0.19)
+    # Four queries 20 off: 20 * sqrt(4 / 3) / sqrt(4) tokens per second, in rewards a tenth of it.
+    assert bandit.standard_error("head") == pytest.approx(20 * (4 / 3) ** 0.5 / 2 / 10)
+    assert bandit.values["head"] == pytest.approx(-1.0)
     assert decision == "head"
 
 
