@@ -264,8 +264,7 @@ class AdaptiveDrafter(Drafter):
             return
         buffer = self._buffers[action]
         buffer.append(query)
-        del buffer[: -self.policy.buffer_queries]  # what an update costs must not depend on how long it had to wait
-        full = len(buffer) == self.policy.buffer_queries
+        full = len(buffer) >= self.policy.buffer_queries
         if full and self.policy.may_update() and not self.learner.busy:
             self.learner.start(action, buffer)
             self._buffers[action] = []

@@ -43,7 +43,7 @@ class Policy(ABC):
     """Decides query by query; the object keeps its state over all calls of an adaptation.
 
     Attributes:
-        buffer_queries: an action's buffer fires an update once it holds this many queries, its latest ones.
+        buffer_queries: an action's buffer fires an update once it holds this many queries.
     """
 
     buffer_queries: int
