@@ -1,7 +1,7 @@
 """A drafter meets text that it was not trained for, and learns while it serves.
 
-    python examples/adapt_drafter.py
-    python examples/adapt_drafter.py --poison
+    python examples/adapt_drafter.py --num-blocks 3 --tree-budget 15
+    python examples/adapt_drafter.py --num-blocks 3 --tree-budget 15 --poison --policies "cost-aware bandit"
 
 The bundled drafter was trained on Python functions; here it serves a stream of C++ headers, those that come with torch.
 Every policy starts from the same weights: no learning, the cost-aware bandit of SpecBlock, and an update every eight

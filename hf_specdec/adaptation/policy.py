@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -157,7 +158,8 @@ class CostAwareBandit(Policy):
         self._warm: list[QueryResult] = []
         self._baseline_error = 0.0
         self._measured: set[Action] = set()
-        self._rewards: dict[Action, list[tuple[float, float]]] = {action: [] for action in UPDATES}  # and their signals
+        # With their signals; older ones weigh nothing any more.
+        self._rewards: dict[Action, deque[tuple[float, float]]] = {action: deque(maxlen=64) for action in UPDATES}
         self._open: list[_Interval] = []
 
     def decide(self, query: QueryResult) -> Action:
@@ -194,7 +196,8 @@ class CostAwareBandit(Policy):
         self.values = dict.fromkeys(UPDATES, 0.0)
         self.num_events = 0  # a new cold start: values of 0 alone would never be tried again
         self._measured.clear()
-        self._rewards = {action: [] for action in UPDATES}
+        for rewards in self._rewards.values():
+            rewards.clear()
         self._open.clear()
 
     @property
@@ -273,9 +276,6 @@ class FailSafe:
     fall must also be more than chance would bring, `num_sigmas` standard errors. And a fall that has come to rest, as
     when the bandit stops what does harm, is no longer monotone: the last windows together must also not be that far
     below as many in a row before them.
-
-    On 320 passages as in `examples/adapt_drafter.py`, in random order, a drafter that never changes raises 9.8 alarms
-    with windows of four queries, monotone falls and no regard to chance; as below, 0.2.
 
     Attributes:
         window_queries: queries of a window.

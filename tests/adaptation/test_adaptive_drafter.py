@@ -208,6 +208,28 @@ def test_the_signal_is_equation_8(target: PreTrainedModel, drafter: PretrainedDr
     assert adaptive._signal(query) == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_policy_hears_of_every_update_once_and_of_waiting_between_calls_alone(
+    target: PreTrainedModel, drafter: PretrainedDrafter
+) -> None:
+    heard: list[float] = []
+
+    class Listening(AlwaysUpdate):
+        def brought(self, waited_s: float) -> None:
+            heard.append(waited_s)
+
+    with AdaptiveDrafter(drafter, target, policy=Listening(1)) as adaptive:
+        serve(target, adaptive, prompts(1))
+        adaptive.wait()
+        assert len(heard) == 1
+        assert heard[0] > 0
+        serve(target, adaptive, prompts(1))
+        assert adaptive.learner._running is not None
+        adaptive.learner._running.result()
+        serve(target, adaptive, prompts(1))  # its time is the call's own
+        assert heard[1:] == [0.0]
+        assert len(adaptive.adaptation.updates) == 2
+
+
 def drafter_rounds(adaptive: AdaptiveDrafter) -> list[int]:
     assert adaptive.stats is not None
     return adaptive.stats.per_step_accepted[0]
