@@ -129,14 +129,15 @@ class RoundOutcome:
             return None if part is None else part[index.to(part.device)]
 
         counts = [self.num_committed[row] for row in rows]
-        steps = slice(0, max(counts))
+        width = max(1, *counts)  # rows that all have waited keep a step, of padding
+        steps = slice(0, width)
         features, valid, path = pick(self.features), pick(self.valid), pick(self.path)
         return replace(
             self,
             token_ids=self.token_ids[index][:, steps],
             features=None if features is None else features[:, steps],
             position_ids=self.position_ids[index][:, steps],
-            valid=None if valid is None or min(counts) == max(counts) else valid[:, steps],
+            valid=None if valid is None or min(counts) == width else valid[:, steps],
             num_committed=counts,
             num_accepted=[self.num_accepted[row] for row in rows],
             tokens=[self.tokens[row] for row in rows] if self.tokens else [],

@@ -90,7 +90,16 @@ class TokenRecords:
                 self._attentions[row] += self._own_attentions(output.attentions, row, nodes, tree, cache)
         if not self._prefilled:
             self._prefill_attentions, self._prefill_hidden_states = output.attentions, output.hidden_states
+            if self.keeps_attentions and output.attentions is not None:
+                self._prefill_attentions = self._within_windows(output.attentions)
             self._prefilled = True
+
+    def _within_windows(self, attentions: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Without the entries that a sliding layer of the host's cache has dropped before its last chunk came."""
+        return tuple(
+            layer[..., -(self._windows[index] - 1 + layer.shape[-2]) :] if index in self._windows else layer
+            for index, layer in enumerate(attentions)
+        )
 
     def _own_attentions(
         self, attentions: tuple[Tensor, ...], row: int, nodes: Tensor, tree: DraftTree, cache: TreeCache

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.target import TargetModel
@@ -94,6 +95,21 @@ def test_rows_stay_where_the_batch_is_looked_at_as_a_whole(extra: dict[str, Any]
     assert set(batches) == {5}
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_that_waited_can_go_on_alone(method: str, batches: list[int]) -> None:
+    # Without an end of text, a row that stops waits while another one goes on, and then says as much as that one.
+    class StopsFirstRow(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
+            return torch.tensor([input_ids.shape[1] == 9 + 4, False])
+
+    target = make_target("llama", "sdpa")
+    pair = {name: values[:2] for name, values in prompts().items()}
+    settings = {"max_new_tokens": 5, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopsFirstRow()])}
+    alone = target.generate(**pair, **settings)
+    assisted = target.generate(**pair, **settings, assistant_model=drafter_of(method, target))
+    assert assisted.tolist() == alone.tolist()
+
+
 def test_cache_gives_up_rows_and_takes_them_back() -> None:
     torch.manual_seed(0)
     cache = TreeCache.empty(2, 4, 2, 3, dtype=torch.float64, device=torch.device("cpu"), capacity=20)
@@ -119,8 +135,6 @@ def test_cache_gives_up_rows_and_takes_them_back() -> None:
 
 def test_rows_that_only_wait_stay(batches: list[int]) -> None:
     # Without an end-of-text token, a row that another criterion has stopped goes on when others get longer.
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
     class FirstRowStopsEarly(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             length = input_ids.shape[1]

@@ -213,8 +213,21 @@ def test_features_of_a_chunked_prefill_draft_the_same(method: str) -> None:
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "mistral-sliding"])
+def test_attentions_of_a_chunked_prefill_leave_out_what_windows_have_dropped(family: str, chunk: int) -> None:
+    target, prompts = make_target(family, "eager"), PROMPTS["batch of one"]()
+    settings = {**GREEDY, "output_attentions": True, "prefill_chunk_size": chunk}
+    alone = target.generate(**prompts, **settings)
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter_for(alone.sequences))
+    for ours, plain in zip(assisted.attentions[0], alone.attentions[0], strict=True):
+        assert torch.allclose(ours, plain, atol=1e-5)  # eager attention has float32 inside
+        assert ours.shape == plain.shape
+
+
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_embeddings_may_take_the_place_of_ids(batch: str) -> None:
+@pytest.mark.parametrize("method", [*METHODS, "scripted"])
+def test_embeddings_may_take_the_place_of_ids(method: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     inputs = {
         "inputs_embeds": target.get_input_embeddings()(prompts["input_ids"]).detach(),
@@ -223,8 +236,8 @@ def test_embeddings_may_take_the_place_of_ids(batch: str) -> None:
     settings = {**GREEDY, "return_dict_in_generate": False}
     alone = target.generate(**inputs, **settings)
     assert alone.shape[1] == NEW  # new tokens only
-    for drafter in (right_for([3, 0, 4, 1], alone), METHODS["ddtree"](target)):
-        assert target.generate(**inputs, **settings, assistant_model=drafter).tolist() == alone.tolist()
+    drafter = drafter_for(alone) if method == "scripted" else METHODS[method](target)
+    assert target.generate(**inputs, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
 def test_statistics_come_with_the_output() -> None:

@@ -110,7 +110,7 @@ class NGramGenerator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         if outcome.tree is None:
-            steps = outcome.token_ids.shape[1]  # none where the prompt came as embeddings
+            steps = outcome.token_ids.shape[1]
             self.padding = [max(0, steps - committed) for committed in outcome.num_committed]
             self.indices = [SuffixIndex(self.longest_suffix, self.shortest_suffix) for _ in self.padding]
 
@@ -119,6 +119,8 @@ class NGramGenerator(TreeCandidateGenerator):
         self.indices = [self.indices[row] for row in rows]
 
     def draft(self, context: DraftContext) -> DraftTree:
+        # A prompt that came as embeddings has no columns here, and so no padding either.
+        self.padding = [min(place, length - 1) for place, length in zip(self.padding, context.lengths, strict=True)]
         known = [padding + len(index.tokens) for padding, index in zip(self.padding, self.indices, strict=True)]
         first = min(known)
         columns = context.sequences[:, first : max(context.lengths)].tolist()
