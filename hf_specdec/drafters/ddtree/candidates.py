@@ -67,7 +67,8 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         logits: [batch, depth, vocab] float32, on the CPU.
         budget: most drafted nodes.
     """
-    logprobs, ranked_ids = (ranked.tolist() for ranked in ranked_logprobs(logits, max(budget, 1)))
+    # Looked up where they lie: a tree needs few of them, and lists of them all take longer than the tree.
+    logprobs, ranked_ids = (ranked.numpy().data for ranked in ranked_logprobs(logits, max(budget, 1)))
     depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     # Lists and look-ups throughout: on a CPU each small tensor operation costs more than a node does.
@@ -78,21 +79,22 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     depths = [[0] + [1] * (nodes - 1) for _ in roots]
     children: list[dict[tuple[int, int], int]] = [{} for _ in roots]
     path_logprobs = [[0.0] for _ in roots]
-    mask = _roots_and_selves(batch, nodes).copy()
-    finite = [all(map(math.isfinite, [level[0] for level in row])) for row in logprobs]
+    masks = [bytearray(_roots_and_selves(nodes)) for _ in roots]
+    finite = [all(math.isfinite(logprobs[row, level, 0]) for level in range(depth)) for row in range(batch)]
     for row in range(batch):
         if finite[row]:
             _best_first(
-                logprobs[row], ranked_ids[row], token_ids[row], parents[row], depths[row], mask[row], children[row],
+                row, logprobs, ranked_ids, token_ids[row], parents[row], depths[row], masks[row], children[row],
                 path_logprobs[row],
             )  # fmt: skip
     columns = np.array([token_ids, parents, depths])
+    mask = np.frombuffer(masks[0] if batch == 1 else bytearray().join(masks), dtype=bool)
     sizes = [1 + len(known) for known in children]
     return DraftTree(
         token_ids=torch.from_numpy(columns[0]),
         parents=torch.from_numpy(columns[1]),
         depths=torch.from_numpy(columns[2]),
-        ancestor_mask=torch.from_numpy(mask),
+        ancestor_mask=torch.from_numpy(mask.reshape(batch, nodes, nodes)),
         valid=_first_nodes(tuple(sizes), nodes),
         max_depth=depth,
         finite=None if all(finite) else torch.tensor(finite),
@@ -102,12 +104,11 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
 
 
 @functools.lru_cache(maxsize=16)
-def _roots_and_selves(batch: int, nodes: int) -> np.ndarray:
-    """[batch, nodes, nodes] bool: every node sees the root and itself."""
-    mask = np.zeros((batch, nodes, nodes), dtype=bool)
-    mask[:, :, 0] = True
-    mask[:, range(nodes), range(nodes)] = True
-    return mask
+def _roots_and_selves(nodes: int) -> bytes:
+    """[nodes, nodes] truth values of a byte each: every node sees the root and itself."""
+    mask = np.eye(nodes, dtype=bool)
+    mask[:, 0] = True
+    return mask.tobytes()
 
 
 @functools.lru_cache(maxsize=16)  # nearly always all of them
@@ -118,38 +119,44 @@ def _first_nodes(sizes: tuple[int, ...], nodes: int) -> Tensor:
 
 
 def _best_first(
-    logprobs: list[list[float]],
-    ranked_ids: list[list[int]],
+    row: int,
+    logprobs: memoryview,
+    ranked_ids: memoryview,
     token_ids: list[int],
     parents: list[int],
     depths: list[int],
-    mask: np.ndarray,
+    mask: bytearray,
     children: dict[tuple[int, int], int],
     path_logprobs: list[float],
 ) -> None:
     """Fills one row of a tree, node by node in order of probability."""
-    levels, ranks = len(logprobs), len(logprobs[0])
-    push, pop = heapq.heappush, heapq.heappop
-    # (minus the score, rank tuple, parent node, score of the parent): the tuple orders prefixes of equal score.
-    heap: list[tuple[float, tuple[int, ...], int, float]] = [(-logprobs[0][0], (0,), 0, 0.0)]
-    for node in range(1, len(parents)):
+    nodes = len(parents)
+    assert logprobs.shape is not None  # [batch, levels, ranks]; it never is
+    _, levels, ranks = logprobs.shape
+    push, pop, exchange = heapq.heappush, heapq.heappop, heapq.heapreplace
+    # (minus the score, ranks, parent node, score of the parent). Ranks are one character each, quicker than a tuple of
+    # numbers and in the same order: that of prefixes of equal score.
+    heap: list[tuple[float, str, int, float]] = [(-logprobs[row, 0, 0], chr(0), 0, 0.0)]
+    for node in range(1, nodes):
         if not heap:
             return
-        negative, ranked, parent, above = pop(heap)
+        negative, ranked, parent, above = heap[0]
         if negative == math.inf:
             return
-        depth, rank = len(ranked), ranked[-1]
-        scores = logprobs[depth - 1]
-        token_ids[node] = token = ranked_ids[depth - 1][rank]
+        depth, rank = len(ranked), ord(ranked[-1])
+        token_ids[node] = token = ranked_ids[row, depth - 1, rank]
         parents[node], depths[node] = parent, depth
         if parent:
-            mask[node, :node] = mask[parent, :node]
+            mask[node * nodes : node * nodes + node] = mask[parent * nodes : parent * nodes + node]
         children[parent, token] = node
         path_logprobs.append(-negative)
         if rank + 1 < ranks:
-            push(heap, (-(above + scores[rank + 1]), (*ranked[:-1], rank + 1), parent, above))
+            score = above + logprobs[row, depth - 1, rank + 1]
+            exchange(heap, (-score, ranked[:-1] + chr(rank + 1), parent, above))
+        else:
+            pop(heap)
         if depth < levels:
-            push(heap, (negative - logprobs[depth][0], (*ranked, 0), node, -negative))
+            push(heap, (negative - logprobs[row, depth, 0], ranked + chr(0), node, -negative))
 
 
 def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
