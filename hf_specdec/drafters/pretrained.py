@@ -25,12 +25,20 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     """A drafter that is a network.
 
     Its config has `target_name_or_path`, `target_revision` and `target_tokenizer_sha256` (see `fingerprint.py`), None
-    where unknown.
-
+    where unknown. It may have `drafting_options`, by name: those that were found to suit these weights. They win over
+    the defaults, and what is given to `load_drafter` wins over them.
     """
 
     # The target that was compared with, and whether a prompt was.
     _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
+
+    def post_init(self) -> None:
+        options = getattr(self.config, "drafting_options", None)
+        if options is not None:
+            if not isinstance(options, dict):
+                raise ValueError(f"drafting_options is {options!r}; it must hold options by name.")
+            self.set_options(**options)
+        super().post_init()
 
     @property
     def target_name_or_path(self) -> str | None:

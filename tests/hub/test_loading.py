@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from tests.methods import METHODS
 from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -65,6 +66,45 @@ def test_loaded_drafter_drafts_the_same(folder: Path, drafter: DFlashDrafter, ta
 def test_options_are_attributes_of_the_drafter(folder: Path) -> None:
     loaded = load_drafter(str(folder), method="dflash", tree_budget=7, block_size=3)
     assert (loaded.method, loaded.tree_budget, loaded.block_size) == ("dflash", 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "suited", "given"),
+    [
+        ("dflash", {"tree_budget": 7, "block_size": 3}, {"method": "ddtree", "block_size": 4}),
+        ("eagle3", {"tree_budget": 7, "depth": 2}, {"depth": 3}),
+        ("medusa", {"tree_budget": 7}, {"tree_budget": 8}),
+        ("specblock", {"tree_budget": 7, "num_blocks": 3, "branching": [3, 4, 5, 6]}, {"num_blocks": 1}),
+        ("specbound", {"w_max": 2, "threshold": 0.25}, {"w_max": 3}),
+    ],
+)
+def test_options_that_suit_a_checkpoint_come_with_it(
+    method: str, suited: dict[str, Any], given: dict[str, Any], target: PreTrainedModel, tmp_path: Path
+) -> None:
+    made: Any = METHODS[method](target)
+    assert "drafting_options" not in json.loads(made.config.to_json_string())
+    made.config.drafting_options = suited
+    made.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target, **given)
+    assert {name: getattr(loaded, name) for name in suited | given} == suited | given
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_drafter(tmp_path / "again", target)
+    assert {name: getattr(again, name) for name in suited} == suited
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_buget": 7}, "Did you mean 'tree_budget'"),
+        ({"tree_budget": -1}, "tree_budget=-1"),
+        (["tree_budget"], "drafting_options"),
+    ],
+)
+def test_options_of_a_checkpoint_that_cannot_be_raise(folder: Path, options: Any, message: str) -> None:
+    change_config(folder, drafting_options=options)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_drafter(folder)
+    assert folder.name in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

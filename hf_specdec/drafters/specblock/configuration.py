@@ -47,8 +47,6 @@ class SpecBlockConfig(LlamaConfig):
             them, as in Appendix B. Published drafters were trained with 20; their inference code defaults to 10.
         block_positions: rotary position of a later block's slots: "start", those of the first block (published), or
             "path", which go on from the place of the token that the block starts at.
-        drafting_options: drafting options that were found to suit these weights, by name, see `SpecBlockDrafter`; what
-            is given to `load_drafter` wins.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
@@ -70,7 +68,6 @@ class SpecBlockConfig(LlamaConfig):
         rank_state: RankState = "normed",
         rank_features_top: int | None = 20,
         block_positions: BlockPositions = "start",
-        drafting_options: dict[str, Any] | None = None,
         target_name_or_path: str | None = None,
         target_revision: str | None = None,
         target_tokenizer_sha256: str | None = None,
@@ -92,7 +89,6 @@ class SpecBlockConfig(LlamaConfig):
         self.rank_state = rank_state
         self.rank_features_top = rank_features_top
         self.block_positions = block_positions
-        self.drafting_options = drafting_options
         self.target_name_or_path = target_name_or_path
         self.target_revision = target_revision
         self.target_tokenizer_sha256 = target_tokenizer_sha256

@@ -108,7 +108,6 @@ class SpecBlockDrafter(PretrainedDrafter):
         self.merge_duplicates = True
         if config.rank_classes != len(self.branching):
             self.branching = [2] * config.rank_classes
-        self.set_options(**config.drafting_options or {})
         self.post_init()
 
     def forward(

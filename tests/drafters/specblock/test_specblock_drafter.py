@@ -116,15 +116,6 @@ def test_saved_and_loaded_again_it_drafts_the_same(tmp_path: Path, target: PreTr
         assert paths_of(ours) == paths_of(theirs)
 
 
-def test_options_that_suit_a_checkpoint_come_with_it(tmp_path: Path, target: PreTrainedModel) -> None:
-    drafter = make_specblock(target)
-    assert "drafting_options" not in json.loads(drafter.config.to_json_string())
-    drafter.config.drafting_options = {"tree_budget": 7, "num_blocks": 3, "branching": [3, 4, 5, 6]}
-    drafter.save_pretrained(tmp_path)
-    loaded = load_drafter(tmp_path, target, num_blocks=1)
-    assert (loaded.tree_budget, loaded.num_blocks, loaded.branching) == (7, 1, [3, 4, 5, 6])
-
-
 def test_saving_over_a_vocabulary_file_replaces_it(tmp_path: Path, target: PreTrainedModel) -> None:
     drafter = make_specblock(target)
     drafter.save_pretrained(tmp_path)
@@ -172,9 +163,6 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "map with code": (
         lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "holds code, which is never run"
-    ),
-    "option that does not exist": (
-        lambda folder: rewrite(folder, drafting_options={"tree_buget": 7}), "Did you mean 'tree_budget'"
     ),
     "unknown choice": (lambda folder: rewrite(folder, rank_state="raw"), "rank_state is 'raw'; it must be one of"),
 }  # fmt: skip
