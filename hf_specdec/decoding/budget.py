@@ -238,11 +238,11 @@ class AutoBudget:
         """
         drafted = self.drafting
         nodes = tree.num_nodes - 1 if drafted else 0
-        if not drafted or nodes:
-            self.knowledge.times.note(nodes, seconds)
-        if nodes:
-            self._learn(tree, path, [kept if going else -1 for kept, going in zip(num_accepted, active, strict=True)])
+        if drafted and not nodes:
+            return  # a look-up without a match: neither a draft nor a rest from drafting
+        self.knowledge.times.note(nodes, seconds)
         if drafted:
+            self._learn(tree, path, [kept if going else -1 for kept, going in zip(num_accepted, active, strict=True)])
             looked = self.knowledge.first_look is not None
             self.knowledge.rounds += 1
             self._since_plain += 1

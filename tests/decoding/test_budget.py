@@ -16,7 +16,7 @@ from hf_specdec.drafters.base import Drafter
 from tests.methods import METHODS
 from tests.targets import PROMPTS, make_target
 
-TREE_METHODS = ["ddtree", "causal_lm_tree", "eagle3", "medusa", "specblock"]
+TREE_METHODS = ["ddtree", "causal_lm_tree", "eagle3", "medusa", "ngram", "specblock"]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
@@ -75,7 +75,7 @@ def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_dra
                 tree = draft(context)
                 for row, length in enumerate(context.lengths):
                     if context.active[row]:
-                        seen[row, length] = tree.token_ids[row].tolist()[:6]
+                        seen[row, length] = tree.token_ids[row, tree.valid[row]].tolist()[:6]
                 return tree
 
             generator.draft = noting
@@ -267,6 +267,17 @@ def test_drafting_that_does_not_pay_rests_longer_and_longer() -> None:
     assert lost < 0.03
     assert any(drafted[-200:])  # it looks again, however long it takes
     assert sum(drafted[:8]) < 8
+
+
+def test_a_round_for_which_a_drafter_has_nothing_to_say_shows_nothing() -> None:
+    # A look-up without a match costs no more than a plain round: no reason to rest, and nothing is measured by it.
+    budget = AutoBudget(BudgetKnowledge())
+    for _ in range(100):
+        assert budget.drafting
+        nothing = budget.cut(DraftTree.root_only(torch.tensor([0])), [True])
+        budget.note(nothing, torch.tensor([[0]]), [0], [True], 1.0)
+    assert budget.knowledge.first_look == FIRST_LOOKS[0]
+    assert budget.cut(tree_of([0.5, 0.3, 0.1]), [True]).num_nodes == 4
 
 
 def test_drafting_that_pays_goes_on() -> None:

@@ -22,7 +22,7 @@ from tests.targets import FAMILIES, PAD, VOCAB, fresh_target, tiny_tokenizer
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "dflash": {"block_size": [2, 3, 5]},
     "ddtree": {"block_size": [2, 5], "tree_budget": [1, 3, 17, "auto"]},
-    "ngram": {"tree_budget": [1, 5, 17]},
+    "ngram": {"tree_budget": [1, 5, 17, "auto"]},
     "causal_lm_chain": {"max_depth": [1, 2, 6]},
     "causal_lm_tree": {"max_depth": [1, 2, 6], "tree_budget": [1, 8, "auto"]},
     "eagle3": {"depth": [1, 2, 5], "top_k": [1, 4], "tree_budget": [1, 8, "auto"]},

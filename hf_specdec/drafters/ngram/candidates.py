@@ -7,6 +7,7 @@ Relatives: prompt lookup decoding (one continuation of the first match), and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
@@ -64,22 +65,26 @@ class SuffixIndex:
                     yield start, length
 
 
-def continuation_tree(index: SuffixIndex, tree_budget: int, max_depth: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the heaviest continuations, the last token of the text as root.
+def continuation_tree(index: SuffixIndex, tree_budget: int, max_depth: int) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and path log-probabilities of the heaviest continuations, the last token of the text as root.
 
-    A node weighs as much as all matches whose continuation runs through it, so that no node outweighs its parent and
-    the heaviest `tree_budget` nodes are a tree.
+    A node weighs as much as all matches whose continuation runs through it. So every node is lighter than its parent,
+    and the heaviest `tree_budget` nodes, heaviest first, are a tree. A path is held as likely as its share of the
+    weight of all matches and of one more, of one token: that the text goes on as it never did.
 
     Example:
         >>> index = SuffixIndex(longest=2, shortest=1)
         >>> index.extend([5, 6, 7, 8, 3, 6, 9, 5, 6])
-        >>> continuation_tree(index, tree_budget=3, max_depth=2)
-        ([6, 7, 8, 9], [-1, 0, 1, 0])
+        >>> tokens, parents, logprobs = continuation_tree(index, tree_budget=3, max_depth=2)
+        >>> tokens, parents, [round(math.exp(logprob), 2) for logprob in logprobs]
+        ([6, 7, 8, 9], [-1, 0, 1, 0], [1.0, 0.53, 0.43, 0.13])
     """
     tokens, parents, weights = [index.tokens[-1]], [-1], [0.0]
     children: dict[tuple[int, int], int] = {}
+    in_all = WEIGHT_PER_TOKEN
     for start, length in index.matches():
         node, weight = 0, WEIGHT_PER_TOKEN**length
+        in_all += weight
         for token in index.tokens[start : start + max_depth]:
             child = children.setdefault((node, token), len(tokens))
             if child == len(tokens):
@@ -89,10 +94,14 @@ def continuation_tree(index: SuffixIndex, tree_budget: int, max_depth: int) -> t
             weight *= WEIGHT_PER_DEPTH
             weights[child] += weight
             node = child
-    heaviest = sorted(range(1, len(tokens)), key=weights.__getitem__, reverse=True)[:tree_budget]
-    kept = [0, *sorted(heaviest)]  # in the order they were made: parents first
+    weights[0] = in_all
+    kept = [0, *sorted(range(1, len(tokens)), key=weights.__getitem__, reverse=True)[:tree_budget]]
     place = {node: index for index, node in enumerate(kept)}
-    return [tokens[node] for node in kept], [place.get(parents[node], -1) for node in kept]
+    return (
+        [tokens[node] for node in kept],
+        [place.get(parents[node], -1) for node in kept],
+        [math.log(weights[node] / in_all) for node in kept],
+    )
 
 
 class NGramGenerator(TreeCandidateGenerator):
@@ -124,11 +133,10 @@ class NGramGenerator(TreeCandidateGenerator):
         known = [padding + len(index.tokens) for padding, index in zip(self.padding, self.indices, strict=True)]
         first = min(known)
         columns = context.sequences[:, first : max(context.lengths)].tolist()
-        token_ids, parents = [], []
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        trees = []
         for row, index in enumerate(self.indices):
             index.extend(columns[row][known[row] - first : context.lengths[row] - first])
-            budget = self.tree_budget if context.active[row] else 0
-            row_tokens, row_parents = continuation_tree(index, budget, self.max_depth)
-            token_ids.append(row_tokens)
-            parents.append(row_parents)
-        return DraftTree.from_lists(token_ids, parents, device=context.root_ids.device)
+            trees.append(continuation_tree(index, budget if context.active[row] else 0, self.max_depth))
+        token_ids, parents, path_logprobs = map(list, zip(*trees, strict=True))
+        return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs, device=context.root_ids.device)

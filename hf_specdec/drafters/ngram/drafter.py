@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedModel
 
@@ -40,7 +40,7 @@ class NGramDrafter(Drafter):
     def __init__(self, **drafting_options: Any) -> None:
         self.longest_suffix = 4
         self.shortest_suffix = 1
-        self.tree_budget = 16
+        self.tree_budget: int | Literal["auto"] = 16
         self.max_depth = 10
         self.set_options(**drafting_options)
 
@@ -51,12 +51,12 @@ class NGramDrafter(Drafter):
         for name, most in (
             ("longest_suffix", MAX_SUFFIX),
             ("shortest_suffix", MAX_SUFFIX),
-            ("tree_budget", MAX_TREE_BUDGET),
             ("max_depth", MAX_TREE_BUDGET),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
+        self.check_tree_budget(MAX_TREE_BUDGET)
         if self.shortest_suffix > self.longest_suffix:
             raise ValueError(
                 f"shortest_suffix={self.shortest_suffix} is larger than longest_suffix={self.longest_suffix}; set "
@@ -67,6 +67,6 @@ class NGramDrafter(Drafter):
         return NGramGenerator(
             longest_suffix=self.longest_suffix,
             shortest_suffix=self.shortest_suffix,
-            tree_budget=self.tree_budget,
+            tree_budget=self.node_limit,
             max_depth=self.max_depth,
         )

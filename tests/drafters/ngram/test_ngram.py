@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -50,25 +52,39 @@ def test_matches_are_those_of_a_plain_search_however_the_text_grew(suffixes: tup
 
 def test_continuation_of_the_longest_match_comes_first() -> None:
     index = index_of([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3])
-    assert paths_of(*continuation_tree(index, tree_budget=1, max_depth=1)) == {(7,)}
-    assert paths_of(*continuation_tree(index, tree_budget=2, max_depth=1)) == {(7,), (8,)}
+    assert paths_of(*continuation_tree(index, tree_budget=1, max_depth=1)[:2]) == {(7,)}
+    assert paths_of(*continuation_tree(index, tree_budget=2, max_depth=1)[:2]) == {(7,), (8,)}
 
 
 def test_continuations_that_begin_alike_share_their_nodes() -> None:
     index = index_of([5, 1, 2, 3, 5, 1, 2, 4, 5])
-    assert paths_of(*continuation_tree(index, tree_budget=9, max_depth=3)) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4)}
+    assert paths_of(*continuation_tree(index, tree_budget=9, max_depth=3)[:2]) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4)}
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 7, 100])
 def test_every_budget_gives_a_tree_without_repeated_siblings(budget: int) -> None:
     tokens = torch.randint(0, 3, (80,), generator=torch.Generator().manual_seed(0)).tolist()
-    token_ids, parents = continuation_tree(index_of(tokens), budget, max_depth=6)
+    token_ids, parents, logprobs = continuation_tree(index_of(tokens), budget, max_depth=6)
     assert len(token_ids) <= 1 + budget
     assert (token_ids[0], parents[0]) == (tokens[-1], -1)
     assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
     assert len(set(zip(parents, token_ids, strict=True))) == len(token_ids)
+    assert logprobs[0] == 0.0
+    assert all(later <= former for former, later in itertools.pairwise(logprobs))
+    assert all(logprobs[node] < logprobs[parent] for node, parent in enumerate(parents) if node)
     smaller = continuation_tree(index_of(tokens), max(0, budget - 1), max_depth=6)
-    assert paths_of(*smaller) <= paths_of(token_ids, parents)
+    assert smaller[:2] == (token_ids[: len(smaller[0])], parents[: len(smaller[0])])
+
+
+def test_alternatives_share_what_one_text_gives_alone() -> None:
+    one = continuation_tree(index_of([1, 2, 3, 7, 9, 5, 1, 2, 3]), tree_budget=1, max_depth=1)
+    two = continuation_tree(index_of([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3]), tree_budget=2, max_depth=1)
+    assert (one[0][1:], sorted(two[0][1:])) == ([7], [7, 8])
+    assert math.exp(one[2][1]) < 1.0  # one place is no certainty
+    assert math.exp(two[2][1]) == math.exp(two[2][2]) < math.exp(one[2][1])
+    # Matches of one token are worth less than longer ones.
+    short = continuation_tree(index_of([9, 3, 7, 8, 5, 1, 2, 3]), tree_budget=1, max_depth=1)
+    assert short[2][1] < one[2][1]
 
 
 def generator_of(**options: Any) -> NGramGenerator:
