@@ -86,7 +86,9 @@ def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None) -> 
         draft_model = str(BUNDLED / "draft-lm")
     if draft_model is not None:
         found.append(ways.stock_assisted(draft_model, model))
-    specs = drafters or [str(BUNDLED / each) for each in BUNDLED_DRAFTERS if (BUNDLED / each.split(":")[0]).is_dir()]
+    # The look-up shows how much of what is said has been said before, which any drafter gains by.
+    own = [str(BUNDLED / each) for each in BUNDLED_DRAFTERS if (BUNDLED / each.split(":")[0]).is_dir()]
+    specs = drafters or ["ngram", *own]
     loaded = [way for spec in specs for way in ways.load(spec, model)]
     if bundled:  # one row per checkpoint: the method it leads with
         loaded = [way for spec, way in zip(specs, loaded, strict=True) if ":method=" in spec or way.leads]
