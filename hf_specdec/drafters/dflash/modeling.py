@@ -24,6 +24,7 @@ from hf_specdec.decoding.attention import is_split, tree_attention_forward
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
@@ -33,21 +34,11 @@ from hf_specdec.drafters.vocabulary import check_draft_to_target
 MAX_TREE_BUDGET = 1024
 
 
-class DFlashAttention(nn.Module):
+class DFlashAttention(HeadProjections):
     """Attention of block slots over [cached context ; new context ; block]."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, heads, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        super().__init__(config, config.hidden_size, norms=True)
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
@@ -34,22 +35,11 @@ MAX_DEPTH = 64
 MAX_TOP_K = 128
 
 
-class Eagle3Attention(nn.Module):
+class Eagle3Attention(HeadProjections):
     """Causal attention whose inputs are `in_size` wide and whose output is `hidden_size` wide."""
 
     def __init__(self, config: Eagle3Config, in_size: int) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(in_size, heads, bias=bias)
-        self.k_proj = nn.Linear(in_size, kv_heads, bias=bias)
-        self.v_proj = nn.Linear(in_size, kv_heads, bias=bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
-        norm = LlamaRMSNorm if config.qk_norm else lambda size, eps: nn.Identity()
-        self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps)
+        super().__init__(config, in_size, norms=config.qk_norm)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
+from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig
 
 
@@ -54,21 +55,11 @@ class SpecBlockInput(nn.Module):
         return prefix + queries
 
 
-class SpecBlockAttention(nn.Module):
+class SpecBlockAttention(HeadProjections):
     """Attention of all slots of all starts over what is stored and over each other, as the mask allows."""
 
     def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        heads, kv_heads = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, heads, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        super().__init__(config, config.hidden_size, norms=config.qk_norm)
 
     def forward(
         self,
