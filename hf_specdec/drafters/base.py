@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
@@ -112,6 +112,19 @@ class Drafter(ABC):
             prompts: of the benchmark, tokenised: `input_ids` and `attention_mask`, [batch, seq] each.
         """
         return ()
+
+    def take_options(self, config: PreTrainedConfig) -> None:
+        """Sets the options that were found to suit these weights, if their config has any (`drafting_options`).
+
+        Raises:
+            ValueError: they are no options by name, or as `set_options`.
+        """
+        options = getattr(config, "drafting_options", None)
+        if options is None:
+            return
+        if not isinstance(options, dict):
+            raise ValueError(f"drafting_options is {options!r}; it must hold options by name.")
+        self.set_options(**options)
 
     def set_options(self, **options: Any) -> None:
         """Sets drafting options by name, then checks them together.

@@ -33,11 +33,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
 
     def post_init(self) -> None:
-        options = getattr(self.config, "drafting_options", None)
-        if options is not None:
-            if not isinstance(options, dict):
-                raise ValueError(f"drafting_options is {options!r}; it must hold options by name.")
-            self.set_options(**options)
+        self.take_options(self.config)
         super().post_init()
 
     @property

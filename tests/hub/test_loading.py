@@ -76,14 +76,16 @@ def test_options_are_attributes_of_the_drafter(folder: Path) -> None:
         ("medusa", {"tree_budget": 7}, {"tree_budget": 8}),
         ("specblock", {"tree_budget": 7, "num_blocks": 3, "branching": [3, 4, 5, 6]}, {"num_blocks": 1}),
         ("specbound", {"w_max": 2, "threshold": 0.25}, {"w_max": 3}),
+        ("causal_lm_tree", {"tree_budget": 7, "method": "causal_lm_chain"}, {"max_depth": 3}),
     ],
 )
 def test_options_that_suit_a_checkpoint_come_with_it(
     method: str, suited: dict[str, Any], given: dict[str, Any], target: PreTrainedModel, tmp_path: Path
 ) -> None:
     made: Any = METHODS[method](target)
-    assert "drafting_options" not in json.loads(made.config.to_json_string())
-    made.config.drafting_options = suited
+    config = made.model.config if method == "causal_lm_tree" else made.config
+    assert "drafting_options" not in json.loads(config.to_json_string())
+    config.drafting_options = suited
     made.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target, **given)
     assert {name: getattr(loaded, name) for name in suited | given} == suited | given

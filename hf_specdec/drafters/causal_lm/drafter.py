@@ -74,6 +74,7 @@ class CausalLMDrafter(PublishedDrafter):
         self.min_acceptance: float | None = None
         self.entropy_weight = 0.2
         self._compared: weakref.ref[PreTrainedModel] | None = None
+        self.take_options(model.config)
         self.set_options(**drafting_options)
 
     @property
