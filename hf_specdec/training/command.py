@@ -317,7 +317,7 @@ def _continuations(
 def go_on_from(drafter: PreTrainedModel, folder: Path) -> dict[str, Any]:
     """Gives a new drafter the weights of an earlier one, whose training goes on; returns what is recorded of that one.
 
-    The earlier one's vocabulary comes with its weights.
+    The earlier one's vocabulary comes with its weights, and so do the drafting options that suit it.
 
     Raises:
         ValueError: its tensors are others than the new one's, or of other shapes.
@@ -333,6 +333,8 @@ def go_on_from(drafter: PreTrainedModel, folder: Path) -> dict[str, Any]:
             "Give the options that it was trained with, see its training.json."
         )
     drafter.load_state_dict(earlier.state_dict())
+    if options := getattr(earlier.config, "drafting_options", None):
+        drafter.config.drafting_options = options
     record = read_record(folder, TRAINING_FILE) or {}
     names = ("command", "settings", "data", "losses", "started_from")  # all that led to these weights
     return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}
