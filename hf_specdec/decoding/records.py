@@ -89,8 +89,8 @@ class TokenRecords:
             if self.keeps_attentions and self._prefilled and output.attentions is not None:
                 self._attentions[row] += self._own_attentions(output.attentions, row, nodes, tree, cache)
         if not self._prefilled:
-            self._prefill_attentions, self._prefill_hidden_states = output.attentions, output.hidden_states
-            if self.keeps_attentions and output.attentions is not None:
+            self._prefill_hidden_states = output.hidden_states
+            if output.attentions is not None:
                 self._prefill_attentions = self._within_windows(output.attentions)
             self._prefilled = True
 

@@ -108,6 +108,8 @@ def test_a_row_that_waited_can_go_on_alone(method: str, batches: list[int]) -> N
     alone = target.generate(**pair, **settings)
     assisted = target.generate(**pair, **settings, assistant_model=drafter_of(method, target))
     assert assisted.tolist() == alone.tolist()
+    # SpecBranch keeps all rows, and a tree of a noisy copy is right too often for a row to wait.
+    assert batches[-1] == 1 or method in ("specbranch", "causal_lm_tree")
 
 
 def test_cache_gives_up_rows_and_takes_them_back() -> None:

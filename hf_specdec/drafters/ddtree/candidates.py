@@ -88,7 +88,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
                 path_logprobs[row],
             )  # fmt: skip
     columns = np.array([token_ids, parents, depths])
-    mask = np.frombuffer(masks[0] if batch == 1 else bytearray().join(masks), dtype=bool)
+    mask = np.frombuffer(bytearray().join(masks), dtype=bool)  # not bytes, which no tensor may share
     sizes = [1 + len(known) for known in children]
     return DraftTree(
         token_ids=torch.from_numpy(columns[0]),
@@ -131,7 +131,7 @@ def _best_first(
 ) -> None:
     """Fills one row of a tree, node by node in order of probability."""
     nodes = len(parents)
-    assert logprobs.shape is not None  # [batch, levels, ranks]; it never is
+    assert logprobs.shape is not None  # only a released view has none
     _, levels, ranks = logprobs.shape
     push, pop, exchange = heapq.heappush, heapq.heappop, heapq.heapreplace
     # (minus the score, ranks, parent node, score of the parent). Ranks are one character each, quicker than a tuple of
