@@ -110,7 +110,10 @@ def _check_call(
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
     if config.use_cache is False:
-        raise ValueError("Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out.")
+        raise ValueError(
+            "Speculative decoding needs the target's cache, but use_cache=False was passed or is the target's own "
+            "default; pass use_cache=True."
+        )
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot hold draft trees; leave it out, the cache is "

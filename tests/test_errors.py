@@ -39,7 +39,7 @@ def assert_refused(target: Any, match: str, drafter: Any = None, **settings: Any
     [
         ({"num_beams": 2}, r"'beam_search' decoding \(num_beams=2\); draft trees need .* num_beams=1"),
         ({"num_beams": 2, "do_sample": True}, r"'beam_sample' decoding \(num_beams=2\)"),
-        ({"use_cache": False}, r"use_cache=False was passed; leave it out"),
+        ({"use_cache": False}, r"use_cache=False was passed .*; pass use_cache=True"),
         ({"cache_implementation": "static"}, r"cache_implementation='static' cannot hold draft trees; leave it out"),
         ({"cache_implementation": "quantized"}, r"cache_implementation='quantized' cannot hold draft trees"),
         ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded' cannot hold draft trees"),
@@ -102,6 +102,39 @@ def test_recurrent_target_is_refused_as_not_yet_supported() -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
     target = transformers.MambaForCausalLM(config).eval()
     assert_refused(target, r"MambaForCausalLM .*not yet supported")
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "match"),
+    [
+        ("Falcon", {"alibi": True, "new_decoder_architecture": False}, r"FalconForCausalLM has alibi positions"),
+        (
+            "Doge",
+            {"intermediate_size": 48, "keep_window_size": 8},
+            r"DogeForCausalLM has sparse attention that keeps 8",
+        ),
+    ],
+    ids=str,
+)
+def test_attention_that_counts_siblings_is_refused(kind: str, settings: dict[str, Any], match: str) -> None:
+    target = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SMALL, **settings))
+    assert_refused(target.eval(), match)
+
+
+def test_layers_that_share_keys_and_values_are_refused() -> None:
+    target = fresh_target("llama", "sdpa")
+    target.config.num_kv_shared_layers = 2  # as Gemma3n's config has it
+    assert_refused(target, r"LlamaForCausalLM has 2 layers that share the keys and values of others")
+
+
+def test_a_target_without_a_cache_is_refused() -> None:
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    target = transformers.OpenAIGPTLMHeadModel(config).eval()
+    with pytest.raises(ValueError, match=r"OpenAIGPTLMHeadModel returned no cache after the prompt"):
+        target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=fixed_tree([5], [0]))
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])

@@ -180,6 +180,7 @@ class SpeculativeDecoding:
         batch, prompt_length = self.sequences.batch, self.sequences.prompt_length
         prompt = self.sequences.ids[:, :prompt_length]
         output = self.target.prefill(prompt, self.config, self.model_kwargs)
+        self.target.check_reach()
         entries = self.target.cache.get_seq_length()
         # Cache entry e holds token e - entry_offset of a row; not 0 where a cache came with only the new tokens.
         self.entry_offset = entries - prompt_length
@@ -211,6 +212,8 @@ class SpeculativeDecoding:
         active = self.live(self.sequences.active)
         began = time.perf_counter()
         layers_run = self.target.num_layers_run
+        if self.target.at_rotary_limit and not self.entry_offset:
+            self.target.renew(self.sequences.ids[:, : self.sequences.lengths[0]])
         with inference_on_cpu(self.sequences.ids.device):  # for drafting and verifying together
             self.root_positions = self.target.root_positions()
             tree, self.early_tree = self.early_tree or self.draft(generator, active), None
@@ -343,7 +346,7 @@ class SpeculativeDecoding:
         if self.budget is not None:
             self.stats.num_probe_steps += sum(active) if self.budget.probing else 0
             tree = self.budget.cut(tree, active)
-        return tree.within_vocabulary(self.vocab_size)
+        return self.target.within_reach(tree.within_vocabulary(self.vocab_size), self.root_positions)
 
     def live(self, values: Sequence[T]) -> list[T]:
         """Of one value per row of the batch those of rows that rounds are still made for."""

@@ -26,6 +26,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
 from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.pending import PendingChain
+from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.slices import LayerSlices, decoder_layers
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -78,6 +79,7 @@ class TargetModel:
         self.feature_layers = tuple(feature_layers)
         self.check_supported(model)
         self.windows = _windows(model)
+        self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
         self.num_layers: int = self.config.num_hidden_layers  # a config takes its time to answer
@@ -117,6 +119,21 @@ class TargetModel:
             raise ValueError(
                 f"Target {name} uses attn_implementation={config._attn_implementation!r}, which cannot take the "
                 f"ancestor mask of a draft tree; load it with one of {list(ATTENTION_IMPLEMENTATIONS)}."
+            )
+        if getattr(config, "alibi", False):  # Falcon; Bloom and MPT take no position_ids either
+            raise ValueError(
+                f"Target {name} has alibi positions, which count entries of the cache, where siblings of a draft tree "
+                "lie between a node and its past; not yet supported. Generate without assistant_model."
+            )
+        if getattr(config, "num_kv_shared_layers", None):
+            raise ValueError(
+                f"Target {name} has {config.num_kv_shared_layers} layers that share the keys and values of others "
+                "(num_kv_shared_layers), which is not yet supported. Generate without assistant_model."
+            )
+        if getattr(config, "keep_window_size", None):
+            raise ValueError(
+                f"Target {name} has sparse attention that keeps {config.keep_window_size} keys of all entries "
+                "(keep_window_size), draft nodes among them; not yet supported. Generate without assistant_model."
             )
         accepted = inspect.signature(model.forward).parameters
         if "position_ids" not in accepted:
@@ -233,6 +250,14 @@ class TargetModel:
         already = self.cache.get_seq_length()
         arguments = dict(model_kwargs, past_key_values=self.cache)
         outputs = self.model._prefill(input_ids, generation_config, arguments)
+        returned = getattr(outputs, "past_key_values", None)
+        if returned is None:
+            raise ValueError(
+                f"Target {type(self.model).__name__} returned no cache after the prompt; speculative decoding keeps "
+                "accepted tokens in it. Generate without assistant_model."
+            )
+        if returned is not self.cache:  # Phi3 drops what it is given where the text passes its rotary limit
+            self.cache, already = TreeCache.continuing(returned, self.num_layers), 0
 
         length = self.cache.get_seq_length()
         batch = outputs.logits.shape[0]
@@ -321,7 +346,62 @@ class TargetModel:
             # Such nodes are never kept, but learned positions may have no embedding for them.
             last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
             position_ids = position_ids.minimum(last_position.unsqueeze(1))
+        if self.rotary_limits:
+            position_ids = position_ids.minimum(self._reach(root_positions).unsqueeze(1))
         return position_ids
+
+    def _reach(self, root_positions: Tensor) -> Tensor:
+        """[batch] int64: the largest position that this round may run, by all rotary limits."""
+        return torch.stack([limit.reach(root_positions) for limit in self.rotary_limits]).amin(0)
+
+    def within_reach(self, tree: DraftTree, root_positions: Tensor) -> DraftTree:
+        """The same tree without nodes that would change the rotary frequencies of the round (`decoding/rotary.py`)."""
+        if not self.rotary_limits:
+            return tree
+        return tree.up_to_depth(self._reach(root_positions) - root_positions)
+
+    def check_reach(self) -> None:
+        """Raises ValueError if rows that pass a rotary limit at paces of their own would not be what they are together.
+
+        To be asked after the prefill.
+        """
+        if not self.rotary_limits or len(self.position_offset) == 1:
+            return
+        first = (self.position_offset + self.cache.get_seq_length()).tolist()
+        last = (self.position_offset + self.last_entry - 1).tolist()
+        for limit in self.rotary_limits:
+            if limit.divides(first, last):
+                raise ValueError(
+                    f"Target {type(self.model).__name__} has other rotary frequencies from position {limit.first} on "
+                    f"(rope type {limit.rope_type!r}). Rows of this batch, now at positions {first}, may pass it on "
+                    f"their way to {max(last)}, each in a round of its own; plain decoding takes them there together. "
+                    f"Generate one row at a time, at most {max(0, limit.first - max(first) + 1)} new tokens, or "
+                    "without assistant_model."
+                )
+
+    @property
+    def at_rotary_limit(self) -> bool:
+        """Whether the root of a batch of one without padding is the first token behind a rotary limit."""
+        if self.cache.longest not in [limit.first for limit in self.rotary_limits]:
+            return False
+        return self.cache.batch == 1 and int(self.position_offset) == 0
+
+    def renew(self, token_ids: Tensor) -> None:
+        """Computes the cache anew where the host would: Phi3 does so when a text grows past its rotary limit.
+
+        Args:
+            token_ids: [1, seq] int64, all tokens up to the root, which is at the limit.
+        """
+        anew = self.model.prepare_inputs_for_generation(
+            token_ids, past_key_values=self.cache, attention_mask=torch.ones_like(token_ids), use_cache=True
+        )
+        if anew.get("past_key_values") is not None:
+            return
+        cache = TreeCache(self.num_layers)
+        self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.begin_rounds(self.cache.capacity)
+        cache.rollback([token_ids.shape[1] - 1])  # the root is run with its tree
+        self.cache = cache
 
     @functools.cached_property
     def slices(self) -> LayerSlices:

@@ -215,6 +215,11 @@ class DraftTree:
             path_logprobs=logprobs,
         )
 
+    def up_to_depth(self, depths: Tensor) -> DraftTree:
+        """The same tree without nodes that are deeper than `depths` [batch] int64, at least 0: they become invalid."""
+        valid = self.valid & (self.depths <= depths.to(self.depths.device).unsqueeze(1))
+        return replace(self, valid=valid, children=None)
+
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """The same trees for some of the rows."""
         index = from_host(rows, self.token_ids.device)

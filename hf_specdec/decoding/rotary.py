@@ -1,0 +1,65 @@
+"""Rotary positions whose frequencies depend on the length of the text: rope types "longrope" and "dynamic".
+
+The host chooses the frequencies of a forward by the largest position in it. Plain decoding runs one position at a time,
+a tree several: a node beyond the place where frequencies change would change them for the nodes before it too. So
+rounds stop at that place and go on behind it (`TargetModel.within_reach`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class RotaryLimit:
+    """Where frequencies change.
+
+    Attributes:
+        rope_type: as the config has it.
+        first: the first position with other frequencies.
+    """
+
+    rope_type: str
+    first: int
+
+    @property
+    def keeps_changing(self) -> bool:
+        """Whether they change with every further position ("dynamic"), not just once ("longrope")."""
+        return "dynamic" in self.rope_type
+
+    def reach(self, root_positions: Tensor) -> Tensor:
+        """[batch] int64: the largest position that may be run together with these roots [batch] int64.
+
+        Example:
+            >>> RotaryLimit("longrope", 8).reach(torch.tensor([5, 8])) < 100
+            tensor([ True, False])
+            >>> RotaryLimit("dynamic", 8).reach(torch.tensor([5, 8, 9]))
+            tensor([7, 8, 9])
+        """
+        unbounded = torch.full_like(root_positions, torch.iinfo(torch.int64).max)
+        behind = root_positions if self.keeps_changing else unbounded
+        return behind.where(root_positions >= self.first, self.first - 1)
+
+    def divides(self, first: Sequence[int], last: Sequence[int]) -> bool:
+        """Whether rows that run positions `first` to `last`, each at its pace, get other frequencies than together."""
+        beyond = [position >= self.first for position in first]
+        return max(last) >= self.first and (self.keeps_changing or not all(beyond))
+
+
+def rotary_limits(config: PreTrainedConfig) -> list[RotaryLimit]:
+    """The limits of a text config; several where layer types have rotary parameters of their own."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
+    limits = set()
+    for each in sets:
+        rope_type = each.get("rope_type") or "default"
+        if "dynamic" in rope_type:
+            limits.add(RotaryLimit(rope_type, config.max_position_embeddings))
+        elif rope_type == "longrope":
+            limits.add(RotaryLimit(rope_type, each["original_max_position_embeddings"]))
+    return sorted(limits, key=lambda limit: limit.first)
