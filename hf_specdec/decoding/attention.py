@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ def usable(model: PreTrainedModel) -> bool:
     """
     config = model.config.get_text_config(decoder=True)
     return (
-        config._attn_implementation == "sdpa"
+        own_implementation(config) == "sdpa"
         and bool(model._supports_attention_backend)
         and getattr(config, "attn_logit_softcapping", None) is None
         and _layers_share(model, config)
@@ -90,18 +91,40 @@ _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[weakref.ref[PreTrained
 
 
 class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker than one made from a generator)
-    """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`."""
+    """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`.
+
+    Several threads may be in it at a time with one config; the last to leave puts back what the first has found.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         # The field that the lookup reads, past the config's setter, which would check it and walk over all parts.
-        self.fields = vars(config)
+        self.key, self.fields = id(config), vars(config)
 
     def __enter__(self) -> None:
-        self.before = self.fields["_attn_implementation_internal"]
-        self.fields["_attn_implementation_internal"] = TREE_ATTENTION
+        with _IN_USE_LOCK:
+            users, before = _IN_USE.get(self.key, (0, self.fields["_attn_implementation_internal"]))
+            _IN_USE[self.key] = users + 1, before
+            self.fields["_attn_implementation_internal"] = TREE_ATTENTION
 
     def __exit__(self, *error: object) -> None:
-        self.fields["_attn_implementation_internal"] = self.before
+        with _IN_USE_LOCK:
+            users, before = _IN_USE.pop(self.key)
+            if users > 1:
+                _IN_USE[self.key] = users - 1, before
+            else:
+                self.fields["_attn_implementation_internal"] = before
+
+
+_IN_USE: dict[
+    int, tuple[int, str]
+] = {}  # id of a config -> how many are in `tree_attention`, and what was there before
+_IN_USE_LOCK = threading.Lock()
+
+
+def own_implementation(config: PreTrainedConfig) -> str | None:
+    """The attention that a target's text config asks for, whoever verifies trees with it at the moment."""
+    in_use = _IN_USE.get(id(config))
+    return config._attn_implementation if in_use is None else in_use[1]
 
 
 def tree_attention_forward(

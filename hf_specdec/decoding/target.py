@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
+from hf_specdec.decoding.attention import Spans, attach, own_implementation, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
 from hf_specdec.decoding.modes import inference_on_cpu
@@ -115,7 +116,7 @@ class TargetModel:
                 f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
                 f"are verified on layers of type {list(LAYER_TYPES)}. Generate without assistant_model."
             )
-        if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+        if own_implementation(config) not in ATTENTION_IMPLEMENTATIONS:
             raise ValueError(
                 f"Target {name} uses attn_implementation={config._attn_implementation!r}, which cannot take the "
                 f"ancestor mask of a draft tree; load it with one of {list(ATTENTION_IMPLEMENTATIONS)}."
@@ -200,13 +201,18 @@ class TargetModel:
                 handle.remove()
 
     def _tap(self, index: int) -> RemovableHandle:
-        layers = decoder_layers(self.model)
+        layers, thread = decoder_layers(self.model), threading.get_ident()
+
+        def is_ours() -> bool:  # other threads may run the same model
+            return torch.compiler.is_compiling() or threading.get_ident() == thread
 
         def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._taps[index].append(args[0] if args else kwargs["hidden_states"])
+            if is_ours():
+                self._taps[index].append(args[0] if args else kwargs["hidden_states"])
 
         def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-            self._taps[index].append(output if isinstance(output, Tensor) else output[0])
+            if is_ours():
+                self._taps[index].append(output if isinstance(output, Tensor) else output[0])
 
         if index == -1:
             return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
@@ -220,6 +226,12 @@ class TargetModel:
         chunks = []
         for layer in self.feature_layers:
             states = self._taps[layer]
+            if not states:
+                raise ValueError(
+                    f"The drafter reads layer {layer} of target {type(self.model).__name__}, but saw nothing there: "
+                    "its forward was compiled (torch.compile) without the hooks that read it. Generate with a target "
+                    "that is not compiled; the drafter's compile_mode='reduce-overhead' compiles what can be compiled."
+                )
             chunks.append(states[0] if len(states) == 1 else torch.cat(states, 1))
         for states in self._taps.values():
             states.clear()
