@@ -116,8 +116,8 @@ def _check_call(
         )
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} cannot hold draft trees; leave it out, the cache is "
-            "preallocated in any case."
+            f"cache_implementation={config.cache_implementation!r} cannot hold draft trees; leave it out, or where it "
+            "is the target's own default pass 'dynamic'. The cache is preallocated in any case."
         )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(

@@ -47,6 +47,13 @@ class Drafter(ABC):
     trace: Trace | None = None
     compile_mode: Any = "none"  # `compile` is a method of every torch module
 
+    def __getstate__(self) -> dict[str, Any]:
+        def weak(value: object) -> bool:
+            return isinstance(value, weakref.ref) or (isinstance(value, tuple) and any(map(weak, value)))
+
+        # Which targets it has met, kept by weak references, is no part of a drafter that is pickled or copied.
+        return {name: None if weak(value) else value for name, value in vars(self).items()}
+
     @property
     def methods(self) -> tuple[str, ...]:
         """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""

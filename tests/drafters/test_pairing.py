@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
-from tests.methods import make_ddtree
+from tests.methods import METHODS, make_ddtree
 from tests.targets import fresh_target, one_prompt, tiny_tokenizer
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
@@ -43,6 +44,15 @@ def named(target: PreTrainedModel, name: str, commit: str | None = None) -> PreT
     target.name_or_path = name
     target.config._commit_hash = commit
     return target
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_drafter_that_was_paired_can_be_pickled(target: PreTrainedModel, method: str) -> None:
+    drafter: Any = METHODS[method](target)
+    generate(target, drafter)
+    read: Any = pickle.loads(pickle.dumps(drafter))
+    generate(target, read)
+    assert read.stats.num_spec_steps == drafter.stats.num_spec_steps
 
 
 def test_another_targets_name_warns_once(target: PreTrainedModel, drafter: DFlashDrafter) -> None:

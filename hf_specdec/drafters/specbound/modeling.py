@@ -193,7 +193,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         if self.config.head == "full" or self.draft_ids is None:
             return self(layer, states, slices).float()
         weight, bias = self._merged_head(layer, slices)
-        return slices.shape_logits(nn.functional.linear(slices.norm(states), weight, bias).float())
+        return slices.shape_logits(nn.functional.linear(slices.norm(states).to(weight.dtype), weight, bias).float())
 
     def _merged_head(self, layer: int, slices: LayerSlices) -> tuple[Tensor, Tensor | None]:
         """[draft_vocab, hidden] with the low-rank update added in, and the bias."""
@@ -204,7 +204,8 @@ class SpecBoundDrafter(PretrainedDrafter):
         if layer not in self._merged or self._merged[layer][0] != versions:
             ids = self.draft_ids
             with torch.no_grad():
-                weight = torch.addmm(lm_head.weight[ids], head.lora_B[ids], head.lora_A)
+                weight = lm_head.weight[ids]
+                weight = torch.addmm(weight, head.lora_B[ids].to(weight.dtype), head.lora_A.to(weight.dtype))
                 self._merged[layer] = versions, weight, None if lm_head.bias is None else lm_head.bias[ids]
         return self._merged[layer][1:]
 

@@ -275,6 +275,17 @@ def test_merged_heads_follow_their_parameters(target: PreTrainedModel) -> None:
             drafter.heads["3"].lora_B.add_(0.1)
 
 
+@pytest.mark.parametrize("settings", [{}, {"head": "full"}, {"draft_vocab_size": 20}], ids=str)
+@pytest.mark.parametrize(("its_dtype", "targets"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_heads_may_have_another_dtype_than_the_target(its_dtype: str, targets: str, settings: dict[str, Any]) -> None:
+    target = fresh_target("llama", "sdpa", getattr(torch, targets))
+    drafter = make_specbound(target, **settings).to(getattr(torch, its_dtype))
+    if "draft_vocab_size" in settings:
+        drafter.set_vocabulary(torch.arange(0, 60, 3))
+    target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
+    assert drafter.stats.num_draft_tokens > 0
+
+
 # On disk.
 
 
