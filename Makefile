@@ -42,7 +42,7 @@ DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(DEMO_STAMP) ## Install into .venv and run the bundled model: plain generate, DFlash chain, DDTree
+demo: $(DEMO_STAMP) ## Install into .venv and compare all ways of drafting on the bundled model
 	$(VENV)/bin/python examples/quickstart.py
 
 test: $(VENV)/.dev ## Install into .venv and run all tests and doctests (PYTEST_ARGS="-k tree" to choose)
