@@ -300,7 +300,9 @@ class FailSafe:
         """What the window that this query closes says of the weights; None where it closes none, or says nothing.
 
         "bad": the last `num_windows` windows fell one after the other, or are together below earlier ones, and by more
-        than chance. "good": this one is not below any of the others among the last `num_windows`.
+        than chance. "good": this one is not below any of the others among the last `num_windows`, and not below the
+        best of `lengths` by more than chance: after an abrupt fall the last ones may well be level. Unless the verdict
+        is "bad" before, a window that cannot be reached again is forgotten after `MEMORY` times `num_windows`.
         """
         self._queries.append((query.num_rounds, query.num_accepted))
         rounds = sum(count for count, _ in self._queries)
@@ -317,7 +319,13 @@ class FailSafe:
         if self._falls() or self._lies_low():
             self.lengths, self._variances = [], []
             return "bad"
-        return "good" if self.lengths[-1] == max(self.lengths[-self.num_windows :]) else None
+        return "good" if self._is_good() else None
+
+    def _is_good(self) -> bool:
+        now, variance = self.lengths[-1], self._variances[-1]
+        best, variance_of_best = max(zip(self.lengths, self._variances, strict=True))
+        fallen = best - now > self.num_sigmas * math.sqrt(variance_of_best + variance)
+        return now == max(self.lengths[-self.num_windows :]) and not fallen
 
     def _falls(self) -> bool:
         last = self.lengths[-self.num_windows :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from hf_specdec.adaptation.policy import UPDATES, Action, AlwaysUpdate, CostAwareBandit, FailSafe, QueryResult
@@ -257,9 +259,34 @@ def test_windows_that_stay_low_are_bad_even_if_none_falls_on() -> None:
 
 
 def test_a_window_is_good_only_if_none_of_the_last_ones_was_better() -> None:
-    # Up again by chance within a decline: these weights are not the ones to go back to.
-    assert watch([3.0, 2.5, 2.6, 2.7], num_sigmas=9)[1::2] == [None, "good"]
-    assert watch([3.0, 2.5, 2.6], num_sigmas=9) == ["good", None, None]
+    # Up again by chance within a decline: these weights are not the ones to go back to. The deviations are those of
+    # above: 45 -> 48 -> 51 tokens in 40 rounds are less than 60, but not by more than 9 standard errors.
+    means = (60, 45, 48, 51)
+    declining = ((mean + 8, mean - 8) for mean in means)
+    assert windows(*declining, num_sigmas=9) == ["good", None, None, "good"]
+
+
+def test_after_an_abrupt_fall_no_window_is_good_until_the_fall_is_undone_or_forgotten() -> None:
+    # Only the first window was sound, and those that follow are level among themselves.
+    assert watch([3.0, 2.0, 2.0, 2.0, 2.0, 2.0]) == ["good", None, None, None, None, "bad"]
+    # Where the verdict is never "bad", the first window is out of mind after eight more.
+    rising = [2.0, 2.5, 2.6, 2.7, 2.8, 2.85, 2.9, 2.95, 2.975]
+    assert watch([3.0, *rising])[1:] == [None] * 8 + ["good"]
+    # A stream that got harder: the verdict clears what was remembered, and the new lengths count.
+    assert watch([3.0] * 3 + [2.0] * 5) == ["good"] * 3 + [None, None, "bad", "good", "good"]
+
+
+def test_a_fall_amid_chance_is_undone_before_a_window_is_good() -> None:
+    # 20 queries of 30 rounds, a deviation of 1 token a round: 0.041 for a window. A fall of 1 is 17 standard errors.
+    for seed in range(100):
+        chance, safe, verdicts = random.Random(seed), FailSafe(), []
+        for mean in [2.0] + [1.0] * 5:
+            for _ in range(20):
+                accepted = round(30 * mean + chance.gauss(0, 30**0.5))
+                verdict = safe.observe(QueryResult(10.0, 100, num_rounds=30, num_accepted=accepted, seconds=1.0))
+            verdicts.append(verdict)
+        assert verdicts[0] == "good"
+        assert "good" not in verdicts[1 : verdicts.index("bad")]
 
 
 @pytest.mark.parametrize(
