@@ -196,7 +196,7 @@ class AdaptiveDrafter(Drafter):
             )
         hidden = target.model.config.get_text_config(decoder=True).hidden_size
         width = len(self.drafter.feature_layers(target.model)) * hidden
-        return QueryRecorder(inner, width, between_rounds=self._bring_weights, finished=self.finish_query)
+        return QueryRecorder(inner, width, between_rounds=self._between_rounds, finished=self.finish_query)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Saves the drafter as it is now, with a record of its adaptation; see `PretrainedDrafter.save_pretrained`."""
@@ -233,6 +233,11 @@ class AdaptiveDrafter(Drafter):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _between_rounds(self) -> None:
+        """A failed update is left for the next call to report: it is no reason to lose the output of this one."""
+        if self.learner.ready:
+            self._bring_weights()
 
     def _bring_weights(self, *, wait: bool = False) -> None:
         began = time.perf_counter()

@@ -8,6 +8,7 @@ learner's, so that sampling draws the same numbers as without it. Source: SpecBl
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,6 +85,11 @@ class Learner:
         """Whether an update runs, or has finished and awaits `swap`."""
         return self._running is not None
 
+    @property
+    def ready(self) -> bool:
+        """Whether an update has finished well and awaits `swap`, which will not raise."""
+        return self._running is not None and self._running.done() and self._running.exception() is None
+
     def start(self, action: Action, queries: Sequence[Query]) -> None:
         """Begins an update on the queries of a buffer."""
         assert not self.busy
@@ -101,7 +107,8 @@ class Learner:
             The update, or None if there was none to bring.
 
         Raises:
-            RuntimeError: the update failed; its error is the cause. The serving copy is as it was.
+            RuntimeError: the update failed; its error is the cause. The serving copy is as it was, and learning goes on
+                from there.
         """
         running = self._running
         if running is None or not (wait or running.done()):
@@ -110,13 +117,14 @@ class Learner:
         try:
             update = running.result()
         except Exception as error:
+            # The gradient steps before the error are no part of "the weights from before".
+            self._copy(_tensors_of(self.serving), self.learning)
+            self.optimizer = self._new_optimizer()
             raise RuntimeError(
                 f"An update of the drafter failed: {type(error).__name__}: {error}. It serves on with the weights "
                 "from before; to go on without learning, pass the drafter itself as assistant_model."
             ) from error
-        with torch.no_grad():
-            for own, learned in zip(_tensors_of(self.serving), _tensors_of(self.learning), strict=True):
-                own.copy_(learned)
+        self._copy(_tensors_of(self.learning), self.serving)
         return update
 
     def keep(self) -> None:
@@ -130,14 +138,12 @@ class Learner:
     def revert(self) -> None:
         """Brings both copies back to the weights last noted as good, and forgets the optimizer's momentum.
 
-        Raises:
-            RuntimeError: an update that was running failed.
+        An update that is running is waited for and dropped; if it failed, the next `swap` raises its error.
         """
-        self.swap(wait=True)
-        with torch.no_grad():
-            for model in (self.serving, self.learning):
-                for own, good in zip(_tensors_of(model), self.good, strict=True):
-                    own.copy_(good)
+        if self._running is not None and self._running.exception() is None:
+            self._running = None
+        for model in (self.serving, self.learning):
+            self._copy(self.good, model)
         self.candidate = self.good
         self.optimizer = self._new_optimizer()
 
@@ -152,29 +158,53 @@ class Learner:
         return torch.optim.AdamW(self.learning.parameters(), lr=self.learning_rate, weight_decay=0.0)
 
     @staticmethod
+    @torch.no_grad()
+    def _copy(tensors: list[Tensor], model: PretrainedDrafter) -> None:
+        for own, other in zip(_tensors_of(model), tensors, strict=True):
+            own.copy_(other)
+
+    @staticmethod
     def _weights_of(model: PretrainedDrafter) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in _tensors_of(model)]
 
     def _update(self, action: Action, queries: list[Query]) -> Update:
-        """In the thread: takes the gradient steps of one update."""
+        """In the thread: takes the gradient steps of one update.
+
+        Raises:
+            FloatingPointError: a loss, or a weight as it would serve, is not finite.
+        """
         started = time.perf_counter()
         with torch.cuda.stream(self._stream):  # nothing where there is no stream
-            for name, parameter in self.learning.named_parameters():
-                parameter.requires_grad_(action == "full" or name.startswith(self.step.heads))
-            losses = (self._head_losses if action == "head" else self._full_losses)(queries)
-            first = None
-            for _ in range(self.steps_per_update):
-                loss, divergence = losses()
-                self.optimizer.zero_grad()
-                (loss + self.kl_weight * divergence).backward()
-                torch.nn.utils.clip_grad_norm_(self.learning.parameters(), 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                first = first or (loss.item(), divergence.item())
-            if self._stream is not None:
-                self._stream.synchronize()
-        assert first is not None
-        return Update(action, *first, seconds=time.perf_counter() - started)
+            try:
+                loss, divergence = self._steps(action, queries)
+            finally:  # nothing is at work on the learning copy any more, after an error either
+                if self._stream is not None:
+                    self._stream.synchronize()
+        return Update(action, loss, divergence, seconds=time.perf_counter() - started)
+
+    def _steps(self, action: Action, queries: list[Query]) -> tuple[float, float]:
+        """Loss and divergence of the first gradient step."""
+        for name, parameter in self.learning.named_parameters():
+            parameter.requires_grad_(action == "full" or name.startswith(self.step.heads))
+        losses = (self._head_losses if action == "head" else self._full_losses)(queries)
+        found: list[tuple[float, float]] = []
+        for number in range(self.steps_per_update):
+            loss, divergence = losses()
+            found.append((loss.item(), divergence.item()))
+            if not all(map(math.isfinite, found[-1])):
+                raise FloatingPointError(
+                    f"loss is {found[-1][0]} at gradient step {number + 1} of {self.steps_per_update}, divergence from "
+                    f"the drafter of before {found[-1][1]}"
+                )
+            self.optimizer.zero_grad()
+            (loss + self.kl_weight * divergence).backward()
+            torch.nn.utils.clip_grad_norm_(self.learning.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        pairs = zip(_tensors_of(self.serving), _tensors_of(self.learning), strict=True)
+        if not torch.stack([learned.to(own.dtype).isfinite().all() for own, learned in pairs]).all():
+            raise FloatingPointError("weights are not finite after the last gradient step")
+        return found[0]
 
     def _head_losses(self, queries: Sequence[Query]) -> Callable[[], tuple[Tensor, Tensor]]:
         """Computes loss and divergence of a gradient step; what all steps share is computed once."""

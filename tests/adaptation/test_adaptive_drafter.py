@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
 from hf_specdec.adaptation.learner import kl_divergence
-from hf_specdec.adaptation.recording import Query
+from hf_specdec.adaptation.recording import Query, QueryRecorder
+from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training.features import TargetReader
 from tests.methods import make_dflash, make_specblock
@@ -371,6 +373,124 @@ def test_an_error_in_the_last_update_surfaces_on_closing(
     serve(target, adaptive, prompts(1))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         adaptive.close()
+    adaptive.close()
+
+
+@pytest.mark.parametrize("what", ["loss", "weight"])
+def test_an_update_that_is_no_number_is_refused(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    before = weights_of(drafter)
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), steps_per_update=1)
+    sound = adaptive.learner._full_losses
+
+    def broken(queries: Any) -> Any:
+        losses = sound(queries)
+        if what == "loss":
+            return lambda: (losses()[0] * torch.nan, torch.zeros(()))
+        norm = adaptive.learner.learning.norm.weight  # 0 in the loss, and infinite times 0 in its slope
+        return lambda: (losses()[0] + (norm * 0).sum().sqrt(), torch.zeros(()))
+
+    monkeypatch.setattr(adaptive.learner, "_full_losses", broken)
+    serve(target, adaptive, prompts(1))
+    message = {"loss": "loss is nan at gradient step 1 of 1", "weight": "weights are not finite after the last"}
+    with pytest.raises(RuntimeError, match=f"An update of the drafter failed: FloatingPointError: {message[what]}"):
+        adaptive.wait()
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
+    monkeypatch.undo()
+    serve(target, adaptive, prompts(1))
+    adaptive.close()
+    assert all(bool(tensor.isfinite().all()) for tensor in weights_of(drafter).values())
+    assert len(adaptive.adaptation.updates) == 1
+
+
+def fail_in_second_step(adaptive: AdaptiveDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = adaptive.learner._full_losses
+
+    def failing(queries: Any) -> Any:
+        losses, steps = sound(queries), itertools.count()
+
+        def failing_losses() -> tuple[Tensor, Tensor]:
+            if next(steps):
+                raise FloatingPointError("in the second step")
+            return losses()
+
+        return failing_losses
+
+    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
+
+
+def test_an_update_that_fails_half_way_leaves_nothing_behind(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
+    fail_in_second_step(adaptive, monkeypatch)
+    serve(target, adaptive, prompts(1))
+    with pytest.raises(RuntimeError, match="in the second step"):
+        adaptive.wait()
+    learned = weights_of(adaptive.learner.learning)
+    assert all(torch.equal(tensor.float(), learned[name]) for name, tensor in weights_of(drafter).items())
+    assert not adaptive.learner.optimizer.state
+
+
+def test_a_call_in_which_an_update_fails_is_finished_and_the_next_one_tells(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = prompts(2)
+    alone = target.generate(stream[1], **GREEDY)
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    may_fail, draft = threading.Event(), QueryRecorder.draft
+
+    def failing(queries: Any) -> Any:
+        may_fail.wait()
+        raise FloatingPointError("loss is nan")
+
+    def drafting(self: QueryRecorder, context: DraftContext) -> DraftTree:
+        if self.rows:  # the call is under way
+            may_fail.set()
+            finish_update(adaptive)
+        return draft(self, context)
+
+    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
+    target.generate(stream[0], assistant_model=adaptive, **GREEDY)
+    monkeypatch.setattr(QueryRecorder, "draft", drafting)
+    assert target.generate(stream[1], assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
+    assert len(adaptive.adaptation.queries) == 2
+    with pytest.raises(RuntimeError, match="An update of the drafter failed: FloatingPointError: loss is nan"):
+        target.generate(stream[1], assistant_model=adaptive, **GREEDY)
+    adaptive.close()
+
+
+def test_a_revert_while_an_update_fails_brings_the_good_weights_back(
+    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SecondIsBad(FailSafe):
+        def observe(self, query: Any) -> Any:
+            return "bad" if len(adaptive.adaptation.queries) == 2 else None
+
+    before, stream = weights_of(drafter), prompts(2)
+    alone = target.generate(stream[1], **GREEDY)
+    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), fail_safe=SecondIsBad())
+    may_fail, result = threading.Event(), adaptive.learner.revert
+
+    def failing(queries: Any) -> Any:
+        may_fail.wait()
+        raise FloatingPointError("loss is nan")
+
+    def reverting() -> None:
+        may_fail.set()
+        result()
+
+    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
+    monkeypatch.setattr(adaptive.learner, "revert", reverting)
+    target.generate(stream[0], assistant_model=adaptive, **GREEDY)
+    torch.nn.init.constant_(drafter.norm.weight, 5.0)  # what serves is bad
+    assert target.generate(stream[1], assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
+    for copy in (drafter, adaptive.learner.learning):
+        assert all(torch.equal(before[name].float(), tensor.float()) for name, tensor in weights_of(copy).items())
+    assert adaptive.adaptation.reverts == [2]
+    with pytest.raises(RuntimeError, match="An update of the drafter failed: FloatingPointError: loss is nan"):
+        adaptive.wait()
     adaptive.close()
 
 
