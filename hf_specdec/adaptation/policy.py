@@ -125,7 +125,7 @@ class CostAwareBandit(Policy):
         cooldown_queries: queries after an update that trigger none.
         interval: queries over which an update's reward is measured, N in Algorithm 1.
         alpha: weight of a new reward in Eq. 10.
-        min_signal: s_min; the reward of an update that a weaker signal triggered is not counted.
+        min_signal: s_min; the reward of an update that a weaker signal, or one of 0, triggered is not counted.
         num_sigmas: a value that is negative by fewer standard errors is put down to chance.
         seed: of the exploration.
         values: tokens per second gained per unit of signal, by action.
@@ -256,7 +256,7 @@ class CostAwareBandit(Policy):
     def _reward(self, interval: _Interval) -> None:
         """Eq. 10."""
         self._measured.add(interval.action)
-        if interval.signal < self.min_signal:
+        if interval.signal == 0 or interval.signal < self.min_signal:  # without rejections, nothing to divide by
             return
         assert self.baseline is not None
         reward = (interval.num_tokens / interval.seconds - self.baseline) / interval.signal

@@ -156,6 +156,16 @@ def test_a_weak_trigger_is_not_rewarded() -> None:
     assert bandit.values["head"] > 0
 
 
+def test_a_trigger_without_rejections_is_not_rewarded_whatever_the_least_signal() -> None:
+    bandit = warmed(interval=1, min_signal=0)
+    update(bandit, "head", signal=0.0)
+    bandit.decide(query(tokens=500))
+    assert bandit.values["head"] == 0.0
+    update(bandit, "head", signal=0.1)
+    bandit.decide(query(tokens=500))
+    assert bandit.values["head"] == pytest.approx(4000)
+
+
 def test_two_queries_after_an_update_trigger_none() -> None:
     bandit = warmed()
     assert bandit.may_update()
