@@ -45,6 +45,8 @@ from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate}
 
+RECORDS = {False: "adaptation", True: "poisoned adaptation"}  # where the figures stand in a drafter's training record
+
 
 class Poisoned(AdaptiveDrafter):
     """Is told the same target state everywhere from one query on, until the fail-safe has acted."""
@@ -148,6 +150,21 @@ def figures_of(served: Pass, frozen: Pass | None, held_out: list[torch.Tensor]) 
     return row
 
 
+def write_record(folder: str, key: str, record: dict[str, Any]) -> None:
+    """Writes figures into the drafter's folder and card, beside those of earlier passes over the same stream."""
+    drafter = load_drafter(folder)
+    known = drafter.training_record or {}
+    earlier = known.get(key, {})
+    if all(earlier.get(name) == record[name] for name in ("stream", "compared", "versions")):
+        # Passes over one stream may be served by several runs, and all of them are told of.
+        told = earlier["policies"]
+        policies = told | {name: told.get(name, {}) | row for name, row in record["policies"].items()}
+        command = "; ".join(dict.fromkeys([*earlier["command"].split("; "), record["command"]]))
+        record = record | {"policies": policies, "command": command}
+    drafter.training_record = known | {key: record}
+    drafter.write_records(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(BUNDLED / "target"))
@@ -232,6 +249,9 @@ def main() -> None:
     if arguments.save:
         adaptive = passes["cost-aware bandit"].adaptive
         assert adaptive is not None
+        # Figures of the weights from before are no figures of these.
+        known = adaptive.drafter.training_record or {}
+        adaptive.drafter.training_record = {key: known[key] for key in known if key not in RECORDS.values()}
         adaptive.save_pretrained(arguments.save)
 
     record = {
@@ -246,17 +266,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.record:
-        key = "poisoned adaptation" if arguments.poison else "adaptation"
-        drafter = load_drafter(arguments.drafter)
-        known = drafter.training_record or {}
-        earlier = known.get(key, {})
-        if all(earlier.get(name) == record[name] for name in ("stream", "compared", "versions")):
-            # Passes over one stream may be served by several runs, and all of them are told of.
-            told = earlier["policies"]
-            record["policies"] = told | {name: told.get(name, {}) | row for name, row in figures.items()}
-            record["command"] = "; ".join(dict.fromkeys([*earlier["command"].split("; "), record["command"]]))
-        drafter.training_record = known | {key: record}
-        drafter.write_records(arguments.drafter)
+        write_record(arguments.drafter, RECORDS[arguments.poison], record)
 
 
 if __name__ == "__main__":

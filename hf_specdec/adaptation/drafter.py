@@ -288,7 +288,7 @@ class AdaptiveDrafter(Drafter):
         """Figures of the weights from before the adaptation are no figures of these."""
         if self.adaptation.updates or self.adaptation.num_reverts:
             self.drafter.measurements = None
-            self.drafter.training_record = (self.drafter.training_record or {}) | {"adaptation": str(self.adaptation)}
+            self.drafter.training_record = (self.drafter.training_record or {}) | {"adapted": str(self.adaptation)}
 
 
 def _adapting(drafter: PretrainedDrafter) -> Any:

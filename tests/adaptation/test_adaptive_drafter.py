@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import runpy
 import threading
 from pathlib import Path
 from typing import Any
@@ -524,8 +525,25 @@ def test_an_adapted_drafter_saves_loads_and_says_that_it_was_adapted(
     for name, tensor in weights_of(loaded).items():
         assert torch.equal(tensor, weights_of(drafter)[name])
     record = json.loads((tmp_path / "training.json").read_text())
-    assert record["adaptation"].startswith("2 queries, 0 head and 2 full updates in ")
+    assert record["adapted"].startswith("2 queries, 0 head and 2 full updates in ")
     assert not (tmp_path / "measurements.json").exists()
+
+
+def test_figures_of_the_example_stand_beside_what_an_adapted_drafter_says_of_itself(
+    target: PreTrainedModel, drafter: PretrainedDrafter, tmp_path: Path
+) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "adapt_drafter.py"))
+    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+        serve(target, adaptive, prompts(1))
+    adaptive.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "training.json").read_text())
+    record = {"stream": "s", "compared": "c", "versions": "v"}
+    first = record | {"policies": {"frozen": {"speed": 1}}, "command": "one"}
+    again = record | {"policies": {"always update": {"speed": 2}}, "command": "two"}
+    for figures in (first, again):
+        example["write_record"](str(tmp_path), example["RECORDS"][False], figures)
+    both = record | {"policies": first["policies"] | again["policies"], "command": "one; two"}
+    assert json.loads((tmp_path / "training.json").read_text()) == said | {"adaptation": both}
 
 
 def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
