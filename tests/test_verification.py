@@ -19,6 +19,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
+from hf_specdec.verification.replay import TreeReplay
 from tests.methods import METHODS, make_causal_lm_chain
 from tests.scripted import StubDrafter, fixed_tree
 from tests.targets import make_target, one_prompt
@@ -45,7 +46,7 @@ def test_every_method_passes(method: str, target: PreTrainedModel) -> None:
     assert report.lossless, str(report)
     assert report.num_tokens == 16
     assert report.replays
-    assert all(replay.logprob_error < 1e-3 for replay in report.replays)
+    assert all(replay.logit_error < 1e-3 for replay in report.replays)
 
 
 def test_verdict_is_printed(target: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +96,27 @@ def test_relaxed_acceptance_is_caught_in_both_modes(target: PreTrainedModel, mon
     assert "NOT a near tie" in str(report)
 
 
+class Warmer(FollowTarget):
+    """Chooses by another law: that of twice the temperature."""
+
+    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
+        return super().__call__(tree, logits / 2, sequences, ahead)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain"])
+@pytest.mark.parametrize("wrong", [Relaxed, Warmer])
+def test_wrong_rules_are_caught_on_fixed_and_on_drawn_drafts(
+    wrong: type, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target("llama", "sdpa", dtype, initializer_range=0.15)
+    monkeypatch.setattr(loop, "FollowTarget", wrong)
+    report = check(target, METHODS[method](target))
+    assert report.verified  # the logits are sound
+    assert not report.sampled
+    assert not report.lossless
+
+
 def test_drafts_that_were_not_drawn_from_their_law_are_caught(target: PreTrainedModel) -> None:
     honest = make_causal_lm_chain(target, seed=1)
     assert check(target, honest).drawn_sigma is not None
@@ -123,17 +145,52 @@ def test_drafts_that_were_not_drawn_from_their_law_are_caught(target: PreTrained
     assert report.drawn_sigma > 4.75
 
 
-def test_mask_that_shows_nodes_their_siblings_is_caught(target: PreTrainedModel) -> None:
-    sound = fixed_tree([3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 2, 3])
-    assert check(target, sound)
+SOUND = fixed_tree([3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 2, 3])
 
-    def draft(context: DraftContext) -> DraftTree:
-        tree = sound.draft(context)
-        return replace(tree, ancestor_mask=torch.ones_like(tree.ancestor_mask).tril())
 
-    report = check(target, StubDrafter(draft))
+def seeing_siblings(context: DraftContext) -> DraftTree:
+    tree = SOUND.draft(context)
+    return replace(tree, ancestor_mask=torch.ones_like(tree.ancestor_mask).tril())
+
+
+def one_place_late(context: DraftContext) -> DraftTree:
+    tree = SOUND.draft(context)
+    return replace(tree, depths=tree.depths + (tree.depths > 0).to(tree.depths.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [seeing_siblings, one_place_late])
+def test_wrong_masks_and_positions_are_caught_as_wrong_logits(wrong: Any, dtype: torch.dtype) -> None:
+    target = make_target("llama", "sdpa", dtype, initializer_range=0.15)
+    assert check(target, SOUND)
+    report = check(target, StubDrafter(wrong))
+    assert report.sampled  # the rule does as these logits say
+    assert not report.verified
     assert not report.lossless
-    assert max(replay.logprob_error for replay in report.replays) > 0.1
+    assert max(replay.logit_error for replay in report.replays) > 0.1
+    assert "MORE than rounding" in str(report)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("method", ["ngram", "causal_lm_tree", "causal_lm_chain"])
+def test_rounding_in_bfloat16_is_no_loss(method: str, seed: int) -> None:
+    target = make_target("llama", "sdpa", torch.bfloat16, seed, initializer_range=0.15, vocab_size=512)
+    report = check(target, METHODS[method](target), seed=seed)
+    assert report.lossless, str(report)
+    assert report.replays
+    assert max(replay.logit_error for replay in report.replays) > 1e-3
+
+
+def test_the_bound_of_logits_is_rounding_measured_on_all_trees() -> None:
+    def report(*errors: float) -> LosslessReport:
+        return LosslessReport("t", "d", replays=[TreeReplay(3, 2000, 0.0, error, rounding=0.1) for error in errors])
+
+    assert report(0.0, 0.2).lossless
+    assert "differ by at most 0.2; rounding moves them by 0.1: rounding" in str(report(0.0, 0.2))
+    assert not report(0.0, 0.21).lossless
+    assert report(0.21).sampled
+    assert not report(math.nan).lossless
+    assert "MORE than rounding" in str(report(0.0, 0.21))
 
 
 def test_difference_within_rounding_is_a_near_tie() -> None:

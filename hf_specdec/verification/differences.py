@@ -57,12 +57,9 @@ def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], a
         return Difference(position, tokens[0], tokens[1], math.inf, 0.0)
     prefix = torch.cat([prompt, torch.tensor([plain[:position]], dtype=torch.int64, device=prompt.device)], dim=1)
     logits = last_logits(model, prefix)[0]
-    # The same logits on another way: the last token alone, after a cache of the others.
-    cached = model(prefix[:, :-1], use_cache=True) if prefix.shape[1] > 1 else None
     rounding = ulp = unit_in_the_last_place(float(logits.abs().max()), model.dtype)
-    if cached is not None:
-        step = model(prefix[:, -1:], past_key_values=cached.past_key_values, use_cache=True).logits[0, -1].float()
-        rounding = max(rounding, float((step - logits).abs().max()))
+    if prefix.shape[1] > 1:
+        rounding = max(rounding, float((last_logits_after_cache(model, prefix)[0] - logits).abs().max()))
     gap = float(logits.max() - logits[assisted[position]])
     best, second = logits.topk(2).values.tolist()
     return Difference(position, plain[position], assisted[position], gap, rounding, best - second, ulp)
@@ -84,3 +81,9 @@ def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:
 def last_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     """[rows, vocab] float32: what the target alone says after each row of [rows, seq] ids."""
     return model(token_ids, use_cache=False).logits[:, -1].float()
+
+
+def last_logits_after_cache(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """The same logits on another way: the last token alone, after a cache of the others; [rows, seq] of at least 2."""
+    cache = model(token_ids[:, :-1], use_cache=True).past_key_values
+    return model(token_ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1].float()

@@ -1,7 +1,9 @@
 """Trees of a real sampled call, frozen, and walked again and again by the acceptance rule.
 
-What comes out must follow the law that the target alone has on these paths, computed by plain forwards without tree,
-cache or mask of ours. Drafts that are said to have been drawn from a law are checked to look drawn from it.
+Two things are held apart. The rule must follow the law of the logits that verification gave it, exactly in every dtype.
+And those must be the target's own, by plain forwards without tree, cache or mask of ours, but for rounding: in bfloat16
+that alone takes other tokens into the top k, so walks cannot be held to the law of plain forwards. Drafts that are said
+to have been drawn from a law are checked to look drawn from it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.verification.differences import last_logits
+from hf_specdec.verification.differences import last_logits, last_logits_after_cache, unit_in_the_last_place
 
 TEMPERATURE, TOP_K = 1.0, 16  # top-k keeps the laws short enough to be counted
 DRAWS = 2000  # walks of each frozen tree
@@ -38,15 +40,18 @@ class TreeReplay:
     Attributes:
         num_nodes: drafted nodes.
         num_draws: walks.
-        sigma: deviation of the walks from the target's law, in standard deviations.
-        logprob_error: largest difference of a log-probability between tree verification and plain forward, over the
-            tokens that can be sampled.
+        sigma: deviation of the walks from the law of the verified logits, in standard deviations.
+        logit_error: largest difference of a logit between tree verification and plain forwards, over the tokens that
+            can be sampled or were drafted.
+        rounding: how far logits of this target move by rounding alone, on these paths: one unit in the last place of
+            the largest, in the target's dtype, or more where two plain forwards (see `Difference`) differ by more.
     """
 
     num_nodes: int
     num_draws: int
     sigma: float
-    logprob_error: float
+    logit_error: float
+    rounding: float
 
 
 @dataclass
@@ -96,49 +101,60 @@ def replay(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
     place = {node: index for index, node in enumerate(nodes)}
     token_ids = [int(tree.token_ids[0, node]) for node in nodes]
     parents = [place[int(tree.parents[0, node])] if node else -1 for node in nodes]
-    plain = _plain_logits(model, frozen.prefix, token_ids, parents)
+    plain, cached = _plain_logits(model, frozen.prefix, token_ids, parents)
     verified = frozen.logits[nodes].to(plain.device)
 
     # Only tokens that can be sampled somewhere, or were drafted, matter; the others share the last place.
-    top = torch.cat([plain, verified]).topk(min(TOP_K, plain.shape[-1]), dim=-1).indices
-    kept = torch.cat([top.flatten(), torch.tensor(token_ids, device=top.device)]).unique()
+    top = torch.cat([plain, verified]).topk(min(TOP_K, plain.shape[-1]), dim=-1)
+    kept = torch.cat([top.indices.flatten(), torch.tensor(token_ids, device=plain.device)]).unique()
     names = {int(token): index for index, token in enumerate(kept.tolist())}
-    nothing = plain.new_full((len(nodes), 1), -torch.inf)
-    plain, verified = (torch.cat([logits[:, kept], nothing], dim=1) for logits in (plain, verified))
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
-    laws = [warpers(torch.zeros(1, 1), logits).double().softmax(-1) for logits in (plain, verified)]
-    both = (laws[0] > 0) & (laws[1] > 0)
-    error = float((laws[0].log() - laws[1].log()).where(both, 0.0).abs().max())
+    error = _largest_difference(verified[:, kept], plain[:, kept])
+    ulp = unit_in_the_last_place(float(top.values[: len(nodes)].abs().max()), model.dtype)
+    rounding = max(ulp, _largest_difference(cached, plain))
 
+    verified = torch.cat([verified[:, kept], verified.new_full((len(nodes), 1), -torch.inf)], dim=1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
+    laws = warpers(torch.zeros(1, 1), verified).double().softmax(-1).tolist()
     drafted = [names[token] for token in token_ids]
     if tree.draft_probs is None:
-        counts, law = _walks(drafted, parents, verified, warpers), _law(drafted, parents, laws[0].tolist())
-        sigma = deviation_sigma(counts, law)
+        sigma = deviation_sigma(_walks(drafted, parents, verified, warpers), _law(drafted, parents, laws))
     else:
         probs = tree.draft_probs[0][:, kept.to(tree.draft_probs.device)].to(verified.device)
         probs = torch.cat([probs, (1 - probs.sum(-1, keepdim=True)).clamp(min=0)], dim=-1)
         sigma = max(
             deviation_sigma(
                 _steps(probs[node - 1], verified[place[node] - 1], warpers),
-                dict(enumerate(laws[0][place[node] - 1].tolist())),
+                dict(enumerate(laws[place[node] - 1])),
             )
             for node in nodes[1:]
         )
-    return TreeReplay(len(nodes) - 1, DRAWS, sigma, error)
+    return TreeReplay(len(nodes) - 1, DRAWS, sigma, error, rounding)
 
 
-def _plain_logits(model: PreTrainedModel, prefix: Tensor, token_ids: list[int], parents: list[int]) -> Tensor:
-    """[nodes, vocab] float32: the target's logits after each node's own path, by forwards that know no tree."""
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).where(one != other, 0.0).abs().max())  # two that are -inf do not differ
+
+
+def _plain_logits(
+    model: PreTrainedModel, prefix: Tensor, token_ids: list[int], parents: list[int]
+) -> tuple[Tensor, Tensor]:
+    """[nodes, vocab] float32 twice: the target's logits after each node's own path, by forwards that know no tree.
+
+    Once without a cache, once the last token of each path after a cache of the others.
+    """
     paths: list[list[int]] = [[]]
     for node in range(1, len(token_ids)):
         paths.append([*paths[parents[node]], token_ids[node]])
-    found: dict[int, Tensor] = {}
+    found: dict[int, tuple[Tensor, Tensor]] = {}
     for depth in sorted({len(path) for path in paths}):
         level = [node for node, path in enumerate(paths) if len(path) == depth]
         tails = torch.tensor([paths[node] for node in level], dtype=torch.int64, device=prefix.device)
         rows = torch.cat([prefix.expand(len(level), -1), tails.view(len(level), depth)], dim=1)
-        found |= dict(zip(level, last_logits(model, rows.to(model.device)), strict=True))
-    return torch.stack([found[node] for node in range(len(token_ids))])
+        rows = rows.to(model.device)
+        both = zip(last_logits(model, rows), last_logits_after_cache(model, rows), strict=True)
+        found |= dict(zip(level, both, strict=True))
+    plain, cached = zip(*(found[node] for node in range(len(token_ids))), strict=True)
+    return torch.stack(plain), torch.stack(cached)
 
 
 def _walks(
@@ -179,7 +195,7 @@ def _accept(tree: DraftTree, logits: Tensor, warpers: LogitsProcessorList) -> An
 
 
 def _law(drafted: list[int], parents: list[int], law: list[list[float]]) -> dict[tuple[int, int], float]:
-    """Probability of ending at (node, bonus token): the target's law along the path, and off it at the end."""
+    """Probability of ending at (node, bonus token): the law of the logits along the path, and off it at the end."""
     reached = [1.0]
     for node in range(1, len(drafted)):
         reached.append(reached[parents[node]] * law[parents[node]][drafted[node]])
