@@ -29,6 +29,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_specdec.decoding.tiles import tile_of
+
 TREE_ATTENTION = "hf_specdec_tree"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -158,7 +160,7 @@ def tree_attention_forward(
     spans: Spans | None = getattr(attention_mask, "tree_spans", None)
     if spans is not None:
         attend = merged_attention
-        if query.is_cuda and query.dtype in KERNEL_DTYPES and has_triton():
+        if kernel_serves(query, key, value):
             from hf_specdec.decoding.attention_kernel import merged_attention_kernel as attend
         return attend(query, key, value, attention_mask, spans, scale), None
     if query.device.type != "cpu":  # its fast kernels take no mask with grouped heads
@@ -167,6 +169,13 @@ def tree_attention_forward(
         query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
     )
     return attended.transpose(1, 2).contiguous(), None
+
+
+def kernel_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel may take the place of `merged_attention`, whose arguments these are."""
+    one_size = value.shape[-1] == key.shape[-1]  # which DeepSeek's are not
+    known = query.is_cuda and query.dtype in KERNEL_DTYPES
+    return known and one_size and has_triton() and tile_of(query, key) is not None
 
 
 @functools.cache

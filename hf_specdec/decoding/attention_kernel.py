@@ -16,12 +16,13 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from hf_specdec.decoding.attention import Spans
+from hf_specdec.decoding.tiles import power_of_2, tile_of
 
 SPLIT = 256  # prefix entries of one program: at 8 key-value heads, 1,000 entries occupy some 130 processors
-BLOCK_KEYS = 64
 
 
-@triton.jit
+# What changes from round to round or from tree to tree: specialised to, it would have dozens of variants compiled.
+@triton.jit(do_not_specialize=["mask_batch", "mask_node", "nodes", "tree_nodes", "prefix"])
 def _attend_split(  # type: ignore[no-untyped-def]
     query, key, value, mask, first, stop, partial, sums,
     query_batch, query_head, query_node, key_batch, key_head, key_entry, value_batch, value_head, value_entry,
@@ -76,7 +77,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     tl.store(sums + place * 2 + 1, total, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes", "num_splits"])
 def _merge(  # type: ignore[no-untyped-def]
     partial, sums, out, heads, nodes, num_splits,
     head_dim: tl.constexpr, dim: tl.constexpr, max_splits: tl.constexpr,
@@ -101,23 +102,24 @@ def _merge(  # type: ignore[no-untyped-def]
 def merged_attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, spans: Spans, scale: float
 ) -> Tensor:
-    """See `merged_attention`; key and value heads have one size here, and their last dimension lies in one piece."""
+    """See `merged_attention`; for what `kernel_serves`. Keys and values have their last dimension in one piece."""
     batch, heads, nodes, head_dim = query.shape
     kv_heads, entries = key.shape[1], key.shape[2]
     groups, prefix = heads // kv_heads, entries - spans.nodes
     num_splits = triton.cdiv(prefix, SPLIT) + 1
-    block = max(16, min(64, triton.next_power_of_2(groups * nodes)))
-    dim = max(16, triton.next_power_of_2(head_dim))
+    tile, dim = tile_of(query, key), power_of_2(head_dim)
+    assert tile is not None
     partial = torch.empty(batch, heads, nodes, num_splits, head_dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(batch, heads, nodes, num_splits, 2, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, nodes, heads, head_dim, dtype=query.dtype, device=query.device)
     kernel: Any = _attend_split
-    kernel[batch * kv_heads, triton.cdiv(groups * nodes, block), num_splits](
+    kernel[batch * kv_heads, triton.cdiv(groups * nodes, tile.queries), num_splits](
         query, key, value, attention_mask, spans.first, spans.stop, partial, sums,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         attention_mask.stride(0), attention_mask.stride(2),
         heads, kv_heads, nodes, spans.nodes, prefix, scale,
-        groups=groups, head_dim=head_dim, dim=dim, split_size=SPLIT, block_queries=block, block_keys=BLOCK_KEYS,
+        groups=groups, head_dim=head_dim, dim=dim, split_size=SPLIT,
+        block_queries=tile.queries, block_keys=tile.keys, num_stages=tile.stages,
     )  # fmt: skip
     merge: Any = _merge
     merge[(batch * heads * nodes,)](

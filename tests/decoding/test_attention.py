@@ -4,16 +4,26 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specdec.decoding import attention
-from hf_specdec.decoding.attention import Spans, merged_attention, tree_attention, tree_attention_forward, usable
+from hf_specdec.decoding.attention import (
+    Spans,
+    kernel_serves,
+    merged_attention,
+    tree_attention,
+    tree_attention_forward,
+    usable,
+)
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tiles import Tile, fitting_tile, shared_bytes, tile_bytes
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 
@@ -132,6 +142,71 @@ def test_implementation_is_put_back_after_an_error() -> None:
     assert target.config._attn_implementation == "sdpa"
 
 
+SHARED_BYTES = {"H200": 232448, "sm_86": 101376, "unknown": 65536}
+
+
+@pytest.mark.parametrize("available", SHARED_BYTES.values(), ids=SHARED_BYTES)
+@pytest.mark.parametrize("itemsize", [2, 4], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_a_tile_is_the_largest_that_the_device_has_room_for(head_dim: int, itemsize: int, available: int) -> None:
+    tile = fitting_tile(124, head_dim, itemsize, available)
+    assert tile is not None
+    assert tile_bytes(tile, head_dim, itemsize) <= available
+    larger = tile._replace(stages=tile.stages + 1)
+    assert tile.stages == 3 or tile_bytes(larger, head_dim, itemsize) > available
+    assert fitting_tile(5, head_dim, itemsize, available) == fitting_tile(16, head_dim, itemsize, available)
+
+
+def test_heads_of_256_fit_where_three_stages_of_them_do_not() -> None:
+    assert tile_bytes(Tile(64, 64, 3), 256, 2) > SHARED_BYTES["H200"]
+    assert fitting_tile(124, 256, 2, SHARED_BYTES["H200"]) == Tile(64, 64, 2)
+    assert fitting_tile(124, 128, 2, SHARED_BYTES["H200"]) == Tile(64, 64, 3)
+    assert fitting_tile(124, 1024, 4, SHARED_BYTES["sm_86"]) is None
+
+
+@pytest.mark.parametrize("known", [{"shared_memory_per_block_optin": 232448}, {}], ids=["told", "not told"])
+def test_a_device_is_asked_for_its_room_once(known: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def properties(device: torch.device) -> Any:
+        asked.append(device)
+        return SimpleNamespace(major=9, **known)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    shared_bytes.cache_clear()
+    for _ in range(2):
+        assert shared_bytes(torch.device("cuda:1")) == known.get("shared_memory_per_block_optin", 65536)
+    assert asked == [torch.device("cuda:1")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=7))
+    assert shared_bytes(torch.device("cuda:2")) == 0
+    shared_bytes.cache_clear()
+
+
+def test_kernel_serves_heads_of_one_size_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr("hf_specdec.decoding.tiles.shared_bytes", lambda device: SHARED_BYTES["sm_86"])
+
+    def serves(head_dim: int, value_dim: int, dtype: torch.dtype, device: str = "cuda") -> bool:
+        with FakeTensorMode():
+            query = torch.empty(1, 8, 31, head_dim, dtype=dtype, device=device)
+            key, value = (torch.empty(1, 2, 90, dim, dtype=dtype, device=device) for dim in (head_dim, value_dim))
+            return kernel_serves(query, key, value)
+
+    assert serves(128, 128, torch.bfloat16)
+    assert not serves(192, 128, torch.bfloat16)  # as in DeepSeek-V3
+    assert not serves(1024, 1024, torch.float32)
+    assert not serves(128, 128, torch.float64)
+    assert not serves(128, 128, torch.bfloat16, "cpu")
+
+
+def test_merged_parts_take_values_of_another_size_than_keys() -> None:
+    query, key, value, mask, spans = random_case("rows of different lengths", torch.float64)
+    value = value[..., :24]
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
+    found = merged_attention(query, key, value, mask, spans, 0.3)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-12, atol=1e-13)
+
+
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"
 )
@@ -164,25 +239,53 @@ def test_kernel_equals_the_formula_in_tritons_interpreter() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@needs_triton
-def test_kernel_compiles_for_a_gpu_of_compute_capability_9() -> None:
+def compile_for_9(kernel: Any, constants: dict[str, Any], stages: int = 3) -> Any:
+    """A kernel for compute capability 9.0, from bfloat16."""
     import triton  # type: ignore[import-not-found, unused-ignore]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found, unused-ignore]
     from triton.compiler import ASTSource  # type: ignore[import-not-found, unused-ignore]
 
-    from hf_specdec.decoding import attention_kernel
-
     pointers = dict.fromkeys(("query", "key", "value", "mask", "out"), "*bf16")
     pointers |= dict.fromkeys(("first", "stop"), "*i32") | dict.fromkeys(("partial", "sums"), "*fp32")
-    for kernel, constants in (
-        (
-            attention_kernel._attend_split,
-            {"groups": 4, "head_dim": 128, "dim": 128, "split_size": 256, "block_queries": 64, "block_keys": 64},
-        ),
-        (attention_kernel._merge, {"head_dim": 128, "dim": 128, "max_splits": 8}),
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32"} | pointers
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] for name in kernel.arg_names}
+    # As at a launch: rows of keys and values begin at multiples of 16, which is what lets them come in stages.
+    aligned = [name for name in types if name in pointers or name.startswith(("query_", "key_", "value_"))]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in signature}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": stages})
+
+
+@needs_triton
+def test_merge_compiles_for_a_gpu_of_compute_capability_9() -> None:
+    from hf_specdec.decoding import attention_kernel
+
+    compiled = compile_for_9(attention_kernel._merge, {"head_dim": 128, "dim": 128, "max_splits": 8})
+    assert "cubin" in compiled.asm
+
+
+@needs_triton
+@pytest.mark.parametrize(("head_dim", "gpu"), [(128, "H200"), (256, "H200"), (256, "sm_86")])
+def test_the_chosen_tile_takes_no_more_memory_than_counted(head_dim: int, gpu: str) -> None:
+    from hf_specdec.decoding import attention_kernel
+
+    tile = fitting_tile(124, head_dim, 2, SHARED_BYTES[gpu])
+    assert tile is not None
+    constants = {"groups": 4, "head_dim": head_dim, "dim": head_dim, "split_size": 256}
+    constants |= {"block_queries": tile.queries, "block_keys": tile.keys}
+    compiled = compile_for_9(attention_kernel._attend_split, constants, tile.stages)
+    assert compiled.metadata.shared <= tile_bytes(tile, head_dim, 2)
+
+
+@needs_triton
+def test_kernels_are_not_compiled_anew_for_each_round() -> None:
+    from hf_specdec.decoding import attention_kernel
+
+    split: Any = attention_kernel._attend_split
+    merge: Any = attention_kernel._merge
+    for kernel, names in (
+        (split, {"mask_batch", "mask_node", "nodes", "tree_nodes", "prefix"}),
+        (merge, {"nodes", "num_splits"}),
     ):
-        types = dict.fromkeys(kernel.arg_names, "i32") | {"scale": "fp32"} | pointers
-        types |= dict.fromkeys(constants, "constexpr")
-        signature = {name: types[name] for name in kernel.arg_names}
-        compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-        assert "cubin" in compiled.asm
+        assert {part.name for part in kernel.params if part.do_not_specialize} == names
