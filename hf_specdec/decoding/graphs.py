@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -87,6 +87,34 @@ def obstacle(model: nn.Module) -> str | None:
     return None
 
 
+def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> list[object]:
+    """What forwards of modules depend on besides their tensors: a captured one has it built in.
+
+    Args:
+        modules: with all their parts.
+        passing: ids of forward hooks that come and go with a call, and are left out.
+    """
+    found: list[object] = []
+    for module in modules:
+        config = module.config.get_text_config(decoder=True) if isinstance(module, PreTrainedModel) else None
+        found += [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+    left: list[nn.Module | None] = [*modules]
+    while left:  # a third of the time of `modules()`
+        part: Any = left.pop()
+        if part is None:
+            continue
+        found.append(part.training)
+        if part._forward_hooks or part._forward_pre_hooks:
+            found += [hook for hook in (*part._forward_hooks, *part._forward_pre_hooks) if hook not in passing]
+        if hasattr(type(part), "merged_adapters"):  # a layer of PEFT's
+            scaling = getattr(part, "scaling", None)  # of LoRA's
+            found += [part.disable_adapters, *part.active_adapters, None, *part.merged_adapters]
+            found.append(dict(scaling) if isinstance(scaling, dict) else scaling)
+        if part._modules:
+            left += part._modules.values()
+    return found
+
+
 @dataclass
 class Captured:
     """A forward of one shape: what it reads, and its graph; without one it is run launch by launch."""
@@ -104,18 +132,21 @@ class Workspace:
     def __init__(self) -> None:
         self.owner: weakref.ref[Any] | None = None
         self._weights: frozenset[int] = frozenset()
+        self._state: list[object] = []
         self._captured: dict[Hashable, Captured] = {}
         self._slabs: dict[Hashable, list[Tensor]] = {}
         self._taken: list[Tensor] = []
         self._said = False
 
-    def claim(self, owner: object, *modules: nn.Module) -> bool:
+    def claim(self, owner: object, *modules: nn.Module, passing: Collection[int] = ()) -> bool:
         """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it.
 
         Args:
             owner: the state of the call; captured forwards find it here, and must not hold it themselves.
             modules: whose weights the forwards read. Where these lie elsewhere than before, nothing is kept: a graph
-                would go on reading where they were.
+                would go on reading where they were. Nor where anything else has changed (`state_of`), as the adapter
+                in use: a graph would go on with what was.
+            passing: see `state_of`.
         """
         if self.owner is not None and self.owner() is not None:
             return False
@@ -125,9 +156,10 @@ class Workspace:
             for module in modules
             for part in (*module.parameters(), *module.buffers())
         )
-        if weights != self._weights:
+        state = state_of(modules, passing)
+        if weights != self._weights or state != self._state:
             self._captured, self._slabs, self._taken = {}, {}, []
-            self._weights = weights
+            self._weights, self._state = weights, state
         for slab in self._taken:  # of a call that ended in an error
             self._keep(slab)
         self._taken = []

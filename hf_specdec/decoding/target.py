@@ -100,6 +100,7 @@ class TargetModel:
         self.num_layers_run = 0
         self._template: DraftTree | None = None
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
+        self._tap_hooks: list[int] = []  # their ids
 
     @staticmethod
     def check_supported(model: PreTrainedModel) -> None:
@@ -195,6 +196,7 @@ class TargetModel:
         try:
             for index in dict.fromkeys(self.feature_layers):
                 handles.append(self._tap(index))
+            self._tap_hooks = [handle.id for handle in handles]
             yield
         finally:
             for handle in handles:
@@ -307,7 +309,7 @@ class TargetModel:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
         if self.compiles and self.prompt_starts is not None:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
-            if workspace is not None and workspace.claim(self, self.model):
+            if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
                 self.cache.workspace = workspace
                 capacity = capacity_for(capacity)

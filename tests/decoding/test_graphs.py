@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -496,6 +497,49 @@ def test_weights_that_have_moved_are_captured_anew() -> None:
     assisted = target.generate(**prompts, **settings, assistant_model=drafter)
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     assert Replaying.made == 2 * made
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "adapter disabled": lambda adapted: adapted.base_model.disable_adapter_layers(),
+    "another adapter": lambda adapted: adapted.set_adapter("other"),
+    "adapter merged in place": lambda adapted: adapted.merge_adapter(),
+    "adapter scaled": lambda adapted: [
+        part.scale_layer(3.0) for part in adapted.modules() if hasattr(part, "scale_layer")
+    ],
+    "hook": lambda adapted: adapted.get_decoder().norm.register_forward_hook(lambda module, args, out: -out),
+    "hook before": lambda adapted: adapted.lm_head.register_forward_pre_hook(lambda module, args: (-args[0],)),
+    "training": lambda adapted: adapted.train(),
+    "attention": lambda adapted: adapted.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_forward_depends_on_besides_weights_is_captured_anew(change: str) -> None:
+    peft = pytest.importorskip("peft")
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(target, config).eval()
+    adapted.add_adapter("other", config)
+    script = target.generate(**prompts, **GREEDY).sequences
+    drafter = compiling(make_dflash(target)).to(torch.float64)  # which taps two layers
+    settings = {**GREEDY, "max_new_tokens": 6}
+
+    def made_by_two_calls() -> list[int]:
+        made = []
+        for _ in range(2):
+            before = Replaying.made
+            target.generate(**prompts, **settings, assistant_model=compiling(right_for(2, script)))
+            target.generate(**prompts, **settings, assistant_model=drafter)
+            made.append(Replaying.made - before)
+        return made
+
+    assert made_by_two_calls()[1] == 0
+    CHANGES[change](adapted)
+    first, second = made_by_two_calls()
+    assert first > 0
+    assert second == 0
+    alone = target.generate(**prompts, **settings).sequences
+    assert target.generate(**prompts, **settings, assistant_model=drafter).sequences.tolist() == alone.tolist()
 
 
 def test_buffers_of_a_call_that_failed_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
