@@ -116,6 +116,7 @@ class SpeculativeDecoding:
         self.trace = trace
         self.budget = budget
         self.rows: list[int] | None = None  # those that rounds are made for, once some have been dropped
+        self.row_ids: Tensor  # the same on the device: a list would be sent there, and waited for, at every use
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
         self.launched: Launched | None = None  # the latest round, if the host has yet to read what came of it
@@ -334,7 +335,7 @@ class SpeculativeDecoding:
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,
-            sequences=self.sequences.ids if self.rows is None else self.sequences.ids[self.rows],
+            sequences=self.sequences.ids if self.rows is None else self.sequences.ids[self.row_ids],
             lengths=self.live(self.sequences.lengths),
             active=active,
             choice=self.choice,
@@ -372,6 +373,7 @@ class SpeculativeDecoding:
             self.outcomes = []
         kept = [place for place, on in enumerate(going) if on]
         self.rows = [self.live(range(self.sequences.batch))[place] for place in kept]
+        self.row_ids = from_host(self.rows, self.sequences.ids.device)
         self.target.keep_rows(kept)
         generator.keep_rows(kept)
         self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]

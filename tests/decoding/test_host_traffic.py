@@ -12,7 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import loop
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.ddtree import candidates, level_tree
+from tests.decoding.test_finished_rows import drafter_of, settings_of
+from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_graphs import capture_on_cpu
 from tests.methods import METHODS, make_dflash
 from tests.targets import PROMPTS, fresh_target, make_target
@@ -39,7 +42,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
     """Per round, the operations that would wait; `tolist` and `numpy` pass no dispatcher, so they are wrapped."""
     rounds: list[list[str]] = []
     play = loop.SpeculativeDecoding.round
-    tolist, numpy = Tensor.tolist, Tensor.numpy
+    tolist, numpy, getitem, setitem = Tensor.tolist, Tensor.numpy, Tensor.__getitem__, Tensor.__setitem__
 
     def counted(self: Any, generator: Any) -> None:
         transfers: list[str] = []
@@ -52,11 +55,21 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
 
             return made
 
+        def indexing(index: Callable[..., Any]) -> Callable[..., Any]:
+            def indexed(tensor: Tensor, key: Any, *value: Any) -> Any:
+                if isinstance(key, list) or (isinstance(key, tuple) and any(isinstance(part, list) for part in key)):
+                    transfers.append("upload of a list of indices")
+                return index(tensor, key, *value)
+
+            return indexed
+
         with pytest.MonkeyPatch.context() as patch, CountWaits() as mode:
             patch.setattr(torch, "tensor", uploading(torch.tensor))
             patch.setattr(torch, "as_tensor", uploading(torch.as_tensor))
             patch.setattr(Tensor, "tolist", lambda tensor: transfers.append("tolist") or plain(tolist, tensor, mode))
             patch.setattr(Tensor, "numpy", lambda tensor: transfers.append("numpy") or plain(numpy, tensor, mode))
+            patch.setattr(Tensor, "__getitem__", indexing(getitem))
+            patch.setattr(Tensor, "__setitem__", indexing(setitem))
             play(self, generator)
         rounds.append(transfers + mode.seen)
 
@@ -113,6 +126,39 @@ def test_a_round_transfers_once_from_the_device(
         assert len(seen) <= 1, f"a round waits for the device more than once: {seen}"
 
 
+@pytest.mark.parametrize(
+    ("method", "compile_mode"),
+    [
+        *((method, "none") for method in ON_DEVICE),
+        *((method, "reduce-overhead") for method in [*ON_DEVICE, "medusa_static", "specblock"]),
+    ],
+)
+def test_rounds_transfer_once_too_when_rows_are_dropped(
+    method: str, compile_mode: str, waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "heap_tree", level_tree)
+    candidates._pairs.cache_clear()
+    if compile_mode != "none":
+        capture_on_cpu(monkeypatch)
+    target = make_target("llama", "sdpa")
+    settings = settings_of(target)
+    drafter = drafter_of(method, target, compile_mode=compile_mode)
+    batches: list[int] = []
+    verify = TargetModel.verify
+
+    def watched(self: TargetModel, tree: Any, *arguments: Any, **options: Any) -> Any:
+        batches.append(len(tree.token_ids))
+        return verify(self, tree, *arguments, **options)
+
+    monkeypatch.setattr(TargetModel, "verify", watched)
+    for _ in range(2):  # the first call makes constants
+        waits().clear()
+        target.generate(**five_prompts(), **settings, assistant_model=drafter)
+    assert min(batches) < 5
+    for seen in waits():
+        assert len(seen) <= 1, f"a round waits for the device more than once: {seen}"
+
+
 def test_the_counter_counts(waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama", "sdpa")
     drafter = make_dflash(target, method="dflash")
@@ -124,11 +170,12 @@ def test_the_counter_counts(waits: Callable[[], list[list[str]]], monkeypatch: p
         assert float(logits[0, 0, 0]) is not None
         logits[0, 0].nonzero()
         logits[0, 0].tolist()
+        logits[[0]]
         return logits
 
     monkeypatch.setattr(drafter, "forward", peeking)
     target.generate(**PROMPTS["batch of one"](), max_new_tokens=4, do_sample=False, assistant_model=drafter)
-    assert all(len(seen) >= 4 for seen in waits())
+    assert all(len(seen) >= 5 for seen in waits())
 
 
 def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(

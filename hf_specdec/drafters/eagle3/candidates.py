@@ -59,7 +59,8 @@ class Eagle3Generator(TreeCandidateGenerator):
         if self.cache is not None:
             self.cache.keep_rows(rows)
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
-        self.last_outputs = None if self.last_outputs is None else self.last_outputs[list(rows)]
+        if self.last_outputs is not None:
+            self.last_outputs = self.last_outputs[from_host(rows, self.last_outputs.device)]
 
     def close(self) -> None:
         if self.calls is not None:

@@ -18,7 +18,7 @@ from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import static_calls
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 
@@ -47,7 +47,8 @@ class MedusaMarginals(BlockMarginals):
         self.last_states = states
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        self.last_states = None if self.last_states is None else self.last_states[list(rows)]
+        if self.last_states is not None:
+            self.last_states = self.last_states[from_host(rows, self.last_states.device)]
 
     @in_inference_mode
     def marginals(self, context: DraftContext) -> Tensor:

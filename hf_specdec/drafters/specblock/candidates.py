@@ -22,7 +22,7 @@ from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, count_up
+from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
@@ -111,7 +111,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.pending = Pending(token_ids, features, position_ids, valid, counts, outcome.num_committed, last)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        index = list(rows)
+        index = from_host(rows, self.device)
         if self.cache is not None:
             self.cache.keep_rows(rows)
         if self.first_block is not None:
@@ -124,7 +124,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 pending.position_ids[index],
                 None if pending.valid is None else pending.valid[index],
                 pending.counts[index],
-                [pending.known_counts[row] for row in index],
+                [pending.known_counts[row] for row in rows],
                 pending.last[index],
             )
 
