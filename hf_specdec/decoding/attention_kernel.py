@@ -113,17 +113,18 @@ def merged_attention_kernel(
     sums = torch.empty(batch, heads, nodes, num_splits, 2, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, nodes, heads, head_dim, dtype=query.dtype, device=query.device)
     kernel: Any = _attend_split
-    kernel[batch * kv_heads, triton.cdiv(groups * nodes, tile.queries), num_splits](
-        query, key, value, attention_mask, spans.first, spans.stop, partial, sums,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        attention_mask.stride(0), attention_mask.stride(2),
-        heads, kv_heads, nodes, spans.nodes, prefix, scale,
-        groups=groups, head_dim=head_dim, dim=dim, split_size=SPLIT,
-        block_queries=tile.queries, block_keys=tile.keys, num_stages=tile.stages,
-    )  # fmt: skip
     merge: Any = _merge
-    merge[(batch * heads * nodes,)](
-        partial, sums, out, heads, nodes, num_splits,
-        head_dim=head_dim, dim=dim, max_splits=triton.next_power_of_2(num_splits),
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # of layers that are spread over devices; Triton launches on the current one
+        kernel[batch * kv_heads, triton.cdiv(groups * nodes, tile.queries), num_splits](
+            query, key, value, attention_mask, spans.first, spans.stop, partial, sums,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            attention_mask.stride(0), attention_mask.stride(2),
+            heads, kv_heads, nodes, spans.nodes, prefix, scale,
+            groups=groups, head_dim=head_dim, dim=dim, split_size=SPLIT,
+            block_queries=tile.queries, block_keys=tile.keys, num_stages=tile.stages,
+        )  # fmt: skip
+        merge[(batch * heads * nodes,)](
+            partial, sums, out, heads, nodes, num_splits,
+            head_dim=head_dim, dim=dim, max_splits=triton.next_power_of_2(num_splits),
+        )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A forward of fixed addresses as one launch.
+    """A forward of fixed addresses as one launch, on the current device.
 
     Args:
         forward: reads and writes the same tensors each time it is called.
@@ -59,8 +59,19 @@ class CudaGraph:
                 forward()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.outputs = forward()
+        numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = numbers.clone_state()
+        try:
+            # Without the outer context, a capture that fails would leave its stream as the current one. Other threads
+            # may go on meanwhile: one may draft, or learn.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self.outputs = forward()
+        except BaseException:
+            numbers.graphsafe_set_state(before)  # else it would refuse to draw, as if the capture were going on
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
@@ -76,15 +87,27 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Why forwards of `model` are not captured, as far as that can be told beforehand; None if they are."""
+def obstacle(model: nn.Module, device: torch.device) -> str | None:
+    """Why forwards of `model` are not captured now, as far as that can be told beforehand; None if they are."""
+    if torch.is_autocast_enabled(device.type):
+        return "under torch.autocast they read copies of weights, which end with its context"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "its modules are offloaded or spread over devices"
     config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts and config._experts_implementation == "eager":  # type: ignore[union-attr]
         return "its experts are run in a loop that depends on the data (experts_implementation='eager')"
+    changing = sorted(_rope_types(config) & {"dynamic", "longrope"})
+    if changing:
+        return f"its rotary embedding depends on how long a text is (rope_type={changing[0]!r})"
     return None
+
+
+def _rope_types(config: PreTrainedConfig | None) -> set[str]:
+    """Of all layers: `rope_parameters` are those of all, or are given for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}
 
 
 def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> list[object]:
@@ -202,7 +225,8 @@ class Workspace:
         """The outputs of `forward` for what the static inputs hold; they are written over by the next run."""
         captured = self._captured[key]
         if captured.graph is None and not self._said:
-            captured.graph = self._capture(forward, model)
+            with torch.cuda.device_of(captured.inputs[0]):  # of the model; a call may be made under another
+                captured.graph = self._capture(forward, model)
             # Warming up and capturing are no run: what the graph has computed is defined by its first replay.
         if captured.graph is None:
             return forward()
@@ -280,7 +304,7 @@ def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
     """The workspace of a model whose forwards are captured; None where they are not, which is said once."""
     if not can_capture(device):
         return None
-    reason = obstacle(model)
+    reason = obstacle(model, device)
     if reason is not None:
         if model not in _REFUSED:
             _REFUSED.add(model)

@@ -143,6 +143,11 @@ class SpeculativeDecoding:
         Returns:
             [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
         """
+        # Events, streams and captures are made on the current device, which need not be the target's.
+        with torch.cuda.device_of(self.sequences.ids):
+            return self._run()
+
+    def _run(self) -> SpeculativeOutput | Tensor:
         started = time.perf_counter()
         self.stats.stopwatch = Stopwatch(self.sequences.ids.device)
         self.lap = self.stats.stopwatch.lap

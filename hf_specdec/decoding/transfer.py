@@ -29,7 +29,7 @@ class ToHost:
         self._copy.copy_(tensor, non_blocking=True)
         self._arrived = torch.cuda.Event() if tensor.is_cuda else None
         if self._arrived is not None:
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))  # where the copy is under way
 
     def tolist(self) -> Any:
         """The values, once they are there."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -572,6 +573,108 @@ def test_obstacles_known_beforehand_are_said_once(caplog: pytest.LogCaptureFixtu
     assert len(said) == 1
     assert "experts" in said[0]
     assert Replaying.made == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_length_are_not_captured(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    target, prompts = fresh_target("llama", "sdpa", rope_parameters=rope), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    with caplog.at_level(logging.WARNING):
+        assisted = target.generate(**prompts, **GREEDY, assistant_model=compiling(right_for(2, alone.sequences)))
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert Replaying.made == 0
+    assert f"rope_type='{kind}'" in caplog.text
+
+
+def test_rotary_embeddings_are_looked_at_for_each_type_of_layer() -> None:
+    target, cpu = fresh_target("gemma3", "sdpa"), torch.device("cpu")
+    assert graphs.obstacle(target, cpu) is None
+    target.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    assert "rope_type='dynamic'" in str(graphs.obstacle(target, cpu))
+
+
+def test_calls_under_autocast_are_not_captured() -> None:
+    target, prompts = make_target("llama", "sdpa", torch.float32), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = compiling(METHODS["ddtree"](target))
+    for enabled in (True, False, True):
+        Replaying.replays = 0
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        assert (Replaying.replays > 0) is not enabled
+    assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+
+
+class FakeCuda:
+    """What `CudaGraph` asks of `torch.cuda`: streams by name, random numbers, a capture that may fail where it ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+        self.current, self.fails, self.state = "default", fails, "drawing"
+        self.captures: list[dict[str, Any]] = []
+        for name, stand_in in {
+            "Stream": lambda: FakeStream("side"),
+            "current_stream": lambda: FakeStream(self.current),
+            "current_device": lambda: 0,
+            "default_generators": (self,),
+            "stream": self.stream,
+            "graph": self.graph,
+            "CUDAGraph": object,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, **options: Any) -> Iterator[None]:
+        self.captures.append(options)
+        self.current, self.state = options["stream"].name, "capturing"
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current, self.state = "default", "drawing"
+
+    def clone_state(self) -> str:
+        return self.state
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
+
+
+class FakeStream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        assert other.name != self.name
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_has_its_own_stream_and_leaves_nothing_behind(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch, fails=fails)
+    seen: list[str] = []
+
+    def forward() -> tuple[Tensor, ...]:
+        seen.append(cuda.current)
+        return ()
+
+    with pytest.raises(RuntimeError, match="during capture") if fails else nullcontext():
+        graphs.CudaGraph(forward)
+    assert seen == ["side"] * 3
+    assert [options["stream"].name for options in cuda.captures] == ["side"]
+    assert cuda.captures[0]["capture_error_mode"] == "thread_local"  # other threads draft and learn meanwhile
+    assert (cuda.current, cuda.state) == ("default", "drawing")
 
 
 def test_a_second_call_at_the_same_time_does_without() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_specdec.decoding.graphs import CudaGraph
 from tests.decoding.test_attention import SHAPES, merged_attention, random_case
 from tests.methods import METHODS
 from tests.targets import PROMPTS, fresh_target
@@ -48,3 +49,26 @@ def test_captured_rounds_give_the_tokens_of_plain_decoding(family: str, method: 
         for mode in ("none", "reduce-overhead", "reduce-overhead"):
             drafter.set_options(compile_mode=mode)
             assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist(), mode
+
+
+def test_a_capture_that_fails_leaves_stream_and_random_numbers_as_they_were() -> None:
+    values, stream = torch.rand(3, device="cuda"), torch.cuda.current_stream()
+    torch.manual_seed(0)
+    expected = torch.rand(3, device="cuda")
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError):
+        CudaGraph(lambda: (values + values.sum().item(),))
+    assert torch.cuda.current_stream() == stream
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mode", ["none", "reduce-overhead"])
+def test_a_target_need_not_be_on_the_current_device(mode: str) -> None:
+    target = fresh_target("llama", "sdpa", torch.float32).to("cuda:1")
+    prompts = {name: part.to("cuda:1") for name, part in PROMPTS["ragged batch of three"]().items()}
+    drafter: Any = METHODS["ddtree"](target).to("cuda:1")
+    drafter.set_options(compile_mode=mode)
+    alone = target.generate(**prompts, **GREEDY)
+    for _ in range(2):
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
