@@ -86,7 +86,8 @@ def make_causal_lm(target: PreTrainedModel, *, noise: float = 0.05, seed: int = 
     model = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data += noise * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data += noise * drawn.to(parameter.device)
     return CausalLMDrafter(model, **{"max_depth": 3, "tree_budget": 9, "width": 3, **options})
 
 

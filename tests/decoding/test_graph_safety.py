@@ -16,17 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import static_verify
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.ddtree import candidates as ddtree
 from hf_specdec.drafters.dflash import static as dflash
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.eagle3 import candidates as eagle3
-from hf_specdec.drafters.medusa.candidates import MedusaMarginals, _guesses
+from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.drafters.specblock import static as specblock
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.tree import Shape
-from tests.methods import make_dflash, make_eagle3, make_medusa, make_specblock
+from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
 from tests.targets import fresh_target
 
 META = torch.device("meta")
@@ -169,6 +170,16 @@ def test_what_is_captured_touches_no_host_memory(part: str) -> None:
     run = CAPTURED[part]()
     with HostTensors() as mode, torch.inference_mode():
         run()
+    assert not mode.seen
+
+
+def test_a_tree_of_fixed_shape_is_on_the_device_before_the_first_round() -> None:
+    drafter = make_medusa_static(bound_target("llama").model).to(META, torch.float64)
+    generator = drafter.candidate_generator(bound_target("llama"))
+    assert isinstance(generator, StaticTreeGenerator)
+    context = DraftContext(ids(2), ids(2), ids(2, 9), [9, 9], [True, True])
+    with HostTensors() as mode, torch.inference_mode():
+        generator.tree(context, states(2, 3, 64))
     assert not mode.seen
 
 

@@ -77,28 +77,29 @@ class StaticTreeGenerator(MarginalsGenerator):
     ) -> None:
         super().__init__(source)
         chances = [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in paths]
-        self.path_logprobs = torch.tensor([1.0, *chances]).log()
+        device = source.drafter.device
+        self.path_logprobs = torch.tensor([1.0, *chances], device=device).log()
         nodes = {path: node for node, path in enumerate([(), *paths])}
-        self.parents = torch.tensor([-1, *(nodes[path[:-1]] for path in paths)])
-        self.levels = torch.tensor([len(path) - 1 for path in paths])
-        self.ranks = torch.tensor([path[-1] for path in paths])
+        self.parents = torch.tensor([-1, *(nodes[path[:-1]] for path in paths)], device=device)
+        self.levels = torch.tensor([len(path) - 1 for path in paths], device=device)
+        self.ranks = torch.tensor([path[-1] for path in paths], device=device)
+        self.num_ranks = max(path[-1] for path in paths) + 1
         self.depth = max(map(len, paths))
 
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         batch = len(logits)
-        best, token_ids = logits.topk(int(self.ranks.max()) + 1, dim=-1)
+        best, token_ids = logits.topk(self.num_ranks, dim=-1)
         finite = best[..., 0].isfinite().all(-1)
-        device = logits.device
-        drafted = token_ids[:, self.levels.to(device), self.ranks.to(device)]
+        drafted = token_ids[:, self.levels, self.ranks]
         valid = finite.unsqueeze(1).expand(-1, len(self.parents)).clone()
         valid[:, 0] = True
         return DraftTree.from_parents(
-            torch.cat([context.root_ids.to(device).unsqueeze(1), drafted], dim=1),
-            self.parents.to(device).expand(batch, -1),
+            torch.cat([context.root_ids.to(logits.device).unsqueeze(1), drafted], dim=1),
+            self.parents.expand(batch, -1),
             self.depth,
             valid=valid,
             finite=finite,
-            path_logprobs=self.path_logprobs.to(device).expand(batch, -1),
+            path_logprobs=self.path_logprobs.expand(batch, -1),
         )
 
 
