@@ -59,14 +59,15 @@ class CudaGraph:
                 forward()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+        device = torch.cuda.current_device()
+        numbers = torch.cuda.default_generators[device]
         before = numbers.clone_state()
         try:
             # Without the outer context, a capture that fails would leave its stream as the current one. Other threads
             # may go on meanwhile: one may draft, or learn.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(self._graph, stream=capture_stream(device), capture_error_mode="thread_local"),
             ):
                 self.outputs = forward()
         except BaseException:
@@ -75,6 +76,12 @@ class CudaGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures on a device; torch's own is on the device of the very first."""
+    return torch.cuda.Stream(device)
 
 
 def make_graph(forward: Forward) -> Graph:
