@@ -42,7 +42,8 @@ def power_of_2(least: int) -> int:
 def tile_bytes(tile: Tile, head_dim: int, itemsize: int) -> int:
     """Shared memory that a program takes at most: queries, the keys and values of all stages, float32 scores.
 
-    Just what Triton 3.9 takes for bfloat16 in two stages or three on compute capability 9.0; elsewhere it takes less.
+    Just what Triton 3.5 to 3.9 take for bfloat16 in two or three stages on compute capability 9.0, heads of 128 and up;
+    less elsewhere.
     """
     dim = power_of_2(head_dim)
     return itemsize * (tile.queries + 2 * tile.stages * tile.keys) * dim + 4 * tile.queries * tile.keys
@@ -52,7 +53,8 @@ def tile_bytes(tile: Tile, head_dim: int, itemsize: int) -> int:
 def fitting_tile(queries: int, head_dim: int, itemsize: int, available: int) -> Tile | None:
     """The largest tile that fits, None where none does.
 
-    Stages go first, then keys, queries last: each block of them reads all keys and values anew.
+    Stages go first, then keys, queries last: each block of them reads all keys and values anew. Tiles of float32 are
+    small: without tensor cores Triton writes out every product, and compiles 64 queries and keys of 256 for minutes.
 
     Args:
         queries: heads of a group times nodes.
@@ -64,9 +66,11 @@ def fitting_tile(queries: int, head_dim: int, itemsize: int, available: int) -> 
         >>> fitting_tile(124, 128, 2, available=232448), fitting_tile(124, 256, 2, available=232448)
         (Tile(queries=64, keys=64, stages=3), Tile(queries=64, keys=64, stages=2))
     """
-    most = min(64, power_of_2(queries))
-    blocks = [size for size in (64, 32, 16) if size <= most]
-    for tile in itertools.starmap(Tile, itertools.product(blocks, (64, 32, 16), (3, 2, 1))):
+    sizes = (64, 32, 16)
+    most_queries, most_keys = (64, 64) if itemsize < 4 else (16, 32)
+    blocks = [size for size in sizes if size <= min(most_queries, power_of_2(queries))]
+    steps = [size for size in sizes if size <= most_keys]
+    for tile in itertools.starmap(Tile, itertools.product(blocks, steps, (3, 2, 1))):
         if tile_bytes(tile, head_dim, itemsize) <= available:
             return tile
     return None

@@ -164,6 +164,13 @@ def test_heads_of_256_fit_where_three_stages_of_them_do_not() -> None:
     assert fitting_tile(124, 1024, 4, SHARED_BYTES["sm_86"]) is None
 
 
+def test_tiles_of_float32_are_small_enough_to_be_compiled_in_seconds() -> None:
+    for head_dim in (64, 128, 256):
+        tile = fitting_tile(124, head_dim, 4, SHARED_BYTES["H200"])
+        assert tile is not None
+        assert (tile.queries, tile.keys) == (16, 32)
+
+
 @pytest.mark.parametrize("known", [{"shared_memory_per_block_optin": 232448}, {}], ids=["told", "not told"])
 def test_a_device_is_asked_for_its_room_once(known: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
