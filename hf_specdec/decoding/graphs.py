@@ -21,7 +21,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.rotary import rotary_limits
 
 logger = logging.getLogger(__name__)
 
@@ -104,17 +106,10 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts and config._experts_implementation == "eager":  # type: ignore[union-attr]
         return "its experts are run in a loop that depends on the data (experts_implementation='eager')"
-    changing = sorted(_rope_types(config) & {"dynamic", "longrope"})
-    if changing:
-        return f"its rotary embedding depends on how long a text is (rope_type={changing[0]!r})"
+    limits = [] if config is None else rotary_limits(config)
+    if limits:
+        return f"its rotary embedding depends on how long a text is (rope_type={limits[0].rope_type!r})"
     return None
-
-
-def _rope_types(config: PreTrainedConfig | None) -> set[str]:
-    """Of all layers: `rope_parameters` are those of all, or are given for each type of layer."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}
 
 
 def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> list[object]:
