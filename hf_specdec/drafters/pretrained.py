@@ -151,7 +151,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         super().save_pretrained(folder, is_main_process=is_main_process, state_dict=tensors, **kwargs)
         if not is_main_process:
             return
-        if state_dict is None:  # weights of the caller's choice, as of a trainer's checkpoint, stay in one place
+        if state_dict is None:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
             self.write_side_files(folder)
         if replaced is not None and replaced != _weights_digest(folder):
             measured.unlink()

@@ -8,12 +8,14 @@ how much of the draft would have been accepted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_specdec.training.data import collate
 from hf_specdec.training.step import TrainingStep
@@ -69,6 +71,13 @@ class DrafterTrainer(Trainer):
             self._pending.clear()
             logs |= {name: round(value, 4) for name, value in self.step.metrics(correct, labelled).items()}
         super().log(logs, *args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # Checkpoints are read back by the host, which knows the main weight file alone: nothing may lie beside it.
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if state_dict is None and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
+            state_dict = self.model.state_dict()
+        super()._save(output_dir, state_dict)
 
     def _metrics_of_prediction(self, prediction: EvalPrediction) -> dict[str, float]:
         # Where batches differ in their number of blocks the host fills up with -100, neither a label nor a hit.

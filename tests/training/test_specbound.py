@@ -77,6 +77,7 @@ def test_trained_through_the_trainer_saved_loaded_and_resumed(tmp_path: Path) ->
     trained = drafter.heads["2"].lora_B.detach().clone()
     assert trained.any()
     # A trainer's checkpoint keeps all weights in one place, for resuming; it loads like any other.
+    assert not list((tmp_path / "run" / "checkpoint-2").glob("exit-layer-*"))
     assert torch.equal(load_drafter(tmp_path / "run" / "checkpoint-2").heads["2"].lora_B, trained)
     drafter.heads["2"].lora_B.data.zero_()
     resumed = trainer(3)

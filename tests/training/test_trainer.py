@@ -14,8 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import set_seed
 
 from hf_specdec import load_drafter
-from hf_specdec.training import DFlashStep, DrafterTrainer
-from hf_specdec.training.dflash import new_drafter
+from hf_specdec.training import DFlashStep, DrafterTrainer, SpecBlockStep, SpecBoundStep, dflash, specblock, specbound
 from hf_specdec.training.step import acceptance_metrics
 from tests.targets import fresh_target
 
@@ -44,18 +43,34 @@ def target():
     return model
 
 
-def make_trainer(target, folder, *, steps: int = 60, **settings) -> DrafterTrainer:
+def make_dflash(target):
+    drafter = dflash.new_drafter(target, mask_token_id=1, block_size=4)
+    return drafter, DFlashStep(drafter, target, num_anchors=6)
+
+
+def make_specblock(target):
+    drafter = specblock.new_drafter(target, torch.arange(0, 64, 2), block_size=3)
+    return drafter, SpecBlockStep(drafter, target, rank_start_step=6, window=15)
+
+
+def make_specbound(target):
+    drafter = specbound.new_drafter(target, exit_layers=[1, 2])
+    return drafter, SpecBoundStep(drafter, target, num_positions=5)
+
+
+every_method = pytest.mark.parametrize("make", [make_dflash, make_specblock, make_specbound])
+
+
+def make_trainer(target, folder, make=make_dflash, *, steps: int = 60, **settings) -> DrafterTrainer:
     set_seed(0)
-    drafter = new_drafter(target, mask_token_id=1, block_size=4)
+    drafter, step = make(target)
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-2, report_to="none",
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, report_to="none",
         use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant",
-        **{"save_strategy": "no", "logging_steps": 10, **settings},
+        **{"save_strategy": "no", "logging_steps": 10, "learning_rate": 1e-2, **settings},
     )  # fmt: skip
-    return DrafterTrainer(
-        drafter, DFlashStep(drafter, target, num_anchors=6), arguments,
-        train_dataset=Rows(target, 64, seed=1), eval_dataset=Rows(target, 16, seed=2),
-    )  # fmt: skip
+    rows = {"train_dataset": Rows(target, 64, seed=1), "eval_dataset": Rows(target, 16, seed=2)}
+    return DrafterTrainer(drafter, step, arguments, **rows)
 
 
 def test_short_run_lowers_the_loss_raises_acceptance_and_leaves_the_target_alone(target, tmp_path):
@@ -75,15 +90,29 @@ def test_short_run_lowers_the_loss_raises_acceptance_and_leaves_the_target_alone
         assert torch.equal(parameter, weights[name]), name
 
 
-def test_resumed_run_ends_with_the_same_weights(target, tmp_path):
-    straight = make_trainer(target, tmp_path / "straight", steps=8)
+@every_method
+def test_resumed_run_ends_with_the_same_weights(target, tmp_path, make):
+    straight = make_trainer(target, tmp_path / "straight", make, steps=8)
     straight.train()
-    make_trainer(target, tmp_path / "parts", steps=8, save_strategy="steps", save_steps=5).train()
-    resumed = make_trainer(target, tmp_path / "parts", steps=8)
+    make_trainer(target, tmp_path / "parts", make, steps=8, save_strategy="steps", save_steps=5).train()
+    resumed = make_trainer(target, tmp_path / "parts", make, steps=8)
     torch.rand(5)  # another state of the generator than at the checkpoint
     resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
     for (name, one), other in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+
+
+@every_method
+def test_the_best_checkpoint_comes_back_at_the_end(target, tmp_path, make):
+    trainer = make_trainer(
+        target, tmp_path, make, steps=4, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="earliness", greater_is_better=True,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda prediction: {"earliness": -trainer.state.global_step}
+    trainer.train()
+    best = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert best["step"] == 2
+    assert trainer.evaluate()["eval_loss"] == best["eval_loss"]
 
 
 def test_what_is_saved_holds_the_drafter_alone_and_drafts_the_same(target, tmp_path):
