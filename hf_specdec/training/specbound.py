@@ -54,7 +54,7 @@ class SpecBoundStep(TrainingStep):
         self.reader = TargetReader(target, [layer - 1 for layer in self.layers], last_hidden=True)
         self.slices = LayerSlices(target)
         self.loss, self.num_positions = loss, num_positions
-        self.draft_ids = drafter.draft_ids
+        self.drafter = drafter
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         states = self.reader.of_batch(batch)
@@ -74,8 +74,9 @@ class SpecBoundStep(TrainingStep):
             head_input = _at(last_hidden, places).to(self.slices.lm_head.weight.dtype)  # past the final norm
             target_logits = self.slices.shape_logits(self.slices.lm_head(head_input)).float()
             labels = target_logits.argmax(-1)
-            if self.draft_ids is not None:
-                ids = self.draft_ids.to(labels.device)
+            ids = self.drafter.draft_ids  # of this moment: earlier weights bring their own vocabulary
+            if ids is not None:
+                ids = ids.to(labels.device)
                 target_logits = target_logits[..., ids]
                 within = torch.isin(labels, ids)
                 labels = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)

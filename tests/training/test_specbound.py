@@ -52,6 +52,20 @@ def test_a_few_steps_bring_all_heads_nearer_to_the_target(loss: Any, settings: d
     assert max(found.values()) > 0.3
 
 
+def test_labels_follow_the_vocabulary_that_the_drafter_has_now() -> None:
+    target = fresh_target(dtype=torch.float32)
+    old, new = (
+        new_drafter(target, exit_layers=[1], vocabulary=ids) for ids in (torch.arange(32), torch.arange(32, 64))
+    )
+    step = SpecBoundStep(old, target, num_positions=32)
+    old.load_state_dict(new.state_dict())  # as --start-from does
+    found, expected = (
+        each(old, batch_of(rows_of()), training=False).loss
+        for each in (step, SpecBoundStep(new, target, num_positions=32))
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_an_untrained_lora_head_says_what_the_targets_head_says() -> None:
     target = fresh_target("granite", "sdpa", torch.float32)  # its logits are scaled
     drafter = new_drafter(target, exit_layers=[1, 3])
