@@ -27,6 +27,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments, set_seed
 
 from hf_specdec import load_drafter
+from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.training import DrafterTrainer
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
@@ -71,8 +72,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    lines = (BUNDLED / "prompts.jsonl").read_text().splitlines()[: arguments.num_prompts]
-    prompts = [tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"].to(device) for line in lines]
+    texts = [prompt.text for prompt in read_jsonl(BUNDLED / "prompts.jsonl")[: arguments.num_prompts]]
+    prompts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in texts]
     # The held-out rows lie beside those for training, in a folder of fewer parts.
     folders = [sorted(folder.glob("part-*")) for folder in arguments.work_dir.glob("continuations-*")]
     if not folders:

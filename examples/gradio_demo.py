@@ -8,7 +8,6 @@ only, the time of whole calls up to the token shown.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_drafter
+from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.visualize.page import pictures
 from hf_specdec.visualize.style import COLOURS, PICTURES
@@ -232,7 +232,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
     drafter = load_drafter(arguments.drafter, target=model, tree_budget=arguments.tree_budget)
-    prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()[:6]]
+    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)[:6]]
     for _ in race(model, tokenizer, drafter, prompts[0], 8, 0.0):  # warms up
         pass
     page(model, tokenizer, drafter, prompts).launch(server_port=arguments.port)

@@ -27,6 +27,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
+from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.drafters.specblock.quality import rank_head_quality
 from hf_specdec.training.specblock import new_drafter
 
@@ -70,8 +71,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    lines = (BUNDLED / "prompts.jsonl").read_text().splitlines()
-    prompts = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids.to(device) for line in lines]
+    texts = [prompt.text for prompt in read_jsonl(BUNDLED / "prompts.jsonl")]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
     drafter = load_drafter(arguments.drafter, model)
     options = {name: getattr(drafter, name) for name in drafter.option_names}
 

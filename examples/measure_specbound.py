@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_drafter
+from hf_specdec.benchmark.prompts import read_jsonl
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
 UNBOUNDED_WIDTH = 64
@@ -144,7 +145,7 @@ def main() -> None:
             sampling = {"do_sample": True, "temperature": temperature, "top_p": 0.9, "top_k": 0}
             variants[f"specbound at temperature {temperature}"] = ({}, sampling)
 
-    prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
+    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)]
     prompts = prompts[: arguments.num_prompts or None]
     runs = {name: Run() for name in variants}
     plain: dict[str, Run] = {}

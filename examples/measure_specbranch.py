@@ -30,6 +30,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
+from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.drafters.specbranch import parallel_latency, serial_latency
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
@@ -104,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
-    prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
+    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)]
     prompts = prompts[: arguments.num_prompts or None]
     encoded = [tokenizer(prompt, return_tensors="pt").to(device) for prompt in prompts]
     settings = {"max_new_tokens": arguments.new_tokens, "do_sample": False}

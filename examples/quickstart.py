@@ -31,6 +31,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import ways
+from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.benchmark.ways import Way
 from hf_specdec.visualize import Trace, terminal_text
 
@@ -191,7 +192,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
     found = ways_of(model, arguments.drafter, arguments.draft_model)
 
-    prompts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
+    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)]
     prompts = prompts[: arguments.num_prompts or None]
     console.print(
         f"target {arguments.model}, {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}"

@@ -120,7 +120,8 @@ def read_jsonl(path: Path) -> list[Prompt]:
         ValueError: a line is no JSON object or has no prompt, or there is none at all.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(): JSON may hold what else that takes for the end of a line.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -167,7 +167,10 @@ def read(path: Path) -> list[Record]:
         ValueError: a line is no record of this version.
     """
     records: list[Record] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(): JSON may hold what else that takes for the end of a line.
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not text:
+            continue
         try:
             fields = json.loads(text)
             kind = _KINDS[fields.pop("kind")]

@@ -28,6 +28,12 @@ def test_without_a_group_the_source_or_the_files_name_is_it(tmp_path: Path) -> N
     assert load_prompts(source) == [Prompt("x", "torch"), Prompt("y", "own")]
 
 
+def test_prompts_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
+    text = "one\u2028two\u2029three\u0085four"
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False), encoding="utf-8")
+    assert load_prompts(str(tmp_path / "own.jsonl")) == [Prompt(text, "own")]
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

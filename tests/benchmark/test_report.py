@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_specdec.benchmark import records
-from hf_specdec.benchmark.records import Picture, Record
+from hf_specdec.benchmark.records import Note, Picture, Record
 from hf_specdec.benchmark.report import markdown, page
 from hf_specdec.benchmark.report.columns import COLUMNS
 from hf_specdec.decoding.trace import Trace
@@ -26,6 +26,7 @@ def made() -> list[Record]:
 
 
 def test_records_come_back_as_they_were_written(made: list[Record], tmp_path: Path) -> None:
+    made = [*made, Note("marks that end a line elsewhere: \u2028 \u2029 \u0085")]
     records.write(made, tmp_path / "report.jsonl")
     assert records.read(tmp_path / "report.jsonl") == made
 
