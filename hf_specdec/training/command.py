@@ -44,13 +44,15 @@ from hf_specdec.drafters.card import TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
-from hf_specdec.training.data import collate, mix, pack_text, write_continuations
+from hf_specdec.training.data import check_wanted, collate, mix, pack_text, write_continuations
 from hf_specdec.training.features import CachedStates, cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
 from hf_specdec.training.step import TrainingStep
 
 SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
+DOCUMENT_LENGTH = 2000  # characters of a .txt file
+ROWS_PER_BATCH = 128  # that the target writes
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,11 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         corpus: text to use without --text; None makes --text required.
 
     Raises:
-        ValueError: no such method, or options that do not fit the target.
+        ValueError: no such method, text that is too short, or options that do not fit each other or the target.
     """
     recipe = recipe_of(_method(argv))
     arguments = _parser(recipe, program, corpus).parse_args(argv)
+    check_wanted(arguments.rows, tuple(arguments.prompt_tokens))
     set_seed(arguments.seed)
     started = time.time()
 
@@ -89,15 +92,17 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     train_ids, held_out_ids = tokenizer(train_texts)["input_ids"], tokenizer(held_out_texts)["input_ids"]
 
     workers = arguments.writers or (1 if device == "cuda" else torch.get_num_threads())
+    workers = min(workers, -(-arguments.rows // ROWS_PER_BATCH))
     settings = {
         "folder": arguments.work_dir,
         "prompt_lengths": tuple(arguments.prompt_tokens),
         "new_tokens": arguments.new_tokens,
+        "batch_size": ROWS_PER_BATCH,
         "cache_implementation": "static" if device == "cpu" else None,
     }
     wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
     own = _continuations(target, arguments.target, train_ids, workers, settings | wanted)
-    held_out = write_continuations(target, held_out_ids, num_rows=128, temperatures=(0.0,), **settings)
+    held_out = write_continuations(target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), **settings)
     width = len(own[0]["input_ids"])
     rows = own
     if arguments.plain_share:
@@ -236,12 +241,22 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
 
 
 def read_text(file: Path) -> tuple[list[str], list[str]]:
-    """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out."""
+    """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out.
+
+    Raises:
+        ValueError: there is but one document, or none.
+    """
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".jsonl":
-        documents = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+        # Not splitlines(): JSON may hold what else that takes for the end of a line.
+        documents = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
     else:
-        documents = [text[start : start + 2000] for start in range(0, len(text), 2000)]
+        documents = [text[start : start + DOCUMENT_LENGTH] for start in range(0, len(text), DOCUMENT_LENGTH)]
+    if len(documents) < 2:
+        raise ValueError(
+            f"{str(file)!r} holds {len(documents)} documents (lines of .jsonl, {DOCUMENT_LENGTH} characters of .txt), "
+            "and the first is held out, so that nothing is left to train on: give more text."
+        )
     held_out = documents[::50]
     return [document for index, document in enumerate(documents) if index % 50], held_out
 

@@ -105,6 +105,18 @@ class _MostFinished(StoppingCriteria):
         return stop.expand(len(input_ids))
 
 
+def check_wanted(num_rows: int, prompt_lengths: tuple[int, int]) -> None:
+    """Raises ValueError if no such rows can be written, whatever the documents."""
+    if num_rows < 1:
+        raise ValueError(f"{num_rows} rows of the target's text were asked for; ask for at least 1.")
+    shortest, longest = prompt_lengths
+    if not 1 <= shortest <= longest:
+        raise ValueError(
+            f"Prompts of {shortest} to {longest} tokens were asked for; the shortest must have at least 1 token and no "
+            "more than the longest."
+        )
+
+
 def write_continuations(
     model: PreTrainedModel,
     documents: Sequence[Sequence[int]],
@@ -143,12 +155,14 @@ def write_continuations(
         seed: of prompts and sampling.
 
     Returns:
-        Rows of `prompt_lengths[1] + new_tokens` tokens with the columns of this module.
+        Rows of `prompt_lengths[1] + new_tokens` tokens with the columns of this module; none for a worker that is one
+        more than there are batches.
 
     Raises:
-        ValueError: no document is long enough for a prompt.
+        ValueError: no rows are asked for, no document is long enough for a prompt, or there was no time for any batch.
     """
     datasets = _datasets()
+    check_wanted(num_rows, prompt_lengths)
     shortest = prompt_lengths[0]
     lengths = torch.tensor([len(document) for document in documents])
     # A prompt may be a whole document, but the target should not only continue after its end.
@@ -189,6 +203,8 @@ def write_continuations(
             else:
                 unfinished.rename(part)
         parts.append(datasets.load_from_disk(part))
+    if not numbers:
+        return datasets.Dataset.from_dict({column: [] for column in COLUMNS})
     if not parts:
         raise ValueError(f"max_minutes={max_minutes} left no time for a single batch of {batch_size} rows.")
     return datasets.concatenate_datasets(parts)

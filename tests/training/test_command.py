@@ -1,14 +1,15 @@
-"""What the training command does beside its stages: going on from an earlier drafter."""
+"""What the training command does beside its stages: reading text, going on from an earlier drafter, refusing."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.training.command import go_on_from
+from hf_specdec.training.command import go_on_from, main, read_text
 from hf_specdec.training.specblock import new_drafter
 from tests.targets import fresh_target
 
@@ -39,3 +40,34 @@ def test_an_earlier_drafter_of_another_shape_raises(target: PreTrainedModel, tmp
     new_drafter(target, torch.arange(0, 64, 2), layer_wise_shift=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"shift_proj\.0\.weight is missing there .* \(1 tensors differ\)"):
         go_on_from(new_drafter(target, torch.arange(32)), tmp_path)
+
+
+def test_documents_of_a_jsonl_file_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
+    texts = [f"one{mark}two" for mark in "\u2028\u2029\u0085\u000b\n"]
+    file = tmp_path / "text.jsonl"
+    file.write_text(
+        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n\n" for text in texts), encoding="utf-8"
+    )
+    train, held_out = read_text(file)
+    assert held_out + train == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"), [("a.txt", "short", 1), ("a.jsonl", '{"text": "one"}\n', 1), ("b.txt", "", 0)]
+)
+def test_text_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, name: str, text: str, count: int) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}' holds {count} documents .* nothing is left to train on: give more"):
+        read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0"], "^0 rows of the target's text were asked for"),
+        (["--prompt-tokens", "6", "4"], "^Prompts of 6 to 4 tokens were asked for"),
+    ],
+)
+def test_impossible_wishes_are_refused_before_the_target_is_loaded(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        main(["--target", "no/such", "--output", "no/such", "--text", "no/such.txt", *options])

@@ -143,6 +143,19 @@ def test_writing_stops_when_its_time_is_over(target, documents, tmp_path):
         write(target, documents, tmp_path, prompt_lengths=(40, 50))
 
 
+def test_a_worker_more_than_there_are_batches_has_nothing_to_do(target, documents, tmp_path):
+    assert len(write(target, documents, tmp_path, num_rows=4, max_minutes=5, worker=(0, 2))) == 4
+    assert len(write(target, documents, tmp_path, num_rows=4, max_minutes=5, worker=(1, 2))) == 0
+
+
+def test_wishes_that_no_text_can_meet_are_refused(target, documents, tmp_path):
+    with pytest.raises(ValueError, match=r"^0 rows of the target's text were asked for; ask for at least 1"):
+        write(target, documents, tmp_path, num_rows=0)
+    with pytest.raises(ValueError, match=r"Prompts of 7 to 4 tokens were asked for; the shortest must have"):
+        write(target, documents, tmp_path, prompt_lengths=(7, 4))
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_datasets_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[train\]'"):
