@@ -8,7 +8,8 @@ kept in --work-dir, so that a second run goes on where the first was stopped:
 3. the frozen target's hidden states for all rows are computed once;
 4. the drafter trains on them, many passes, with fresh blocks every time.
 
-What differs from method to method is its `Recipe`, at the foot of its module.
+Started as several processes (`torchrun`, `accelerate launch`), the first one writes and saves, and all train together,
+--batch-size rows each. What differs from method to method is its `Recipe`, at the foot of its module.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -86,6 +90,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     started = time.time()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Before the target is loaded: each of several processes has its own GPU. They wait long while the first one writes.
+    processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
     target = load_target(arguments.target)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
@@ -101,8 +107,11 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         "cache_implementation": "static" if device == "cpu" else None,
     }
     wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
-    own = _continuations(target, arguments.target, train_ids, workers, settings | wanted)
-    held_out = write_continuations(target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), **settings)
+    with processes.main_process_first():
+        if not processes.is_main_process:
+            workers, wanted["max_minutes"] = 1, 0.0  # read what is there
+        own = _continuations(target, arguments.target, train_ids, workers, settings | wanted)
+        held_out = write_continuations(target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), **settings)
     width = len(own[0]["input_ids"])
     rows = own
     if arguments.plain_share:
@@ -123,8 +132,9 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     drafter.config.target_name_or_path = arguments.target
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True)
-    train_rows = cache_states(step.reader, rows, arguments.work_dir)
-    held_out_rows = cache_states(step.reader, held_out, arguments.work_dir)
+    with processes.main_process_first():
+        train_rows = cache_states(step.reader, rows, arguments.work_dir)
+        held_out_rows = cache_states(step.reader, held_out, arguments.work_dir)
 
     checkpoints = arguments.work_dir / "checkpoints"
     last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
@@ -135,6 +145,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     else:
         each = seconds_per_step(drafter, step, train_rows, arguments.batch_size, arguments.bf16, device)
         steps = max(20, int(60 * arguments.minutes / each))
+        (steps,) = broadcast_object_list([steps])  # one that takes more than the others would wait for them for ever
         print(f"{each:.3f} s per step: {steps} steps in {arguments.minutes:g} minutes")
     trainer = DrafterTrainer(
         drafter,
@@ -166,6 +177,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     trainer.train(resume_from_checkpoint=last)
     training_minutes = (time.time() - training_started) / 60
     evaluation = trainer.evaluate()
+    if not trainer.is_world_process_zero():
+        return
     if recipe.finish is not None:
         recipe.finish(drafter, target, held_out)
 
@@ -177,7 +190,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
             "tokens_written_by_target": written_tokens,
             "share_of_rows_that_end": round(ended / len(own), 3),
             "rows_of_plain_text": len(rows) - len(own),
-            "rows_trained_on": steps * arguments.batch_size,
+            "rows_trained_on": steps * arguments.batch_size * processes.num_processes,
         },
         "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
         "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},

@@ -27,7 +27,8 @@ class DrafterTrainer(Trainer):
     Args:
         drafter: a drafter that is a `PreTrainedModel`; what checkpoints hold.
         step: made for this drafter and its target; the target is moved to the training device.
-        args: the host's. `remove_unused_columns` is switched off: the step names the columns, not the forward.
+        args: the host's. `remove_unused_columns` is switched off: the step names the columns, not the forward; so is
+            `ddp_find_unused_parameters` unless it is set: every step uses every parameter.
         **kwargs: handed to `transformers.Trainer` (datasets, callbacks, optimizers, ...). `data_collator` and
             `compute_metrics` default to this library's.
     """
@@ -37,6 +38,9 @@ class DrafterTrainer(Trainer):
     ) -> None:
         args = args if args is not None else TrainingArguments()
         args.remove_unused_columns = False
+        if args.ddp_find_unused_parameters is None:
+            # The host would look for them, which allows one forward per step: exit heads and chained blocks take more.
+            args.ddp_find_unused_parameters = False
         kwargs.setdefault("data_collator", collate)
         kwargs.setdefault("compute_metrics", self._metrics_of_prediction)
         super().__init__(model=drafter, args=args, **kwargs)

@@ -20,21 +20,42 @@ pytest.importorskip("datasets")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_example_writes_text_trains_and_saves_a_drafter(tmp_path):
-    fresh_target(dtype=torch.float32).save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder with a tiny target and text for it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    fresh_target(dtype=torch.float32).save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
     words = [f"{chr(97 + index % 26)}{chr(97 + index * 7 % 26)}" for index in range(60)]
     texts = [{"text": "".join(words[start : start + 20])} for start in range(40)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    (folder / "text.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return folder
+
+
+def train(tiny, folder, *options, launcher=()):
+    """Runs the example into `folder`, by itself or through a launcher."""
     command = [
-        sys.executable, str(EXAMPLES / "train_drafter.py"), "--target", str(tmp_path / "target"),
-        "--output", str(tmp_path / "drafter"), "--work-dir", str(tmp_path / "work"),
-        "--text", str(tmp_path / "text.jsonl"), "--rows", "256", "--writers", "2",
-        "--prompt-tokens", "4", "6", "--new-tokens", "8", "--plain-share", "0",
-        "--mask-token-id", "1", "--block-size", "4", "--anchors", "3", "--steps", "4", "--no-bf16",
+        sys.executable, *launcher, str(EXAMPLES / "train_drafter.py"), "--target", str(tiny / "target"),
+        "--output", str(folder / "drafter"), "--work-dir", str(folder / "work"), "--text", str(tiny / "text.jsonl"),
+        "--prompt-tokens", "4", "6", "--new-tokens", "8", "--plain-share", "0", "--no-bf16", *options,
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **streams) as process:
+        try:
+            printed, errors = process.communicate(timeout=180)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher that is killed would leave its processes behind
+            raise
+    assert process.returncode == 0, errors
+    return printed
+
+
+def test_example_writes_text_trains_and_saves_a_drafter(tiny, tmp_path):
+    train(
+        tiny, tmp_path, "--rows", "256", "--writers", "2",
+        "--mask-token-id", "1", "--block-size", "4", "--anchors", "3", "--steps", "4",
+    )  # fmt: skip
     assert len(list((tmp_path / "work").glob("continuations-*/part-*"))) == 2 + 1, "two of training text, one held out"
     assert {path.name for path in (tmp_path / "work" / "checkpoints").iterdir()} == {"checkpoint-4"}
 
@@ -45,9 +66,20 @@ def test_example_writes_text_trains_and_saves_a_drafter(tmp_path):
     assert record["settings"]["steps"] == 4
     assert record["chat_template"] is False
     assert 1 <= record["losses"]["accepted_length"] <= 4
-    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(tiny / "target")
     prompt = torch.randint(3, VOCAB, (1, 6))
     settings = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(
         target.generate(prompt, assistant_model=drafter.float(), **settings), target.generate(prompt, **settings)
     )
+
+
+def test_two_processes_train_one_drafter_for_as_many_steps(tiny, tmp_path):
+    """SpecBound calls the drafter once per exit head; each process times its own trial steps."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--method", "specbound", "--rows", "128", "--batch-size", "4", "--minutes", "0.02"]
+    printed = train(tiny, tmp_path, *options, launcher=launcher)
+    record = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    assert record["data"]["rows_written_by_target"] == 128
+    assert record["data"]["rows_trained_on"] == 2 * 4 * record["settings"]["steps"]
+    assert printed.count('"rows_trained_on"') == 1, "one process alone saves"
