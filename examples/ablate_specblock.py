@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments,
 from hf_specdec import load_drafter
 from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.training import DrafterTrainer
+from hf_specdec.training.data import training_folders
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.specblock import SpecBlockStep, frequent_tokens, new_drafter
@@ -74,11 +75,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     texts = [prompt.text for prompt in read_jsonl(BUNDLED / "prompts.jsonl")[: arguments.num_prompts]]
     prompts = [tokenizer(text, return_tensors="pt")["input_ids"].to(device) for text in texts]
-    # The held-out rows lie beside those for training, in a folder of fewer parts.
-    folders = [sorted(folder.glob("part-*")) for folder in arguments.work_dir.glob("continuations-*")]
+    folders = [sorted(folder.glob("part-*")) for folder in training_folders(arguments.work_dir)]
     if not folders:
         raise SystemExit(
-            f"{arguments.work_dir} holds no continuations: run train_drafter.py with this --work-dir first."
+            f"{arguments.work_dir} holds no continuations to train on: run train_drafter.py with this --work-dir first."
         )
     written = datasets.concatenate_datasets([datasets.load_from_disk(str(part)) for part in max(folders, key=len)])
     rows = written.shuffle(seed=0).select(range(arguments.rows))

@@ -3,14 +3,15 @@
     python examples/train_draft_lm.py --target examples/tiny-code/target --output examples/tiny-code/draft-lm
 
 A few of the target's own decoder layers under its own embedding, distilled on what the target writes: on the
-continuations that `train_drafter.py` left in its --work-dir. The target's likeliest tokens at every place are worked
-out once and kept there, so that a step costs no forward of the target.
+continuations that `train_drafter.py` left in its --work-dir, those of held-out texts excluded. The target's likeliest
+tokens at every place are worked out once and kept there, so that a step costs no forward of the target.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -27,6 +28,8 @@ from torch.utils.data import Dataset as Rows
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+from hf_specdec.training.data import training_folders
+from hf_specdec.training.features import fingerprint
 from hf_specdec.training.optimizer import MuonWithAdamW
 
 NOT_A_TOKEN = -100
@@ -95,16 +98,21 @@ def read_again(target: LlamaForCausalLM, token_ids: Tensor, most: int) -> dict[s
 
 
 def taught_rows(target: LlamaForCausalLM, work_dir: Path, most: int) -> TaughtRows:
-    """All rows that were written, each part read once and kept in `work_dir`."""
-    parts = sorted(work_dir.glob("continuations-*/part-*"))
+    """All rows that were written to train on, each part read once and kept in `work_dir`."""
+    parts = [part for folder in training_folders(work_dir) for part in sorted(folder.glob("part-*"))]
     if not parts:
-        raise SystemExit(f"No continuations in {work_dir}: run train_drafter.py first, or name its --work-dir.")
+        raise SystemExit(
+            f"No continuations to train on in {work_dir}: run train_drafter.py first, or name its --work-dir."
+        )
+    likeliest = work_dir / f"likeliest-{most}-{fingerprint(target)}"
+    likeliest.mkdir(exist_ok=True)
     read = []
     for part in tqdm(parts, desc="the target reads what it wrote", unit="part"):
-        kept = work_dir / f"likeliest-{most}" / f"{part.parent.name}-{part.name}.safetensors"
+        kept = likeliest / f"{part.parent.name}-{part.name}.safetensors"
         if not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
-            save_file(read_again(target, written_rows(part), most), kept)
+            unfinished = kept.with_suffix(f".{os.getpid()}.tmp")
+            save_file(read_again(target, written_rows(part), most), unfinished)
+            unfinished.replace(kept)
         read.append(load_file(kept))
     width = max(rows["token_ids"].shape[1] for rows in read)
     return TaughtRows(**{name: torch.cat([_wider(rows[name], width) for rows in read]) for name in read[0]})

@@ -111,7 +111,9 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         if not processes.is_main_process:
             workers, wanted["max_minutes"] = 1, 0.0  # read what is there
         own = _continuations(target, arguments.target, train_ids, workers, settings | wanted)
-        held_out = write_continuations(target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), **settings)
+        held_out = write_continuations(
+            target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
+        )
     width = len(own[0]["input_ids"])
     rows = own
     if arguments.plain_share:

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.training.features import fingerprint
+from hf_specdec.training.features import fingerprint, settings_of
 
 if TYPE_CHECKING:
     import datasets
@@ -131,6 +131,7 @@ def write_continuations(
     max_minutes: float | None = None,
     cache_implementation: str | None = None,
     worker: tuple[int, int] = (0, 1),
+    held_out: bool = False,
     seed: int = 0,
 ) -> datasets.Dataset:
     """Lets the target continue prompts cut from documents, and keeps what it wrote on disk.
@@ -141,8 +142,8 @@ def write_continuations(
     Args:
         model: the target.
         documents: token ids of the documents that prompts are the beginnings of.
-        folder: parent of the cache; a subfolder is named after the recipe (target, documents, all that follows here
-            and shapes the text), which is written into it as `recipe.json`.
+        folder: parent of the cache; a subfolder is named after the recipe (target with its generation config,
+            documents, all that follows here and shapes the text), which is written into it as `recipe.json`.
         num_rows: rows wanted, rounded up to whole batches.
         prompt_lengths: shortest and longest prompt in tokens; one length per batch, so that none needs padding.
         new_tokens: most tokens to write per prompt.
@@ -152,6 +153,7 @@ def write_continuations(
         max_minutes: stop adding parts after this time.
         cache_implementation: handed to `generate`; "static" writes faster on CPUs.
         worker: (rank, number of workers); this call writes every n-th part and returns its own parts only.
+        held_out: marks the rows as none to train on, for `training_folders`.
         seed: of prompts and sampling.
 
     Returns:
@@ -173,12 +175,14 @@ def write_continuations(
         )
     recipe = {
         "target": fingerprint(model),
+        "generation_config": settings_of(model.generation_config),
         "documents": hashlib.sha256(json.dumps([list(map(int, d)) for d in documents]).encode()).hexdigest(),
         "prompt_lengths": list(prompt_lengths),
         "new_tokens": new_tokens,
         "temperatures": list(temperatures),
         "batch_size": batch_size,
         "finished_share": finished_share,
+        "held_out": held_out,
         "seed": seed,
     }
     name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
@@ -208,6 +212,13 @@ def write_continuations(
     if not parts:
         raise ValueError(f"max_minutes={max_minutes} left no time for a single batch of {batch_size} rows.")
     return datasets.concatenate_datasets(parts)
+
+
+def training_folders(folder: Path) -> list[Path]:
+    """Where in `folder` the parts lie that `write_continuations` wrote, those of held-out rows left out."""
+    recipes = sorted(folder.glob("continuations-*/recipe.json"))
+    # Folders from before there was this mark may hold either.
+    return [file.parent for file in recipes if json.loads(file.read_text()).get("held_out") is False]
 
 
 @torch.no_grad()

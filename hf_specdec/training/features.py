@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.slices import decoder_layers
 
@@ -44,7 +45,8 @@ class TargetReader:
 
     Args:
         model: the target; it is put in evaluation mode and its parameters stop requiring gradients.
-        layers: 0-based decoder layers to read, in the order in which to join them.
+        layers: 0-based decoder layers to read, in the order in which to join them; -1 is what enters the first, and
+            their number what leaves the decoder, past its final norm.
         last_hidden: also read what enters the head, which the losses that compare distributions need.
     """
 
@@ -76,15 +78,24 @@ class TargetReader:
         """States at every position of [batch, seq] rows. Padding belongs at the end, where causality hides it."""
         taken: dict[int, Tensor] = {}
 
-        def tap(index: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-                taken[index] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
         layers = decoder_layers(self.model)
-        handles = [layers[index].register_forward_hook(tap(index)) for index in dict.fromkeys(self.layers)]
+
+        def tap(index: int) -> RemovableHandle:  # the layers are numbered as `TargetModel` does
+            def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                taken[index] = args[0] if args else kwargs["hidden_states"]
+
+            def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+                taken[index] = output if isinstance(output, Tensor) else output[0]
+
+            if index == -1:
+                return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+            tapped = layers[index] if index < len(layers) else self.model.get_decoder()
+            return tapped.register_forward_hook(keep_output)
+
+        handles = []
         try:
+            for index in dict.fromkeys(self.layers):
+                handles.append(tap(index))
             # The decoder alone: logits of every position are the most expensive thing that nobody reads.
             last_hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         finally:
@@ -117,9 +128,20 @@ class TargetReader:
         self._head_checked = True
 
 
+def settings_of(config: PreTrainedConfig | GenerationConfig) -> dict[str, Any]:
+    """What a config says of the model, without where it came from and what it was loaded with."""
+    beside = ("_name_or_path", "architectures", "dtype", "transformers_version")
+    settings: dict[str, Any] = json.loads(
+        config.to_json_string(use_diff=False),
+        object_hook=lambda fields: {name: value for name, value in fields.items() if name not in beside},
+    )
+    return settings
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """A short hash of a model's config and of a sample of every weight, to tell whether a cache belongs to it."""
-    digest = hashlib.sha256(type(model).__name__.encode())
+    settings = json.dumps(settings_of(model.config), sort_keys=True)
+    digest = hashlib.sha256(f"{type(model).__name__} {model.dtype} {settings}".encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 64)][:64].to(device="cpu", dtype=torch.float32)

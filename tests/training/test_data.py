@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_specdec.training import data
-from hf_specdec.training.data import collate, mix, pack_text, write_continuations
-from hf_specdec.training.features import TargetReader, cache_states
+from hf_specdec.training.data import collate, mix, pack_text, training_folders, write_continuations
+from hf_specdec.training.features import TargetReader, cache_states, fingerprint
 from tests.targets import EOS, VOCAB, fresh_target
 
 datasets = pytest.importorskip("datasets")
@@ -134,6 +135,38 @@ def test_another_target_or_text_gets_a_folder_of_its_own(target, documents, tmp_
     write(target, documents[1:], tmp_path, num_rows=4)
     write(fresh_target(dtype=torch.float32, seed=4), documents, tmp_path, num_rows=4)
     assert len(list(tmp_path.glob("continuations-*"))) == 3
+    target.generation_config.repetition_penalty = 5.0
+    write(target, documents, tmp_path, num_rows=4)
+    assert len(list(tmp_path.glob("continuations-*"))) == 4
+
+
+def test_a_target_is_known_by_its_weights_and_settings_and_not_by_its_folder(target, tmp_path):
+    known = fingerprint(target)
+    for each in (
+        fresh_target(dtype=torch.float32, seed=4),
+        fresh_target(dtype=torch.bfloat16),
+        # The same weights, other positions.
+        fresh_target(dtype=torch.float32, rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    ):
+        assert fingerprint(each) != known
+    target.save_pretrained(tmp_path)
+    assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path)) == known
+
+
+def test_held_out_rows_are_told_from_those_to_train_on(target, documents, tmp_path):
+    write(target, documents, tmp_path, num_rows=4)
+    (own,) = tmp_path.iterdir()
+    write(target, documents, tmp_path, num_rows=4, held_out=True)
+    (tmp_path / "continuations-of-unknown-kind").mkdir()
+    (tmp_path / "continuations-of-unknown-kind" / "recipe.json").write_text("{}")
+    assert training_folders(tmp_path) == [own]
+
+
+def test_states_at_minus_one_enter_the_first_layer_and_those_past_the_last_leave_the_decoder(target):
+    ids = torch.randint(3, VOCAB, (2, 8))
+    hidden = target(ids, output_hidden_states=True).hidden_states
+    for layer, expected in ((-1, hidden[0]), (0, hidden[1]), (target.config.num_hidden_layers, hidden[-1])):
+        torch.testing.assert_close(TargetReader(target, [layer]).read(ids).features, expected)
 
 
 def test_writing_stops_when_its_time_is_over(target, documents, tmp_path):
