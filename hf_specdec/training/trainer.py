@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from hf_specdec.training.data import collate
 from hf_specdec.training.step import TrainingStep
@@ -55,7 +55,7 @@ class DrafterTrainer(Trainer):
     ) -> Any:
         self.step.num_updates = self.state.global_step
         output = self.step(model, inputs, training=model.training)
-        if model.training:
+        if model.training and self.args.logging_strategy != IntervalStrategy.NO:  # no log would take it away
             self._pending.append((output.correct, output.labelled))
         return (output.loss, output) if return_outputs else output.loss
 
@@ -66,7 +66,8 @@ class DrafterTrainer(Trainer):
             output = self.step(model, self._prepare_inputs(inputs), training=False)
         if prediction_loss_only:
             return output.loss, None, None
-        return output.loss, output.correct, output.labelled
+        # Where batches differ in their number of blocks the host fills up with -100, which as a bool would be True.
+        return output.loss, output.correct.to(torch.int8), output.labelled.to(torch.int8)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._pending:
@@ -84,7 +85,6 @@ class DrafterTrainer(Trainer):
         super()._save(output_dir, state_dict)
 
     def _metrics_of_prediction(self, prediction: EvalPrediction) -> dict[str, float]:
-        # Where batches differ in their number of blocks the host fills up with -100, neither a label nor a hit.
         correct = torch.from_numpy(np.asarray(prediction.predictions)) > 0
         labelled = torch.from_numpy(np.asarray(prediction.label_ids)) > 0
         return self.step.metrics(correct, labelled)

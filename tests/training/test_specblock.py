@@ -403,3 +403,17 @@ def test_a_rank_head_of_other_classes_cannot_be_trained(target: PreTrainedModel)
 def test_vocabulary_of_no_size_raises() -> None:
     with pytest.raises(ValueError, match="A draft vocabulary of 0 tokens cannot be chosen from 9"):
         frequent_tokens([], 0, 9)
+
+
+def test_rows_that_may_be_drafted_from_their_first_token_on_have_windows_too(target: PreTrainedModel) -> None:
+    drafter = new_drafter(target, torch.arange(64), block_size=4)
+    step = SpecBlockStep(drafter, target, num_blocks=1, window=12)
+    ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+    # Token 0 has nothing before it, so that nobody drafts from it.
+    zero, one = (
+        {"input_ids": ids, "first_anchor": torch.full((2,), first), "length": torch.tensor([20, 20])}
+        for first in (0, 1)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(step(drafter, zero, training=False).loss, step(drafter, one, training=False).loss)
+        assert step(drafter, zero, training=True).labelled.any()

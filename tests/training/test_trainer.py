@@ -15,8 +15,9 @@ from transformers.trainer_utils import set_seed
 
 from hf_specdec import load_drafter
 from hf_specdec.training import DFlashStep, DrafterTrainer, SpecBlockStep, SpecBoundStep, dflash, specblock, specbound
+from hf_specdec.training.data import collate
 from hf_specdec.training.step import acceptance_metrics
-from tests.targets import fresh_target
+from tests.targets import VOCAB, fresh_target
 
 
 class Rows(Dataset):
@@ -152,6 +153,29 @@ def test_expected_acceptance_of_evaluation_is_what_generate_accepts(target, tmp_
         expected.append(int(leading[position - 3]))
         position += expected[-1] + 1
     assert drafter.stats.per_step_accepted[0][:4] == expected
+
+
+@pytest.mark.parametrize("longest_first", [True, False])
+def test_evaluation_does_not_count_what_fills_up_smaller_batches(target, tmp_path, longest_first):
+    trainer = make_trainer(target, tmp_path, make_specblock, per_device_eval_batch_size=2)
+    ids = torch.randint(3, VOCAB, (4, 30), generator=torch.Generator().manual_seed(0))
+    lengths = [30, 30, 18, 18] if longest_first else [18, 18, 30, 30]
+    rows = [{"input_ids": ids[row][:length], "first_anchor": 3, "length": length} for row, length in enumerate(lengths)]
+    trainer.step.window = None  # all positions
+    with torch.no_grad():
+        parts = [trainer.step(trainer.model, collate(rows[start : start + 2]), training=False) for start in (0, 2)]
+    correct, labelled = (
+        torch.cat([getattr(part, name).flatten(0, -2) for part in parts]) for name in ("correct", "labelled")
+    )
+    found = trainer.evaluate(rows)
+    for name, value in trainer.step.metrics(correct, labelled).items():
+        assert found[f"eval_{name}"] == pytest.approx(value), name
+
+
+def test_without_logs_nothing_is_kept_for_them(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, steps=6, logging_strategy="no")
+    trainer.train()
+    assert trainer._pending == []
 
 
 def test_acceptance_metrics_count_leading_hits_of_whole_blocks():

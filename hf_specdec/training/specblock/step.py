@@ -149,7 +149,7 @@ class SpecBlockStep(AdaptiveStep):
         """The same columns of all rows; without training, the ones after the shortest beginning."""
         assert self.window is not None
         assert states.last_hidden is not None
-        earliest = int(batch["first_anchor"].min()) - 1
+        earliest = max(0, int(batch["first_anchor"].min()) - 1)
         latest = max(earliest, int(batch["length"].max()) - self.window)
         start = self._draw(earliest, latest + 1, 1)[0] if training else earliest
         part = slice(start, start + self.window)
