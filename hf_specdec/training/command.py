@@ -47,6 +47,7 @@ import hf_specdec
 from hf_specdec.drafters.card import TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pairing import text_mode
+from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.data import check_wanted, collate, mix, pack_text, write_continuations
 from hf_specdec.training.features import CachedStates, cache_states
@@ -130,7 +131,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         print("A target that never ends a text loops, and a drafter trained on loops is good at nothing else.")
 
     drafter, step = recipe.prepare(arguments, target, tokenizer, rows)
-    earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from)
+    earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from, target)
     drafter.config.target_name_or_path = arguments.target
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True)
@@ -344,22 +345,22 @@ def _continuations(
     return write_continuations(target, documents, **settings)
 
 
-def go_on_from(drafter: PreTrainedModel, folder: Path) -> dict[str, Any]:
+def go_on_from(drafter: PretrainedDrafter, folder: Path, target: PreTrainedModel) -> dict[str, Any]:
     """Gives a new drafter the weights of an earlier one, whose training goes on; returns what is recorded of that one.
 
     The earlier one's vocabulary comes with its weights, and so do the drafting options that suit it.
 
     Raises:
-        ValueError: its tensors are others than the new one's, or of other shapes.
+        ValueError: its tensors are others than the new one's, of other shapes, or made for other inputs.
     """
     earlier = type(drafter).from_pretrained(folder)
-    own, given = ({name: list(each.shape) for name, each in model.state_dict().items()} for model in (drafter, earlier))
+    own, given = (_shape(each, target) for each in (drafter, earlier))
     unlike = [name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name)]
     if unlike:
         name = unlike[0]
         raise ValueError(
             f"The drafter in {str(folder)!r} has another shape than the one to be trained: {name} is "
-            f"{given.get(name, 'missing')} there and {own.get(name, 'missing')} here ({len(unlike)} tensors differ). "
+            f"{given.get(name, 'missing')} there and {own.get(name, 'missing')} here ({len(unlike)} such differences). "
             "Give the options that it was trained with, see its training.json."
         )
     drafter.load_state_dict(earlier.state_dict())
@@ -368,6 +369,14 @@ def go_on_from(drafter: PreTrainedModel, folder: Path) -> dict[str, Any]:
     record = read_record(folder, TRAINING_FILE) or {}
     names = ("command", "settings", "data", "losses", "started_from")  # all that led to these weights
     return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}
+
+
+def _shape(drafter: PretrainedDrafter, target: PreTrainedModel) -> dict[str, Any]:
+    """Shapes of the tensors, by name, and what of the config tells what goes into them."""
+    shape: dict[str, Any] = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    for name in ("block_size", "mask_token_id"):
+        shape[name] = getattr(drafter.config, name, None)  # not every method has them
+    return shape | {"target_layer_ids": list(drafter.feature_layers(target))}
 
 
 def seconds_per_step(

@@ -49,7 +49,7 @@ class DFlashStep(TrainingStep):
         eta: of "lk".
 
     Raises:
-        ValueError: the drafter does not fit the target, or an argument is out of range.
+        ValueError: the drafter does not fit the target or has another layout, or an argument is out of range.
     """
 
     def __init__(
@@ -63,6 +63,14 @@ class DFlashStep(TrainingStep):
         eta: float = LK_ETA,
     ) -> None:
         drafter.check_target(target)
+        other = [name for name in ("sample_from_anchor", "own_embeddings", "own_head") if getattr(drafter.config, name)]
+        if other:
+            raise ValueError(
+                f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has {', '.join(other)} in its "
+                "dflash_config, from another layout than z-lab's. What is trained here has the root in its first slot "
+                "and the target's embeddings and head. Train this one where it comes from, or a new one, see "
+                "hf_specdec.training.dflash.new_drafter."
+            )
         if loss not in LOSS_NAMES:
             raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
         if num_anchors < 1:

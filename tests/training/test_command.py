@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_specdec.training import dflash
 from hf_specdec.training.command import go_on_from, main, read_text
 from hf_specdec.training.specblock import new_drafter
 from tests.targets import fresh_target
@@ -28,7 +31,7 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
     earlier.config.drafting_options = {"tree_budget": 7}
     earlier.save_pretrained(tmp_path)
     drafter = new_drafter(target, torch.arange(32))
-    record = go_on_from(drafter, tmp_path)
+    record = go_on_from(drafter, tmp_path, target)
     assert drafter.config.drafting_options == {"tree_budget": 7}
     for name, tensor in earlier.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
@@ -38,8 +41,21 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
 
 def test_an_earlier_drafter_of_another_shape_raises(target: PreTrainedModel, tmp_path: Path) -> None:
     new_drafter(target, torch.arange(0, 64, 2), layer_wise_shift=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"shift_proj\.0\.weight is missing there .* \(1 tensors differ\)"):
-        go_on_from(new_drafter(target, torch.arange(32)), tmp_path)
+    with pytest.raises(ValueError, match=r"shift_proj\.0\.weight is missing there .* \(1 such differences\)"):
+        go_on_from(new_drafter(target, torch.arange(32)), tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("field", "there", "here"), [("target_layer_ids", [0, 1], [1, 2]), ("mask_token_id", 1, 5), ("block_size", 4, 8)]
+)
+def test_an_earlier_drafter_whose_weights_mean_something_else_raises(
+    target: PreTrainedModel, tmp_path: Path, field: str, there: Any, here: Any
+) -> None:
+    settings = {"target_layer_ids": [0, 1], "mask_token_id": 1, "block_size": 4}
+    dflash.new_drafter(target, **settings).save_pretrained(tmp_path)
+    drafter = dflash.new_drafter(target, **settings | {field: here})
+    with pytest.raises(ValueError, match=re.escape(f"{field} is {there} there and {here} here")):
+        go_on_from(drafter, tmp_path, target)
 
 
 def test_documents_of_a_jsonl_file_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
