@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import multiprocessing
 import os
@@ -82,11 +83,19 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         corpus: text to use without --text; None makes --text required.
 
     Raises:
-        ValueError: no such method, text that is too short, or options that do not fit each other or the target.
+        ValueError: no such method, text that is too short, nothing to resume, or options that do not fit each other
+            or the target.
     """
     recipe = recipe_of(_method(argv))
     arguments = _parser(recipe, program, corpus).parse_args(argv)
     check_wanted(arguments.rows, tuple(arguments.prompt_tokens))
+    checkpoints = _checkpoints(arguments)
+    last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
+    if arguments.resume and last is None:
+        raise ValueError(
+            f"--resume, but {str(arguments.work_dir)!r} holds no checkpoint of a run with these options. Give those of "
+            "the run to go on with, which are in its checkpoints-*/options.json, or leave --resume out to begin anew."
+        )
     set_seed(arguments.seed)
     started = time.time()
 
@@ -139,8 +148,9 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         train_rows = cache_states(step.reader, rows, arguments.work_dir)
         held_out_rows = cache_states(step.reader, held_out, arguments.work_dir)
 
-    checkpoints = arguments.work_dir / "checkpoints"
-    last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
+    if processes.is_main_process:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        (checkpoints / "options.json").write_text(_options(arguments))
     if last is not None:
         steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
     elif arguments.steps is not None:
@@ -214,6 +224,20 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     print(json.dumps(drafter.training_record, indent=2))
 
 
+def _options(arguments: argparse.Namespace) -> str:
+    """JSON of what the drafter's weights depend on."""
+    beside = ("output", "work_dir", "resume", "license", "writers")
+    options = {name: value for name, value in vars(arguments).items() if name not in beside}
+    return json.dumps(options, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def _checkpoints(arguments: argparse.Namespace) -> Path:
+    """Where a run with these options keeps its checkpoints; one with others has another folder."""
+    name = hashlib.sha256(_options(arguments).encode()).hexdigest()[:12]
+    folder: Path = arguments.work_dir / f"checkpoints-{name}"
+    return folder
+
+
 def _method(argv: Sequence[str]) -> str:
     # Before the others: which options there are depends on it.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -229,7 +253,7 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     parser.add_argument("--target", required=True, help="folder or Hub id of the model to draft for")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="caches and checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --work-dir")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of these options")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
     parser.add_argument("--seed", type=int, default=0)
     text = parser.add_argument_group("text")

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdec import load_drafter
+from hf_specdec.training.command import main
 from tests.targets import VOCAB, fresh_target, tiny_tokenizer
 
 pytest.importorskip("datasets")
@@ -32,13 +33,22 @@ def tiny(tmp_path_factory):
     return folder
 
 
+def arguments(tiny, folder, *options):
+    return [
+        "--target", str(tiny / "target"), "--output", str(folder / "drafter"), "--work-dir", str(folder / "work"),
+        "--text", str(tiny / "text.jsonl"), "--prompt-tokens", "4", "6", "--new-tokens", "8", "--plain-share", "0",
+        "--no-bf16", *options,
+    ]  # fmt: skip
+
+
 def train(tiny, folder, *options, launcher=()):
     """Runs the example into `folder`, by itself or through a launcher."""
     command = [
-        sys.executable, *launcher, str(EXAMPLES / "train_drafter.py"), "--target", str(tiny / "target"),
-        "--output", str(folder / "drafter"), "--work-dir", str(folder / "work"), "--text", str(tiny / "text.jsonl"),
-        "--prompt-tokens", "4", "6", "--new-tokens", "8", "--plain-share", "0", "--no-bf16", *options,
-    ]  # fmt: skip
+        sys.executable,
+        *launcher,
+        str(EXAMPLES / "train_drafter.py"),
+        *arguments(tiny, folder, *options),
+    ]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **streams) as process:
@@ -52,12 +62,16 @@ def train(tiny, folder, *options, launcher=()):
 
 
 def test_example_writes_text_trains_and_saves_a_drafter(tiny, tmp_path):
-    train(
-        tiny, tmp_path, "--rows", "256", "--writers", "2",
-        "--mask-token-id", "1", "--block-size", "4", "--anchors", "3", "--steps", "4",
-    )  # fmt: skip
+    options = ["--rows", "256", "--mask-token-id", "1", "--block-size", "4", "--anchors", "3", "--steps", "4"]
+    train(tiny, tmp_path, "--writers", "2", *options)
     assert len(list((tmp_path / "work").glob("continuations-*/part-*"))) == 2 + 1, "two of training text, one held out"
-    assert {path.name for path in (tmp_path / "work" / "checkpoints").iterdir()} == {"checkpoint-4"}
+    (checkpoints,) = (tmp_path / "work").glob("checkpoints-*")
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-4", "options.json"}
+    weights = (tmp_path / "drafter" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"--resume, but '.*work' holds no checkpoint of a run with these options"):
+        main(arguments(tiny, tmp_path, "--resume", *options, "--learning-rate", "1"))
+    main(arguments(tiny, tmp_path, "--resume", *options))
+    assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == weights, "all steps were done"
 
     drafter = load_drafter(str(tmp_path / "drafter"))
     assert drafter.dtype == torch.bfloat16
