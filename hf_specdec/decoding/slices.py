@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -88,6 +89,28 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         ValueError: as `decoder_of`.
     """
     return decoder_of(model)[1]
+
+
+def tap_layer(model: PreTrainedModel, index: int, keep: Callable[[Tensor], None]) -> RemovableHandle:
+    """Has `keep` called in every forward of `model` with what a decoder layer gives, [batch, seq, hidden].
+
+    Args:
+        model: a causal language model.
+        index: 0-based. -1 is what enters the first layer, their number what leaves the decoder, past its final norm.
+        keep: called in the thread that runs the forward.
+    """
+    layers = decoder_layers(model)
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep(args[0] if args else kwargs["hidden_states"])
+
+    def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+        keep(output if isinstance(output, Tensor) else output[0])
+
+    if index == -1:
+        return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+    tapped = layers[index] if index < len(layers) else model.get_decoder()
+    return tapped.register_forward_hook(keep_output)
 
 
 class LayerSlices:

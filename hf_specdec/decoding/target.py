@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -28,7 +28,7 @@ from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, works
 from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.rotary import rotary_limits
-from hf_specdec.decoding.slices import LayerSlices, decoder_layers
+from hf_specdec.decoding.slices import LayerSlices, tap_layer
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
 from hf_specdec.decoding.tree import DraftTree, from_host
 
@@ -203,23 +203,13 @@ class TargetModel:
                 handle.remove()
 
     def _tap(self, index: int) -> RemovableHandle:
-        layers, thread = decoder_layers(self.model), threading.get_ident()
+        taken, thread = self._taps[index], threading.get_ident()
 
-        def is_ours() -> bool:  # other threads may run the same model
-            return torch.compiler.is_compiling() or threading.get_ident() == thread
+        def keep(states: Tensor) -> None:
+            if torch.compiler.is_compiling() or threading.get_ident() == thread:  # others may run the same model
+                taken.append(states)
 
-        def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if is_ours():
-                self._taps[index].append(args[0] if args else kwargs["hidden_states"])
-
-        def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-            if is_ours():
-                self._taps[index].append(output if isinstance(output, Tensor) else output[0])
-
-        if index == -1:
-            return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-        tapped = layers[index] if index < len(layers) else self.model.get_decoder()
-        return tapped.register_forward_hook(keep_output)
+        return tap_layer(self.model, index, keep)
 
     def read_taps(self) -> Tensor | None:
         """What the taps have seen since the last reading, joined; None without taps."""

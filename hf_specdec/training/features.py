@@ -7,6 +7,7 @@ row, for runs that pass over the same text several times.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -20,11 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.decoding.slices import tap_layer
 
 
 @dataclass(frozen=True)
@@ -78,24 +78,10 @@ class TargetReader:
         """States at every position of [batch, seq] rows. Padding belongs at the end, where causality hides it."""
         taken: dict[int, Tensor] = {}
 
-        layers = decoder_layers(self.model)
-
-        def tap(index: int) -> RemovableHandle:  # the layers are numbered as `TargetModel` does
-            def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                taken[index] = args[0] if args else kwargs["hidden_states"]
-
-            def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-                taken[index] = output if isinstance(output, Tensor) else output[0]
-
-            if index == -1:
-                return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-            tapped = layers[index] if index < len(layers) else self.model.get_decoder()
-            return tapped.register_forward_hook(keep_output)
-
         handles = []
         try:
             for index in dict.fromkeys(self.layers):
-                handles.append(tap(index))
+                handles.append(tap_layer(self.model, index, functools.partial(taken.__setitem__, index)))
             # The decoder alone: logits of every position are the most expensive thing that nobody reads.
             last_hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         finally:

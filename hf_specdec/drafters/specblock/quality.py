@@ -8,6 +8,7 @@ A tree spends its budget by what the rank head says, so its precision and recall
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.decoding.slices import tap_layer
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
@@ -182,16 +183,10 @@ def rank_head_quality(
 def _states_of(drafter: SpecBlockDrafter, target: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Features [length, taps * hidden] and the target's choices [length] at every position of a text."""
     taken: dict[int, Tensor] = {}
-    layers, wanted = decoder_layers(target), drafter.feature_layers(target)
-
-    def keep(index: int, output: Tensor | tuple[Tensor, ...]) -> None:
-        taken[index] = output if isinstance(output, Tensor) else output[0]
-
-    handles = [
-        layers[index].register_forward_hook(lambda module, args, output, index=index: keep(index, output))
-        for index in dict.fromkeys(wanted)
-    ]
+    wanted, handles = drafter.feature_layers(target), []
     try:
+        for index in dict.fromkeys(wanted):
+            handles.append(tap_layer(target, index, functools.partial(taken.__setitem__, index)))
         logits = target(input_ids=ids[None], use_cache=False).logits
     finally:
         for handle in handles:
