@@ -37,10 +37,10 @@ def read_config(
     fields = read_json(folder / CONFIG_FILE, name)
 
     def tensor_names() -> Collection[str]:
-        pickles = [*SAFEAILAB.pickles, *MEDUSA.pickles]
-        source.locate(["model*.safetensors", INDEX_FILE, *pickles], revision=folder.name)
+        others = [*SAFEAILAB.other_weights, *MEDUSA.other_weights]
+        source.locate(["model*.safetensors", INDEX_FILE, *others], revision=folder.name)
         try:
-            return read_headers(weight_files(folder, name, pickles), name)
+            return read_headers(weight_files(folder, name, others), name)
         except FileNotFoundError:
             return ()  # no weights: what the config lacks is the better thing to say
 

@@ -59,7 +59,9 @@ class Source:
                     f"revision={self.revision!r} was given, but {self.name!r} is a local folder, which has none. Leave "
                     "revision out, or give a Hub id that no folder here is named like."
                 )
-            _refuse_links(folder, patterns, self.name)
+            for entry in folder.iterdir():
+                if any(fnmatch(entry.name, pattern) for pattern in patterns):
+                    _refuse_link(entry, self.name)
             return folder
         if folder.is_file():
             raise NotADirectoryError(f"{self.name!r} is a file; give the folder of config.json and the weights.")
@@ -182,22 +184,22 @@ class StoredTensor:
     file: Path
 
 
-def weight_files(folder: Path, name: str, pickles: Sequence[str] = ()) -> list[Path]:
+def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Path]:
     """The weight files of a checkpoint: one, or the shards that its index lists.
 
     Args:
         folder: where they are.
         name: what the user asked for, for messages.
-        pickles: names of files that the format may have in place of safetensors.
+        others: names of files that the format may have in place of those.
 
     Raises:
         FileNotFoundError: there are none, or a shard is missing; says what is there.
-        ValueError: the index names a file outside the folder.
+        ValueError: the index names a file outside the folder, or a link to one.
     """
     if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
-        if known := [folder / pickle for pickle in pickles if (folder / pickle).is_file()]:
+        if known := [folder / other for other in others if (folder / other).is_file()]:
             return known[:1]
         present = _present(folder)
         pickled = [file for file in present if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
@@ -225,6 +227,7 @@ def weight_files(folder: Path, name: str, pickles: Sequence[str] = ()) -> list[P
             raise FileNotFoundError(
                 f"{name!r} lacks the shard {shard!r}, one of {len(shards)} that its index lists; copy or download it."
             )
+        _refuse_link(folder / shard, name)  # it may have a name that nobody asked for
     return [folder / shard for shard in shards]
 
 
@@ -287,18 +290,17 @@ def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
             )
 
 
-def _refuse_links(folder: Path, patterns: Sequence[str], name: str) -> None:
-    """Raises ValueError if a wanted file is a link out of the folder; the Hub cache links into its own `blobs`."""
-    inside = folder.resolve()
+def _refuse_link(entry: Path, name: str) -> None:
+    """Raises ValueError if a wanted file is a link out of its folder; the Hub cache links into its own `blobs`."""
+    inside = entry.parent.resolve()
     blobs = inside.parent.parent / "blobs"
-    for entry in folder.iterdir():
-        if entry.is_symlink() and any(fnmatch(entry.name, pattern) for pattern in patterns):
-            real = entry.resolve()
-            if inside not in real.parents and blobs not in real.parents:
-                raise ValueError(
-                    f"{entry.name} of {name!r} is a link to {str(real)!r}, outside the folder; files elsewhere are not "
-                    "opened. Copy the file into the folder, or give the folder that it is in."
-                )
+    if entry.is_symlink():
+        real = entry.resolve()
+        if inside not in real.parents and blobs not in real.parents:
+            raise ValueError(
+                f"{entry.name} of {name!r} is a link to {str(real)!r}, outside the folder; files elsewhere are not "
+                "opened. Copy the file into the folder, or give the folder that it is in."
+            )
 
 
 def _present(folder: Path) -> list[str]:

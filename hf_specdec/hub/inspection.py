@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,25 +124,32 @@ def inspect_drafter(
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
     """What the weight files hold; those on the Hub are read through their first bytes alone."""
-    patterns = ["model*.safetensors", INDEX_FILE, *format.pickles]
+    patterns = ["model*.safetensors", INDEX_FILE, *format.other_weights]
     if Path(source.name).expanduser().is_dir() or source.local_files_only:
         source.locate(patterns, revision=folder.name)  # refuses links out of the folder
-        return read_headers(weight_files(folder, source.name, format.pickles), source.name)
+        return read_headers(weight_files(folder, source.name, format.other_weights), source.name)
     from huggingface_hub import HfApi, is_offline_mode
-    from huggingface_hub.errors import NotASafetensorsRepoError
+    from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
     if is_offline_mode():
         folder = source.locate(patterns, revision=folder.name)
-        return read_headers(weight_files(folder, source.name, format.pickles), source.name)
+        return read_headers(weight_files(folder, source.name, format.other_weights), source.name)
+    api = HfApi(token=source.token)
     try:
-        repo = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=folder.name)
+        parts = api.get_safetensors_metadata(source.name, revision=folder.name).files_metadata
     except NotASafetensorsRepoError as error:
-        raise ValueError(
-            "There are no safetensors weights in the repo; a pickle is looked into only in a local folder."
-        ) from error
+        parts = {}
+        for file in format.other_weights:
+            if file.endswith(".safetensors"):
+                with suppress(EntryNotFoundError):
+                    parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
+        if not parts:
+            raise ValueError(
+                "There are no safetensors weights in the repo; a pickle is looked into only in a local folder."
+            ) from error
     return {
         name: StoredTensor(tuple(tensor.shape), tensor.dtype, Path(file))
-        for file, content in repo.files_metadata.items()
+        for file, content in parts.items()
         for name, tensor in content.tensors.items()
     }
 

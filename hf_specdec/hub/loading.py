@@ -94,9 +94,12 @@ def load_drafter(
     # The folder of a snapshot is named after its commit: the weights must be of the same one.
     wanted = ["model*.safetensors", INDEX_FILE, TRAINING_FILE, MEASUREMENTS_FILE, *family.drafter.side_files]
     folder = source.locate(wanted, revision=folder.name)
-    if format.pickles and not any(folder.glob("model*.safetensors")):
-        folder = source.locate(format.pickles, revision=folder.name)
-    files = weight_files(folder, name, format.pickles)
+    if not any(folder.glob("model*.safetensors")):
+        for file in format.other_weights:
+            folder = source.locate([file], revision=folder.name)
+            if (folder / file).is_file():
+                break  # the same weights in a further file need not be downloaded
+    files = weight_files(folder, name, format.other_weights)
     headers = read_headers(files, name)
     with _naming_config(format, name):
         reading = format.read(fields, headers)
@@ -114,8 +117,8 @@ def load_drafter(
     check_tensors(blueprint.state_dict(), stored, name, format.name)
 
     loaded: dict[str, Tensor] = {}
-    for file in files:
-        loaded |= load_tensors(file, name)
+    for weights in files:
+        loaded |= load_tensors(weights, name)
     format.check(loaded, name)
     tensors = {ours: loaded[theirs].contiguous() for theirs, ours in names.items()} | side_tensors
     drafter = family.drafter.from_pretrained(

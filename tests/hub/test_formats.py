@@ -274,7 +274,7 @@ def test_drafter_of_another_target_raises_and_names_the_right_one(target: PreTra
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
-@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "model.safetensors"])
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors", "model.safetensors"])
 def test_medusa_heads_are_counted_by_their_tensors(
     prefix: str, file: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:

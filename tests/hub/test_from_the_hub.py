@@ -17,13 +17,15 @@ from huggingface_hub.errors import (
 )
 from transformers import PreTrainedModel
 
-from hf_specdec import load_drafter
+from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
+from tests.hub.layouts import as_medusa, save
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
+from tests.methods import make_medusa
 from tests.targets import fresh_target
 
 
-def same_weights(first: DFlashDrafter, second: DFlashDrafter) -> bool:
+def same_weights(first: Any, second: Any) -> bool:
     return all(bool((tensor == second.state_dict()[name]).all()) for name, tensor in first.state_dict().items())
 
 
@@ -50,6 +52,19 @@ def test_sharded_weights_are_fetched(hub: LoopbackHub, folder: Path, drafter: DF
     drafter.save_pretrained(folder, max_shard_size="20KB")
     hub.add("owner/drafter", folder)
     assert same_weights(load_drafter("owner/drafter"), drafter)
+
+
+def test_medusa_heads_load_from_safetensors_of_their_own_name(
+    hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    heads = make_medusa(target)
+    for file in ("medusa_lm_head.pt", "medusa_lm_head.safetensors"):
+        save(tmp_path, {"medusa_num_heads": 3}, as_medusa(heads), file)
+    hub.add("owner/heads", tmp_path)
+    found = inspect_drafter("owner/heads")
+    assert (found.problems, found.files) == ([], ["medusa_lm_head.safetensors"])
+    assert same_weights(load_drafter("owner/heads", target), heads)
+    assert hub.downloaded() == {"config.json", "medusa_lm_head.safetensors"}
 
 
 def test_what_does_not_fit_is_refused_before_weights_are_fetched(hub: LoopbackHub, folder: Path) -> None:

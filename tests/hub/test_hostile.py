@@ -139,6 +139,14 @@ def test_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, na
         load_drafter(folder)
 
 
+def test_shard_that_is_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(tmp_path / "secret")
+    (folder / "weights.safetensors").symlink_to(tmp_path / "secret")
+    index = {"weight_map": {"fc.weight": "weights.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "weights.safetensors of '.*saved' is a link to '.*secret', outside the folder")
+
+
 def test_link_inside_the_folder_is_followed(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights-of-today")
     (folder / "model.safetensors").symlink_to("weights-of-today")

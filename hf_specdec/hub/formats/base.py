@@ -44,7 +44,8 @@ class Format:
         read: puts a `config.json` and the headers of the weights in our terms. Before the weights are there it is asked
             with None for them, and returns None where the config alone does not say enough. Raises ValueError, naming
             the field, if the checkpoint makes no sense.
-        pickles: files that may hold the weights where there are no safetensors; opened with `weights_only` alone.
+        other_weights: files that may hold the weights where there is no `model.safetensors`, the first that is there;
+            pickles among them are opened with `weights_only` alone.
         beside: further files of the layout, and the tensors (our names) that each holds where it is there.
         check: looks at the loaded tensors, those left out included; raises ValueError or warns.
         shapes: every tensor that a drafter of these fields (ours) has, as the network in `drafters/` makes it; for
@@ -57,7 +58,7 @@ class Format:
     name: str
     family: str
     read: Callable[[Config, Headers | None], Reading | None]
-    pickles: tuple[str, ...] = ()
+    other_weights: tuple[str, ...] = ()
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None
     shapes: Callable[[Config], Shapes] | None = None

@@ -68,4 +68,10 @@ def medusa_shapes(fields: Config) -> Shapes:
     return found
 
 
-MEDUSA = Format("Medusa", "medusa", read, pickles=("medusa_lm_head.pt",), shapes=medusa_shapes)
+MEDUSA = Format(
+    "Medusa",
+    "medusa",
+    read,
+    other_weights=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+    shapes=medusa_shapes,
+)

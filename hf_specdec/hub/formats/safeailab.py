@@ -24,7 +24,7 @@ SAFEAILAB = Format(
     "EAGLE-3 (SafeAILab)",
     "eagle3",
     read,
-    pickles=("pytorch_model.bin",),
+    other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
     shapes=eagle3_shapes,
 )

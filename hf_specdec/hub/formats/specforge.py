@@ -37,7 +37,7 @@ SPECFORGE = Format(
     "EAGLE-3 (SpecForge)",
     "eagle3",
     read,
-    pickles=("pytorch_model.bin",),
+    other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
     shapes=eagle3_shapes,
 )
