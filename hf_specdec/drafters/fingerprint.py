@@ -9,6 +9,16 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# All that a tokenizer is made of.
+TOKENIZER_FILES = (
+    *_VOCABULARIES,
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256, in hex, over the vocabulary as sorted (token, id) pairs, added tokens included.
@@ -27,12 +37,11 @@ def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
     """
     if not name_or_path:
         return None
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
     try:
         if Path(name_or_path).is_dir():
-            known = any((Path(name_or_path) / file).is_file() for file in files)
+            known = any((Path(name_or_path) / file).is_file() for file in _VOCABULARIES)
         else:
-            known = any(isinstance(try_to_load_from_cache(name_or_path, file), str) for file in files)
+            known = any(isinstance(try_to_load_from_cache(name_or_path, file), str) for file in _VOCABULARIES)
         if not known:
             return None
         return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)

@@ -25,14 +25,15 @@ class Family:
         drafter: the class that loads it.
         recognises: whether a `config.json`, as a dict, is of this kind; None where `hub/recognition.py` knows the
             layout, or `model_type` is "hf_specdec_" and the name.
-        load: for kinds that transformers loads: makes the drafter from config, name, folder (None for one without
-            storage) and dtype. None for a `PretrainedDrafter`, whose tensors are checked one by one.
+        load: for kinds that transformers loads: makes the drafter from config, name, folder, dtype and whether the
+            weights are to be loaded; without them it has no storage. None for a `PretrainedDrafter`, whose tensors are
+            checked one by one.
     """
 
     name: str
     drafter: type[Any]  # a Drafter; those with tensors of their own are a `PretrainedDrafter`
     recognises: Callable[[dict[str, Any]], bool] | None = None
-    load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None
+    load: Callable[[dict[str, Any], str, Path, torch.dtype | None, bool], Drafter] | None = None
 
 
 FAMILIES: dict[str, Family] = {}
@@ -49,7 +50,7 @@ def register_family(
     *,
     drafter: type[Drafter],
     recognises: Callable[[dict[str, Any]], bool] | None = None,
-    load: Callable[[dict[str, Any], str, Path | None, torch.dtype | None], Drafter] | None = None,
+    load: Callable[[dict[str, Any], str, Path, torch.dtype | None, bool], Drafter] | None = None,
 ) -> None:
     """Makes a kind of checkpoint known to `load_drafter`; one line at the foot of its package."""
     _claim(FAMILIES, name, Family(name, drafter, recognises, load))

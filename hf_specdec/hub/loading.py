@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
+from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
@@ -157,15 +158,16 @@ def _load_host_model(
 ) -> Drafter:
     """Loads a drafter that is a model of transformers; what can be refused is refused before its weights are there."""
     assert family.load is not None
+    folder = source.locate(TOKENIZER_FILES, revision=folder.name)
     with _naming_config(Format(family.name, family.name, as_it_is), source.name):
-        blueprint = family.load(fields, source.name, None, None)
+        blueprint = family.load(fields, source.name, folder, None, False)
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
     wanted = ["model*.safetensors", INDEX_FILE, "generation_config.json", TRAINING_FILE, MEASUREMENTS_FILE]
     folder = source.locate(wanted, revision=folder.name)
     read_headers(weight_files(folder, source.name), source.name)
-    drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target))
+    drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target), True)
     if isinstance(drafter, PublishedDrafter):
         drafter.training_record = read_record(folder, TRAINING_FILE)
         drafter.measurements = read_record(folder, MEASUREMENTS_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from tests.hub.layouts import as_medusa, save
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
-from tests.methods import make_medusa
-from tests.targets import fresh_target
+from tests.methods import make_medusa, make_specbranch
+from tests.targets import fresh_target, one_prompt, tiny_tokenizer
 
 
 def same_weights(first: Any, second: Any) -> bool:
@@ -74,6 +75,53 @@ def test_what_does_not_fit_is_refused_before_weights_are_fetched(hub: LoopbackHu
     with pytest.raises(ValueError, match="Drafter 'owner/drafter' reads target hidden states of size 32"):
         load_drafter("owner/drafter", fresh_target("llama", hidden_size=48))
     assert hub.downloaded() == {"config.json"}
+
+
+@pytest.fixture
+def named_target(target: PreTrainedModel, tmp_path: Path) -> PreTrainedModel:
+    """A target that was loaded from a folder with its tokenizer."""
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+
+
+@pytest.fixture
+def draft_model(target: PreTrainedModel, tmp_path: Path) -> Path:
+    """A plain language model with a tokenizer in which ids 30 and 40 have changed places."""
+    target.save_pretrained(tmp_path / "draft")
+    tiny_tokenizer().save_pretrained(tmp_path / "draft")
+    file = tmp_path / "draft" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    names = {token_id: token for token, token_id in content["model"]["vocab"].items()}
+    content["model"]["vocab"] |= {names[30]: 40, names[40]: 30}
+    file.write_text(json.dumps(content))
+    return tmp_path / "draft"
+
+
+def test_draft_model_of_another_tokenizer_is_refused_before_its_weights_are_fetched(
+    hub: LoopbackHub, draft_model: Path, named_target: PreTrainedModel, tmp_path: Path
+) -> None:
+    wrong = hub.add("owner/draft", draft_model)
+    tiny_tokenizer().save_pretrained(draft_model)
+    hub.add("owner/draft", draft_model)
+    with pytest.raises(ValueError, match="'owner/draft' and target .* have different tokenizers: id 30 is"):
+        load_drafter("owner/draft", named_target, revision=wrong, cache_dir=tmp_path / "elsewhere")
+    assert not {name for name in hub.downloaded() if name.endswith(".safetensors")}
+    load_drafter("owner/draft", named_target)
+    late = load_drafter("owner/draft", revision=wrong)
+    with pytest.raises(ValueError, match="have different tokenizers: id 30 is"):
+        named_target.generate(**one_prompt(), max_new_tokens=2, assistant_model=late)
+
+
+def test_draft_model_beside_a_drafter_is_compared_by_tokenizer(
+    hub: LoopbackHub, draft_model: Path, named_target: PreTrainedModel, tmp_path: Path
+) -> None:
+    hub.add("owner/draft", draft_model)
+    pair = make_specbranch(named_target)
+    pair.config.draft_model = "owner/draft"
+    pair.save_pretrained(tmp_path / "pair")
+    with pytest.raises(ValueError, match="'owner/draft' and target .* have different tokenizers: id 30 is"):
+        load_drafter(tmp_path / "pair", named_target).check_target(named_target)
 
 
 def test_revision_names_a_branch_or_a_commit(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:

@@ -37,6 +37,9 @@ class CausalLMDrafter(PublishedDrafter):
         model: the draft model; not changed, and shared rather than copied.
         drafting_options: see below.
 
+    Attributes:
+        tokenizer_folder: where its tokenizer is, if anywhere; None to look for it where the model came from.
+
     Drafting options:
         method: `"causal_lm_tree"` (default), the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
         max_depth: most tokens of a path; as many forwards of the draft model per round.
@@ -65,6 +68,7 @@ class CausalLMDrafter(PublishedDrafter):
 
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
         self.model = model
+        self.tokenizer_folder: Path | None = None
         self.method = "causal_lm_tree"
         self.max_depth = 5
         self.tree_budget: Any = 16
@@ -179,8 +183,8 @@ class CausalLMDrafter(PublishedDrafter):
 
     def _compare_once(self, model: PreTrainedModel, target_name: str) -> None:
         """What takes too long to be looked at in every call."""
-        tokenizers = map(tokenizer_at_hand, (self.model.name_or_path, model.name_or_path))
-        difference = first_difference(*tokenizers)
+        own = str(self.tokenizer_folder or self.model.name_or_path)
+        difference = first_difference(tokenizer_at_hand(own), tokenizer_at_hand(model.name_or_path))
         if difference is not None:
             token_id, own_token, target_token = difference
             raise ValueError(

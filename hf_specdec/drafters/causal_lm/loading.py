@@ -23,14 +23,15 @@ def is_causal_lm(config: dict[str, Any]) -> bool:
     return any(name in names for name in config.get("architectures") or ())
 
 
-def load(config: dict[str, Any], name: str, folder: Path | None, dtype: torch.dtype | None) -> CausalLMDrafter:
+def load(config: dict[str, Any], name: str, folder: Path, dtype: torch.dtype | None, weights: bool) -> CausalLMDrafter:
     """Makes the drafter.
 
     Args:
         config: the checkpoint's `config.json`.
         name: what the user asked for.
-        folder: where weights are; None for a drafter without storage, which knows its options and its vocabulary.
+        folder: where its files are.
         dtype: of the weights; None for the stored one.
+        weights: whether they are loaded; else the drafter has no storage and knows its options and its vocabulary.
 
     Raises:
         ValueError: transformers knows no such model, or the weights are not those that the config describes.
@@ -42,9 +43,11 @@ def load(config: dict[str, Any], name: str, folder: Path | None, dtype: torch.dt
         )
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     parsed.name_or_path = name
-    if folder is None:
+    if not weights:
         with torch.device("meta"):
-            return CausalLMDrafter(AutoModelForCausalLM.from_config(parsed))
+            blueprint = CausalLMDrafter(AutoModelForCausalLM.from_config(parsed))
+        blueprint.tokenizer_folder = folder
+        return blueprint
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=parsed,
@@ -62,4 +65,6 @@ def load(config: dict[str, Any], name: str, folder: Path | None, dtype: torch.dt
                 "loaded: check that weights and config.json are of one checkpoint."
             )
     model.name_or_path = model.config.name_or_path = name
-    return CausalLMDrafter(model.eval())
+    drafter = CausalLMDrafter(model.eval())
+    drafter.tokenizer_folder = folder
+    return drafter

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
@@ -214,6 +216,11 @@ class SpecBranchDrafter(PretrainedDrafter):
             source, dtype=self.dtype, use_safetensors=True, trust_remote_code=False
         )
         self.attach(model)
+        if not Path(source).is_dir():
+            commit = getattr(model.config, "_commit_hash", None)
+            self._pair.tokenizer_folder = Path(
+                snapshot_download(source, revision=commit, allow_patterns=list(TOKENIZER_FILES))
+            )
 
     def write_side_files(self, folder: Path) -> None:
         if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
