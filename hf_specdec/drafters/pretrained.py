@@ -5,9 +5,7 @@ Finding and checking files is the business of `hub/loading.py`; card and Hub are
 
 from __future__ import annotations
 
-import hashlib
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.card import MEASUREMENTS_FILE
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer
 from hf_specdec.drafters.publishing import PublishedDrafter
 
@@ -145,32 +142,17 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         hub = {}
         if push_to_hub:
             hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
-        measured = folder / MEASUREMENTS_FILE
-        replaced = _weights_digest(folder) if self.measurements is None and measured.is_file() else None
         tensors = self.main_tensors() if state_dict is None else state_dict
-        super().save_pretrained(folder, is_main_process=is_main_process, state_dict=tensors, **kwargs)
         if not is_main_process:
+            super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
-        if state_dict is None:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
-            self.write_side_files(folder)
-        if replaced is not None and replaced != _weights_digest(folder):
-            measured.unlink()
-            warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=2)
+        with self.replacing_weights(folder):
+            super().save_pretrained(folder, state_dict=tensors, **kwargs)
+            if state_dict is None:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
+                self.write_side_files(folder)
         self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
-
-
-def _weights_digest(folder: Path) -> list[tuple[str, str]]:
-    """Name and SHA-256 of every weight file in a folder."""
-    digests = []
-    for file in sorted(folder.rglob("*.safetensors")):
-        digest = hashlib.sha256()
-        with file.open("rb") as data:
-            while part := data.read(1 << 24):
-                digest.update(part)
-        digests.append((file.relative_to(folder).as_posix(), digest.hexdigest()))
-    return digests
 
 
 _HUB_ARGUMENTS = frozenset(

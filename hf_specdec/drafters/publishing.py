@@ -5,6 +5,7 @@ What the card says is in `card.py`, the code that goes with the weights in `cust
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import warnings
@@ -104,6 +105,16 @@ class PublishedDrafter(Drafter):
             training=self.training_record,
             measurements=self.measurements,
         )
+
+    @contextmanager
+    def replacing_weights(self, folder: Path) -> Iterator[None]:
+        """Around saving to a folder: measurements there go, with a warning, if other weights were measured."""
+        measured = folder / MEASUREMENTS_FILE
+        before = _weights_digest(folder) if self.measurements is None and measured.is_file() else None
+        yield
+        if before is not None and before != _weights_digest(folder):
+            measured.unlink()
+            warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=4)
 
     def write_records(
         self, folder: str | os.PathLike[str], name: str | None = None, *, license: str | None = None
@@ -206,12 +217,31 @@ class PublishedDrafter(Drafter):
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,
-                # Shards of an earlier, larger upload would otherwise stay beside the new weights.
-                delete_patterns=["model*.safetensors", "model.safetensors.index.json", *self.side_files],
+                # What is uploaded is not deleted. Shards of an earlier, larger upload and records of other weights
+                # would otherwise stay beside the new ones.
+                delete_patterns=[
+                    "model*.safetensors",
+                    "model.safetensors.index.json",
+                    TRAINING_FILE,
+                    MEASUREMENTS_FILE,
+                    *self.side_files,
+                ],
             )
             if tag is not None:
                 _set_tag(api, repo_id, tag, commit.oid)
             return commit
+
+
+def _weights_digest(folder: Path) -> list[tuple[str, str]]:
+    """Name and SHA-256 of every weight file in a folder."""
+    digests = []
+    for file in sorted(folder.rglob("*.safetensors")):
+        digest = hashlib.sha256()
+        with file.open("rb") as data:
+            while part := data.read(1 << 24):
+                digest.update(part)
+        digests.append((file.relative_to(folder).as_posix(), digest.hexdigest()))
+    return digests
 
 
 def _set_tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:

@@ -18,7 +18,7 @@ from hf_specdec.drafters.card import MARKER
 from hf_specdec.drafters.custom_generate import CODE_FILE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
-from tests.methods import make_specbound
+from tests.methods import make_causal_lm, make_specbound
 from tests.targets import one_prompt
 
 MEASUREMENTS: dict[str, Any] = {
@@ -195,6 +195,17 @@ def test_measurements_of_replaced_weights_are_removed(folder: Path, drafter: DFl
     assert "Not measured." in (folder / "README.md").read_text()
 
 
+def test_measurements_of_a_replaced_draft_model_are_removed(target: PreTrainedModel, tmp_path: Path) -> None:
+    first = make_causal_lm(target)
+    first.measurements = MEASUREMENTS
+    first.save_pretrained(tmp_path)
+    load_drafter(tmp_path).save_pretrained(tmp_path)  # the same weights: they hold
+    assert "2.25x" in (tmp_path / "README.md").read_text()
+    with pytest.warns(UserWarning, match="measurements.json was removed"):
+        make_causal_lm(target, seed=1).save_pretrained(tmp_path)
+    assert "2.25x" not in (tmp_path / "README.md").read_text()
+
+
 def test_record_that_is_no_json_is_left_aside_with_a_warning(folder: Path) -> None:
     (folder / "training.json").write_text("{'data'")
     with pytest.warns(UserWarning, match="training.json is left aside: it is not valid JSON"):
@@ -247,6 +258,19 @@ def test_pushing_leaves_no_shards_of_an_earlier_push(hub: LoopbackHub, drafter: 
     assert "model.safetensors.index.json" in hub.repos["me/drafter"].files()
     drafter.push_to_hub("me/drafter", token=TOKEN)
     assert set(hub.repos["me/drafter"].files()) == {"README.md", "config.json", "model.safetensors", CODE_FILE}
+
+
+def test_pushing_leaves_no_records_of_earlier_weights(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
+    drafter.measurements, drafter.training_record = MEASUREMENTS, TRAINING
+    for _ in range(2):  # what is uploaded again is not deleted
+        drafter.push_to_hub("me/drafter", token=TOKEN)
+        loaded = load_drafter("me/drafter")
+        assert (loaded.measurements, loaded.training_record) == (MEASUREMENTS, TRAINING)
+    drafter.measurements = drafter.training_record = None
+    drafter.fc.weight.data.zero_()
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    loaded = load_drafter("me/drafter")
+    assert (loaded.measurements, loaded.training_record) == (None, None)
 
 
 def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlashDrafter) -> None:

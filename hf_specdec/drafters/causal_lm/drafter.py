@@ -103,7 +103,8 @@ class CausalLMDrafter(PublishedDrafter):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves the draft model as the plain language model it is, with records and card; `load_drafter` reads it."""
-        self.model.save_pretrained(save_directory, **kwargs)
+        with self.replacing_weights(Path(save_directory)):
+            self.model.save_pretrained(save_directory, **kwargs)
         self.write_records(save_directory)
 
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
