@@ -140,7 +140,10 @@ def as_zlab(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
         "rope_theta": drafter.config.rope_parameters["rope_theta"],
         "dflash_config": {"mask_token_id": drafter.config.mask_token_id},
     }
-    config["dflash_config"] |= fields.pop("dflash_config", {})
+    if (block := fields.pop("dflash_config", {})) is None:
+        del config["dflash_config"]
+    else:
+        config["dflash_config"] |= block
     config = {name: value for name, value in (config | fields).items() if value is not None}
     return config, dict(drafter.state_dict())
 
@@ -264,6 +267,27 @@ CASES = {
         **ZLAB,
         ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
         written={"block_size": 5, "dflash_config": {"use_swa": True, "swa_window_size": 4}},
+    ),
+    "z-lab, use_swa, the window at the top": Case(
+        **ZLAB,
+        ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={
+            "block_size": 5,
+            "dflash_config": {"use_swa": True},
+            "sliding_window": 4,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        },
+    ),
+    "z-lab, layers and mask token at the top": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [2, 3, 6]}},
+        written={"block_size": 5, "target_layer_ids": [2, 3, 6], "mask_token_id": 1, "dflash_config": None},
+    ),
+    "z-lab, no list of layers, said twice": Case(
+        **ZLAB,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "mask_token_id": 1, "dflash_config": {"target_layer_ids": None}},
     ),
     # A2: a fixed rule, in hidden-state indices. A4: offsets; a map in a file of its own wins. A6: no base means 10000.
     "specblock, default taps, offsets": Case(**BLOCKS, ours=DEFAULT_TAPS),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import load_drafter
+from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.hub.recognition import recognise
 from tests.hub.layouts import (
@@ -27,13 +27,15 @@ from tests.hub.layouts import (
     Tensors,
     as_medusa,
     as_safeailab,
+    as_specblock,
     as_specforge,
     as_speculators_dflash,
     as_speculators_eagle3,
+    as_zlab,
     build,
     save,
 )
-from tests.methods import make_dflash, make_eagle3, make_medusa
+from tests.methods import make_dflash, make_eagle3, make_medusa, make_specblock
 from tests.targets import make_target, one_prompt
 
 # Rows that name the last layer of the target; tests/drafters/test_pairing.py is about the warning.
@@ -252,6 +254,33 @@ def test_speculators_config_that_makes_no_sense_raises(
     with pytest.raises(
         ValueError, match=rf"config.json of .* does not describe a EAGLE-3 \(speculators\) drafter. {message}"
     ):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "write", "change", "message"),
+    [
+        (make_dflash, as_zlab, {"mask_token_id": 2}, "mask_token_id is 2 at the top and 1 in dflash_config"),
+        (make_specblock, as_specblock, {"block_size": 9}, "block_size is 9 and diffspec_draft_token_num 3"),
+    ],
+)
+def test_field_with_two_values_raises_and_said_twice_is_fine(
+    make: Any, write: Any, change: Fields, message: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter = make(target)
+    config, tensors = write(drafter)
+    config |= {"block_size": drafter.config.block_size}
+    save(tmp_path, config, tensors)
+    load_drafter(tmp_path, target)
+    save(tmp_path, config | change, tensors)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path)
+    assert message in inspect_drafter(tmp_path).problems[0]
+
+
+def test_window_of_no_size_raises(target: PreTrainedModel, tmp_path: Path) -> None:
+    save(tmp_path, *as_zlab(make_dflash(target), block_size=5, dflash_config={"use_swa": True}))
+    with pytest.raises(ValueError, match="use_swa is set, but neither dflash_config.swa_window_size nor sliding_"):
         load_drafter(tmp_path)
 
 

@@ -57,12 +57,16 @@ class DFlashConfig(Qwen3Config):
         target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
-        window = kwargs.get("sliding_window")
+        self._as_published: dict[str, Any] | None = None  # the file it was read from
+        window, layer_types = kwargs.get("sliding_window"), kwargs.get("layer_types")
         super().__init__(**kwargs)
-        if "sliding_attention" in self.layer_types:
+        self.dflash_config = dict(dflash_config or {})
+        if self.use_swa and layer_types is None:
+            # Every layer has the window and none is causal; use_sliding_window would have Qwen3's own rule say more.
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if "sliding_attention" in self.layer_types or self.use_swa:
             # Qwen3's own config drops the window unless use_sliding_window is set; published drafters set either.
             self.sliding_window = window
-        self.dflash_config = dict(dflash_config or {})
         self.block_size = self.dflash_config.get("block_size", block_size)
         self.num_target_layers = num_target_layers
         self.is_causal = is_causal
@@ -71,7 +75,6 @@ class DFlashConfig(Qwen3Config):
         self.target_revision = target_revision
         self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
-        self._as_published: dict[str, Any] | None = None  # the file it was read from
 
     def check(self) -> None:
         """Raises ValueError, naming the field and where it lives, if the drafter cannot be built from this config."""
@@ -85,10 +88,10 @@ class DFlashConfig(Qwen3Config):
                 f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id to write into the slots to "
                 "be filled."
             )
-        layers = self.dflash_config.get("target_layer_ids", [])
+        layers = self.dflash_config.get("target_layer_ids") or []
         if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
             raise ValueError(f"dflash_config.target_layer_ids is {layers!r}; it must be a list of 0-based layers.")
-        if "target_layer_ids" not in self.dflash_config and self.num_target_layers is None:
+        if not layers and self.num_target_layers is None:
             raise ValueError(
                 "This DFlash config has neither dflash_config.target_layer_ids nor num_target_layers, so the target "
                 "layers it reads are unknown; add one of them to its config.json."
@@ -101,6 +104,11 @@ class DFlashConfig(Qwen3Config):
                 f"draft_vocab_size is {self.draft_vocab_size}, own_head {self.own_head} and vocab_size "
                 f"{self.vocab_size} in this DFlash config; a draft vocabulary is a part of the target's, and "
                 "needs a head of its own."
+            )
+        if self.use_swa and self.window(0) is None:
+            raise ValueError(
+                "dflash_config.use_swa is set, but neither dflash_config.swa_window_size nor sliding_window says how "
+                "far the draft layers look back: add the one that the drafter was trained with."
             )
         if self.dflash_config.get("attention_sink_bias"):
             raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
@@ -118,6 +126,11 @@ class DFlashConfig(Qwen3Config):
             return explicit
         assert self.num_target_layers is not None, "check() asks for one of the two"
         return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+
+    @property
+    def use_swa(self) -> bool:
+        """Whether every layer has a window, whatever `layer_types` says."""
+        return bool(self.dflash_config.get("use_swa"))
 
     @property
     def sample_from_anchor(self) -> bool:
@@ -147,7 +160,7 @@ class DFlashConfig(Qwen3Config):
 
     def window(self, layer: int) -> int | None:
         """Positions a draft layer looks back, itself included; None without a limit."""
-        if self.dflash_config.get("use_swa"):
+        if self.use_swa:
             return self.dflash_config.get("swa_window_size", self.sliding_window)
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 

@@ -32,7 +32,18 @@ def is_specblock(config: Config) -> bool:
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a SpecBlock drafter."""
+    """Our fields and tensor names for a SpecBlock drafter.
+
+    Raises:
+        ValueError: `block_size`, under which others know the tokens of a block, is another number than the layout's.
+    """
+    fields = dict(fields)
+    tokens = fields.get("diffspec_draft_token_num", 7)
+    if (block_size := fields.pop("block_size", tokens)) != tokens:
+        raise ValueError(
+            f"block_size is {block_size!r} and diffspec_draft_token_num {tokens!r} (7 where it is missing); both are "
+            "the tokens of a block: correct the one, or remove block_size."
+        )
     return Reading(fields, {name: name for name in stored or () if not _LEFT_OUT.search(name)})
 
 
