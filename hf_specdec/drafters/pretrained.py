@@ -101,16 +101,15 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             ValueError: the checkpoint is not of this architecture; names the weights.
         """
         return_info = kwargs.pop("output_loading_info", False)
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        # Without the latter transformers raises and names no shape; none is ignored here.
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         drafter, info = loaded
-        for kind in ("missing", "unexpected", "mismatched"):
-            if info[f"{kind}_keys"]:
-                names = sorted(str(key) for key in info[f"{kind}_keys"])
-                raise ValueError(
-                    f"{str(pretrained_model_name_or_path)!r} is no {cls.__name__} checkpoint: {kind} weights "
-                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. Nothing was loaded; load_drafter() "
-                    "says what the files are."
-                )
+        if differences := loading_differences(info):
+            raise ValueError(
+                f"{str(pretrained_model_name_or_path)!r} is no {cls.__name__} checkpoint: {differences}. Nothing was "
+                "loaded; load_drafter() says what the files are."
+            )
         return (drafter, info) if return_info else drafter
 
     def save_pretrained(  # the host's further arguments are in kwargs
@@ -153,6 +152,20 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
+
+
+def loading_differences(info: dict[str, Any]) -> str:
+    """What weights were not those of the network, in words, from transformers' loading info; empty where all were."""
+    shapes = {
+        f"{name} {list(stored)} in the files and {list(described)} by the config"
+        for name, stored, described in info["mismatched_keys"]
+    }
+    parts = []
+    kinds = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of another shape": shapes}
+    for kind, weights in kinds.items():
+        if names := sorted(weights):
+            parts.append(f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}")
+    return "; ".join(parts)
 
 
 _HUB_ARGUMENTS = frozenset(

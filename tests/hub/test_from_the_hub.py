@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
@@ -122,6 +123,20 @@ def test_draft_model_beside_a_drafter_is_compared_by_tokenizer(
     pair.save_pretrained(tmp_path / "pair")
     with pytest.raises(ValueError, match="'owner/draft' and target .* have different tokenizers: id 30 is"):
         load_drafter(tmp_path / "pair", named_target).check_target(named_target)
+
+
+def test_draft_model_beside_a_drafter_is_refused_without_all_its_weights(
+    hub: LoopbackHub, draft_model: Path, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    tensors = load_file(draft_model / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, draft_model / "model.safetensors", {"format": "pt"})
+    hub.add("owner/partial", draft_model)
+    pair = make_specbranch(target)
+    pair.config.draft_model = "owner/partial"
+    pair.save_pretrained(tmp_path / "pair")
+    with pytest.raises(ValueError, match="weights of 'owner/partial' are not those .*missing: model.norm.weight"):
+        load_drafter(tmp_path / "pair")
 
 
 def test_revision_names_a_branch_or_a_commit(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter
+from hf_specdec.drafters.pretrained import loading_differences
 
 
 def is_causal_lm(config: dict[str, Any]) -> bool:
@@ -21,6 +22,34 @@ def is_causal_lm(config: dict[str, Any]) -> bool:
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
     names = (known,) if isinstance(known, str) else known or ()
     return any(name in names for name in config.get("architectures") or ())
+
+
+def whole_model(source: str | Path, name: str, **settings: Any) -> PreTrainedModel:
+    """A language model whose every weight is that of its files.
+
+    Args:
+        source: a folder or a Hub id.
+        name: of the model, for messages.
+        settings: for `from_pretrained`.
+
+    Raises:
+        OSError: as `from_pretrained`.
+        ValueError: the weights are not those that the config describes; names them.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # without, transformers raises and names no shape; none is ignored here
+        **settings,
+    )
+    if differences := loading_differences(info):
+        raise ValueError(
+            f"The weights of {name!r} are not those of the {type(model).__name__} that its config.json describes: "
+            f"{differences}. Nothing was loaded: check that weights and config.json are of one checkpoint."
+        )
+    return model
 
 
 def load(config: dict[str, Any], name: str, folder: Path, dtype: torch.dtype | None, weights: bool) -> CausalLMDrafter:
@@ -48,22 +77,7 @@ def load(config: dict[str, Any], name: str, folder: Path, dtype: torch.dtype | N
             blueprint = CausalLMDrafter(AutoModelForCausalLM.from_config(parsed))
         blueprint.tokenizer_folder = folder
         return blueprint
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=parsed,
-        dtype=dtype or "auto",
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    for kind in ("missing", "unexpected", "mismatched"):
-        if keys := sorted(map(str, info[f"{kind}_keys"])):
-            raise ValueError(
-                f"The weights of {name!r} are not those of the {type(model).__name__} that its config.json describes: "
-                f"{kind} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. Nothing was "
-                "loaded: check that weights and config.json are of one checkpoint."
-            )
+    model = whole_model(folder, name, config=parsed, dtype=dtype or "auto", local_files_only=True)
     model.name_or_path = model.config.name_or_path = name
     drafter = CausalLMDrafter(model.eval())
     drafter.tokenizer_folder = folder

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.causal_lm.loading import whole_model
 from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
@@ -212,9 +213,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             source = str(found)
         else:
             source = place
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=self.dtype, use_safetensors=True, trust_remote_code=False
-        )
+        model = whole_model(source, source, dtype=self.dtype)
         self.attach(model)
         if not Path(source).is_dir():
             commit = getattr(model.config, "_commit_hash", None)

@@ -386,15 +386,18 @@ def test_bad_folders_and_pairs_raise_before_weights_are_read(folder: Path) -> No
         load_drafter(folder)
 
 
-@pytest.mark.parametrize("change", ["missing", "unexpected"])
+@pytest.mark.parametrize("change", ["missing", "unexpected", "of another shape"])
 def test_weights_that_are_not_the_models_raise(folder: Path, change: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     if change == "missing":
         tensors.pop("model.layers.1.mlp.up_proj.weight")
+    elif change == "of another shape":
+        tensors["model.norm.weight"] = torch.zeros(16)
     else:
         tensors["fc.weight"] = torch.zeros(32, 64)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"those of the LlamaForCausalLM .*: {change} (model.layers.1|fc.weight)"):
+    names = r"(model.layers.1|fc.weight|model.norm.weight \[16\] in the files and \[32\] by the config)"
+    with pytest.raises(ValueError, match=rf"those of the LlamaForCausalLM .*: {change}: {names}"):
         load_drafter(folder)
 
 
