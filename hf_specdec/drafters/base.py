@@ -95,7 +95,7 @@ class Drafter(ABC):
     def check_tree_budget(self, most: int) -> None:
         """Raises ValueError unless `tree_budget` is "auto" or an integer from 1 to `most`."""
         budget: int | Literal["auto"] = self.tree_budget
-        if budget != "auto" and (not isinstance(budget, int) or not 1 <= budget <= most):
+        if budget != "auto" and (type(budget) is not int or not 1 <= budget <= most):
             raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {most}, or 'auto'.")
 
     def auto_budget(self, model: PreTrainedModel, batch: int) -> AutoBudget | None:
@@ -137,17 +137,23 @@ class Drafter(ABC):
         """Sets drafting options by name, then checks them together.
 
         Raises:
-            ValueError: an option is unknown (the nearest name is suggested) or out of range.
+            ValueError: an option is unknown (the nearest name is suggested) or out of range; all stay as they were.
         """
         known = (*self.option_names, *self.common_options)
         for name in options:
             if name not in known:
                 raise unknown_name("drafting option", name, known)
-        for name, value in options.items():
-            setattr(self, name, value)
-        if self.compile_mode not in COMPILE_MODES:
-            raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
-        self.check_options()
+        before = {name: getattr(self, name) for name in options}
+        try:
+            for name, value in options.items():
+                setattr(self, name, value)
+            if self.compile_mode not in COMPILE_MODES:
+                raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
+            self.check_options()
+        except BaseException:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
 
 
 COMPILE_MODES = ("none", "reduce-overhead")

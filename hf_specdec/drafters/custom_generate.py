@@ -30,18 +30,23 @@ def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=No
         model: the target.
         drafter: a Hub id or folder.
         revision: of the drafter, on the Hub.
-        drafting_options: attributes of the drafter, such as {{"tree_budget": 16}}.
+        drafting_options: attributes of the drafter, such as {{"tree_budget": 16}}; for this call.
         token: for private repos.
         kwargs: for the ordinary `generate`.
     """
+    if kwargs.get("assistant_model") is not None:
+        raise ValueError("custom_generate brings a drafter of its own; leave assistant_model out.")
     source, loaded = _DRAFTERS.get(model, (None, None))
     if source != (drafter, revision):
         loaded = load_drafter(drafter, target=model, revision=revision, token=token)
         _DRAFTERS[model] = (drafter, revision), loaded
-    loaded.set_options(**(drafting_options or {{}}))
-    if kwargs.get("assistant_model") is not None:
-        raise ValueError("custom_generate brings a drafter of its own; leave assistant_model out.")
-    return model.generate(**{{**kwargs, "assistant_model": loaded}})
+    options = drafting_options or {{}}
+    before = {{name: getattr(loaded, name, None) for name in options}}  # set_options says which are unknown
+    loaded.set_options(**options)
+    try:
+        return model.generate(**{{**kwargs, "assistant_model": loaded}})
+    finally:
+        loaded.set_options(**before)
 '''
 
 

@@ -56,6 +56,26 @@ def test_generate_by_the_repos_name_drafts_with_its_drafter(pushed: str, target:
     assert output.speculation.num_draft_tokens <= 3 * rounds
 
 
+def test_options_are_those_of_one_call(pushed: str, target: PreTrainedModel) -> None:
+    def draft_tokens(**options: Any) -> int:
+        output = target.generate(
+            **one_prompt(),
+            **GREEDY,
+            custom_generate=pushed,
+            trust_remote_code=True,
+            drafting_options=options,
+            return_dict_in_generate=True,
+        )
+        return output.speculation.num_draft_tokens
+
+    alone = draft_tokens()
+    assert draft_tokens(tree_budget=3) < alone
+    for wrong in ({"tree_budget": -1}, {"tree_bugdet": 3}):
+        with pytest.raises(ValueError, match="tree_budget"):
+            draft_tokens(**wrong)
+    assert draft_tokens() == alone
+
+
 def test_generate_with_a_folder_of_the_repo(pushed: str, target: PreTrainedModel, tmp_path: Path) -> None:
     folder = snapshot_download(pushed, local_dir=tmp_path / "copy")
     plain = target.generate(**one_prompt(), **GREEDY)

@@ -238,6 +238,7 @@ def test_fingerprint_sees_tokens_and_ids() -> None:
     [
         ({"tree_bugdet": 8}, r"Unknown drafting option 'tree_bugdet'. Did you mean 'tree_budget'\?"),
         ({"method": "ddtre"}, r"Unknown method 'ddtre'. Did you mean 'ddtree'\? Known: 'ddtree', 'dflash'"),
+        ({"method": ["ddtree"]}, r"Unknown method \['ddtree'\].*Known: 'ddtree', 'dflash'"),
         ({"tree_budget": 0}, r"tree_budget=0 must be an integer from 1 to \d+"),
         ({"tree_budget": 10**6}, r"tree_budget=1000000 must be an integer from 1 to \d+"),
         ({"block_size": 1}, r"block_size=1 must be an integer from 2 to 5"),
@@ -250,6 +251,20 @@ def test_fingerprint_sees_tokens_and_ids() -> None:
 def test_bad_options_raise(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_drafter(folder, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_that_are_refused_stay_as_they_were(method: str, target: PreTrainedModel) -> None:
+    drafter = METHODS[method](target)
+    before = {name: getattr(drafter, name) for name in drafter.option_names}
+    for name in [name for name, value in before.items() if type(value) is int]:
+        for value in (True, -1):
+            with pytest.raises(ValueError, match=f"{name}={value}.* must be"):
+                drafter.set_options(**{name: value})
+            assert {name: getattr(drafter, name) for name in before} == before
+    with pytest.raises(ValueError, match="compile_mode='fast' must be one of"):
+        drafter.set_options(compile_mode="fast")
+    assert drafter.compile_mode == "none"
 
 
 def test_arguments_of_the_wrong_kind_raise(folder: Path) -> None:

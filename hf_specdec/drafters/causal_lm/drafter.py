@@ -155,7 +155,7 @@ class CausalLMDrafter(PublishedDrafter):
         self.check_tree_budget(MAX_TREE_BUDGET)
         for name, most in (("max_depth", MAX_DEPTH), ("width", MAX_TREE_BUDGET)):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
         if not isinstance(self.sample_drafts, bool):
             raise ValueError(f"sample_drafts={self.sample_drafts!r} must be True or False.")

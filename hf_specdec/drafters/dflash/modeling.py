@@ -197,11 +197,11 @@ class DFlashDrafter(PretrainedDrafter):
         }
 
     def check_options(self) -> None:
-        if self.method not in MARGINAL_METHODS:
-            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        if self.method not in self.methods:
+            raise unknown_name("method", self.method, self.methods)
         self.check_tree_budget(MAX_TREE_BUDGET)
         trained: Any = self.config.block_size
-        if not isinstance(self.block_size, int) or not 2 <= self.block_size <= trained:
+        if type(self.block_size) is not int or not 2 <= self.block_size <= trained:
             raise ValueError(
                 f"block_size={self.block_size!r} must be an integer from 2 to {self.config.block_size}, the block this "
                 "checkpoint was trained with (root included)."

@@ -239,7 +239,7 @@ class Eagle3Drafter(PretrainedDrafter):
         bounds = {"depth": MAX_DEPTH, "top_k": MAX_TOP_K}
         for option, most in bounds.items():
             value = getattr(self, option)
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{option}={value!r} must be an integer from 1 to {most}.")
 
     def check_target(self, model: PreTrainedModel) -> None:

@@ -54,7 +54,7 @@ class NGramDrafter(Drafter):
             ("max_depth", MAX_TREE_BUDGET),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
         self.check_tree_budget(MAX_TREE_BUDGET)
         if self.shortest_suffix > self.longest_suffix:

@@ -337,11 +337,11 @@ class SpecBlockDrafter(PretrainedDrafter):
         if self.method != "specblock":
             raise unknown_name("method", self.method, ["specblock"])
         self.check_tree_budget(MAX_TREE_BUDGET)
-        if not isinstance(self.num_blocks, int) or not 1 <= self.num_blocks <= 64:
+        if type(self.num_blocks) is not int or not 1 <= self.num_blocks <= 64:
             raise ValueError(f"num_blocks={self.num_blocks!r} must be an integer from 1 to 64.")
         for name in ("beam_width", "max_starts"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1, or None for no limit.")
         branching, classes = self.branching, self.config.rank_classes
         if not isinstance(branching, (list, tuple)) or len(branching) != classes:
@@ -349,7 +349,7 @@ class SpecBlockDrafter(PretrainedDrafter):
                 f"branching={branching!r} must have {classes} numbers, one per bucket of this drafter's rank head: "
                 f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, beyond (for example [2, 4, 10, 0])."
             )
-        if not all(isinstance(width, int) and width >= 0 for width in branching):
+        if not all(type(width) is int and width >= 0 for width in branching):
             raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
 
     def check_target(self, model: PreTrainedModel) -> None:

@@ -110,9 +110,9 @@ class SpecBoundConfig(PreTrainedConfig):
         self, w_max: Any, d_max: Any, alpha: Any, threshold: Any, use_exit_layers: Sequence[int] | None
     ) -> None:
         """Raises ValueError, naming the option and its range, if these heads cannot draft with such options."""
-        if not isinstance(w_max, int) or not 1 <= w_max <= MAX_WIDTH:
+        if type(w_max) is not int or not 1 <= w_max <= MAX_WIDTH:
             raise ValueError(f"w_max={w_max!r} must be an integer from 1 to {MAX_WIDTH}: positions per round.")
-        if not isinstance(d_max, int) or not 1 <= d_max <= self.num_target_layers:
+        if type(d_max) is not int or not 1 <= d_max <= self.num_target_layers:
             raise ValueError(
                 f"d_max={d_max!r} must be an integer from 1 to {self.num_target_layers}, the layers of the target; "
                 "that many are no bound."

@@ -321,7 +321,7 @@ class SpecBranchDrafter(PretrainedDrafter):
     def check_options(self) -> None:
         for name, most in (("k_max", MOST_BRANCHES), ("max_depth", MOST_TOKENS), ("worker_threads", 1024)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
         for name, known in (
             ("lengths", LENGTHS),
