@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -33,6 +34,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model that came from a folder or the Hub cache; None where there is none on this machine.
 
+    Warns, and gives None, where there is one that cannot be read: ids alone are enough to generate.
     Without a vocabulary's files AutoTokenizer would make up an empty tokenizer.
     """
     if not name_or_path:
@@ -45,8 +47,13 @@ def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
         if not known:
             return None
         return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        return None  # one that needs more than is installed or allowed: nothing to compare with
+    except Exception as error:  # files of others, read by whatever class they name: damage shows in many kinds
+        warnings.warn(
+            f"The tokenizer of {name_or_path!r} cannot be read here ({type(error).__name__}: {error}), so it is "
+            "compared with no other: look that drafter and target have the same one.",
+            stacklevel=2,
+        )
+        return None
 
 
 def first_difference(

@@ -10,7 +10,6 @@ import re
 import warnings
 from typing import Any
 
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -104,7 +103,7 @@ def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_i
         return
     found = text_mode(tokenizer, tokenizer.decode(input_ids[0]))
     if found is None:
-        return  # a template that wants more than one question: nothing to compare with
+        return
     is_chat, thinks = found
     if chat is not None and chat != is_chat:
         has, trained, change = (
@@ -134,13 +133,19 @@ def text_mode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, bool
         text: a prompt, or one with its answer; special tokens included.
 
     Returns:
-        The two; the second is None where the text does not tell. None where the template cannot be asked.
+        The two; the second is None where the text does not tell. None, with a warning, where the template cannot be
+        asked: one that wants more than one question, or several of which none is the default.
     """
     if not tokenizer.chat_template:
         return False, None
     try:
         endings = {mode: _ending(tokenizer, mode) for mode in (True, False)}
-    except TemplateError:
+    except Exception as error:  # a template is code of others, and may raise anything
+        warnings.warn(
+            f"The chat template of {tokenizer.name_or_path!r} cannot be asked what a prompt looks like "
+            f"({type(error).__name__}: {error}), so whether a text is in it is not known.",
+            stacklevel=3,
+        )
         return None
     is_chat = any(_opening(ending) in text for ending in endings.values())
     # Where the last answer begins; a longer ending may begin like the shorter one, with an empty thought behind it.

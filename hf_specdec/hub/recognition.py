@@ -54,7 +54,7 @@ def recognise(
     Raises:
         ValueError: a format that is known but not loaded, or no drafter at all; says what the config holds.
     """
-    if (own := own_format(config)) is not None:
+    if (own := own_format(config, name)) is not None:
         return own
     for recognises, format in _BY_CONFIG:
         if recognises(config):

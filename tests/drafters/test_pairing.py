@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
@@ -143,6 +143,30 @@ def test_prompt_of_another_kind_warns(
     told = [str(warning.message) for warning in caught if "Drafter" in str(warning.message)]
     assert len(told) == (0 if message is None else 1)
     assert message is None or re.search(message, told[0])
+
+
+@pytest.mark.parametrize("template", [{"rag": "a", "tools": "b"}, "{{ messages[0].content + 5 }}", "{{ a.b() }}"])
+def test_template_that_cannot_be_asked_warns_once_and_stops_nothing(
+    template: Any, with_tokenizer: PreTrainedModel, drafter: DFlashDrafter
+) -> None:
+    chat = AutoTokenizer.from_pretrained(with_tokenizer.name_or_path)
+    chat.chat_template = template
+    (Path(with_tokenizer.name_or_path) / "chat_template.jinja").unlink()
+    chat.save_pretrained(with_tokenizer.name_or_path)
+    drafter.training_record = {"chat_template": True}
+    with pytest.warns(UserWarning, match="chat template of '.*target' cannot be asked what a prompt looks like"):
+        generate(with_tokenizer, drafter)
+    generate(with_tokenizer, drafter)  # a second warning would be an error here
+
+
+def test_tokenizer_that_cannot_be_read_warns_and_stops_nothing(
+    with_tokenizer: PreTrainedModel, drafter: DFlashDrafter
+) -> None:
+    (Path(with_tokenizer.name_or_path) / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Later"}}')
+    drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tiny_tokenizer())
+    with pytest.warns(UserWarning, match="tokenizer of '.*target' cannot be read here .*compared with no other"):
+        generate(with_tokenizer, drafter)
+    generate(with_tokenizer, drafter)
 
 
 def test_list_that_names_the_last_layer_is_warned_of_unless_trained_here(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.hub.recognition import recognise
 
 # One sign for each row of the table, and what it means; rows 10 and 11 are told by tensors, or by nothing else.
@@ -59,3 +61,11 @@ def test_tensors_tell_where_the_config_is_a_plain_language_models() -> None:
     assert name_of(plain, {"medusa_head.0.0.linear.weight"}) == "Medusa"
     assert name_of(plain, EAGLE_1) == "EAGLE-1 and EAGLE-2"
     assert name_of(plain, {"model.embed_tokens.weight"}) == "causal_lm"
+
+
+def test_family_of_another_version_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "hf_specdec_eagle4"}')
+    message = "model_type 'hf_specdec_eagle4', and there is no family 'eagle4' here. Did you mean 'eagle3'.*update hf_"
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path)
+    assert re.search(message, inspect_drafter(tmp_path).problems[0])

@@ -5,11 +5,15 @@ Such a config has `model_type` "hf_specdec_" and the family's name, so that noth
 
 from __future__ import annotations
 
+import difflib
+from pathlib import Path
+
 from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
 from hf_specdec.hub.formats.eagle3 import eagle3_shapes
 from hf_specdec.hub.formats.medusa import medusa_shapes
 
 PREFIX = "hf_specdec_"
+_DRAFTERS = Path(__file__).parents[2] / "drafters"  # a folder for each family
 
 
 def specbound_shapes(fields: Config) -> Shapes:
@@ -41,11 +45,27 @@ def specbound_files(fields: Config) -> dict[str, Shapes]:
 _SHAPES = {"eagle3": eagle3_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
 
 
-def own_format(config: Config) -> Format | None:
-    """The layout that a `config.json` is of; None where it is none of ours."""
+def own_format(config: Config, name: str) -> Format | None:
+    """The layout that a `config.json` is of; None where it is none of ours.
+
+    Args:
+        config: the `config.json`.
+        name: where it came from, for the message.
+
+    Raises:
+        ValueError: it is of a family that is not here.
+    """
     model_type = str(config.get("model_type"))
     if not model_type.startswith(PREFIX):
         return None
     family = model_type.removeprefix(PREFIX)
+    known = sorted(file.parent.name for file in _DRAFTERS.glob("*/__init__.py"))  # their registry would need torch
+    if family not in known:
+        nearest = difflib.get_close_matches(family, known, n=1)
+        raise ValueError(
+            f"{name!r} has model_type {model_type!r}, and there is no family {family!r} here."
+            f"{f' Did you mean {nearest[0]!r}?' if nearest else ''} Known: {', '.join(known)}. If it was saved by "
+            "another version of hf_specdec, update hf_specdec."
+        )
     files = specbound_files if family == "specbound" else lambda fields: {}
     return Format(family, family, as_it_is, shapes=_SHAPES.get(family), own_files=files)
