@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    from hf_specdec.drafters.ngram import NGramDrafter
+
     drafter: Any = _load(arguments, dtype=arguments.dtype)
+    if isinstance(drafter, NGramDrafter):
+        raise ValueError(f"{arguments.drafter!r} has no weights, so there is nothing to convert.")
     drafter.save_pretrained(arguments.folder)
     print(f"Wrote {arguments.folder}")
 
@@ -166,7 +171,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     folder = export_drafter(
         _load(arguments),
-        arguments.output or Path(f"{Path(arguments.drafter).name}-{arguments.to}"),
+        arguments.output or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
         to=arguments.to,
         target_id=arguments.target_id,
         target_architecture=arguments.target_architecture,
@@ -197,9 +202,12 @@ def _generate(arguments: argparse.Namespace) -> None:
     settings: dict[str, Any] = {"do_sample": False}
     if arguments.temperature:
         settings = {"do_sample": True, "temperature": arguments.temperature}
+    inputs = tokenizer(text, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"--prompt {text!r} has no tokens, so there is nothing to continue: give a text.")
     torch.manual_seed(arguments.seed)
     model.generate(
-        **tokenizer(text, return_tensors="pt").to(model.device),
+        **inputs.to(model.device),
         **settings,
         assistant_model=drafter,
         max_new_tokens=arguments.max_new_tokens,
@@ -212,6 +220,8 @@ def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) ->
     from hf_specdec.hub.loading import load_drafter
 
     options = dict(_option(text) for text in getattr(arguments, "option", ()))
+    if taken := sorted(options.keys() & signature(load_drafter).parameters.keys()):
+        raise ValueError(f"--option {taken[0]}=... is no drafting option; --help tells what else can be set.")
     if arguments.drafter == "ngram" and not Path("ngram").is_dir():
         from hf_specdec.drafters.ngram import NGramDrafter
 
@@ -241,8 +251,17 @@ def _load_target(arguments: argparse.Namespace) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from hf_specdec.hub.loading import floating_dtype
+
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {device!r} cannot be used here ({reason}): use cpu, or leave it out.") from error
     dtype = arguments.dtype or ("float32" if device == "cpu" else "auto")
+    if dtype != "auto":
+        floating_dtype(dtype)  # says which there are
     return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
 
 

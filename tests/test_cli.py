@@ -50,6 +50,12 @@ def test_export_and_convert_bring_a_drafter_there_and_back(drafter: Path, tmp_pa
     assert json.loads((back / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
 
 
+def test_export_of_the_current_folder_is_named_after_it(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drafter)
+    assert main(["export", ".", "--target-id", "owner/target"]) == 0
+    assert (drafter / "drafter-vllm" / "config.json").is_file()
+
+
 def test_generate_prints_the_targets_own_continuation(
     target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,12 +85,19 @@ def test_verify_prints_a_verdict(
         (["export", "DRAFTER"], "names None as its target, but vllm loads the target by its Hub id"),
         (["verify", "TARGET", "DRAFTER", "--option", "tree_budget"], "must have the form NAME=VALUE"),
         (["verify", "TARGET", "DRAFTER", "--option", "tree_bugdet=3"], "Did you mean 'tree_budget'"),
+        (["verify", "TARGET", "DRAFTER", "--option", "revision=v1"], "--option revision=... is no drafting option"),
+        (["verify", "TARGET", "ngram", "--option", "path_or_repo=x"], "path_or_repo=... is no drafting option"),
+        (["convert", "ngram", "OUT"], "'ngram' has no weights, so there is nothing to convert"),
+        (["verify", "TARGET", "ngram", "--device", "bogus"], "--device 'bogus' cannot be used here (Expected one of"),
+        (["verify", "TARGET", "ngram", "--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
+        (["verify", "TARGET", "ngram", "--dtype", "bogus"], "dtype='bogus' is not a floating-point type"),
+        (["generate", "TARGET", "ngram", "--prompt", ""], "--prompt '' has no tokens"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(
     arguments: list[str], message: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {"DRAFTER": str(drafter), "TARGET": str(tmp_path / "target")}
+    places = {name: str(tmp_path / name.lower()) for name in ("DRAFTER", "TARGET", "OUT")}
     assert main([places.get(each, each) for each in arguments]) == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith("hf-specdec: ")

@@ -73,11 +73,12 @@ def load_drafter(
         TypeError: `target` is not a model.
     """
     name = os.fspath(path_or_repo)
-    if target is not None and not isinstance(target, nn.Module):
+    # A compiled or wrapped model is another module that generates.
+    if target is not None and not (isinstance(target, nn.Module) and hasattr(target, "generate")):
         raise TypeError(
             f"target={target!r} is a {type(target).__name__}; it must be the loaded target model itself, or left out."
         )
-    asked_dtype = _floating_dtype(dtype)
+    asked_dtype = floating_dtype(dtype)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats())
@@ -216,7 +217,12 @@ def _naming_config(format: Format, name: str) -> Iterator[None]:
         ) from error
 
 
-def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The floating-point type of a name such as "bfloat16"; None for None.
+
+    Raises:
+        ValueError: there is none of that name, or it is of another kind.
+    """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
