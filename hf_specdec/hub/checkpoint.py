@@ -16,6 +16,23 @@ from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.recognition import recognise
 
 MAX_MODULES = 1024  # layers or heads of a drafter
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("architectures", "layer_types"), list),
+    **dict.fromkeys(("model_type", "speculators_model_type"), str),
+    **dict.fromkeys(
+        (
+            "dflash_config",
+            "eagle_config",
+            "rope_parameters",
+            "rope_scaling",
+            "speculators_config",
+            "transformer_layer_config",
+            "verifier",
+        ),
+        dict,
+    ),
+}
+_IN_WORDS: dict[Any, str] = {list: "a list of names", str: "a name", dict: "an object"}
 _COUNTS = ("num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
 
 
@@ -31,10 +48,12 @@ def read_config(
 
     Raises:
         OSError: a file is not there.
-        ValueError: it is no drafter, is quantised, or is of a size that no drafter has.
+        ValueError: it is no drafter, is quantised, has a field or a file that cannot be read, or is of a size that no
+            drafter has.
     """
     name = source.name
     fields = read_json(folder / CONFIG_FILE, name)
+    _check_kinds(fields, name)
 
     def tensor_names() -> Collection[str]:
         others = [*SAFEAILAB.other_weights, *MEDUSA.other_weights]
@@ -50,9 +69,27 @@ def read_config(
             f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
             "load the checkpoint that it was made from."
         )
+    if format.refused:
+        beside = source.locate(list(format.refused), revision=folder.name)
+        for file, why in format.refused.items():
+            if (beside / file).is_file():
+                raise ValueError(
+                    f"{name!r} has a file {file}: {why}. Without it few drafts would be accepted: use another drafter."
+                )
     fields.pop("transformers_weights", None)  # would have the host look for weights in a file of its choice
     _check_counts(fields, name)
     return format, fields
+
+
+def _check_kinds(fields: dict[str, Any], name: str) -> None:
+    """Raises ValueError if a field that decides what is read, at the top or nested, is of another kind."""
+    for key, value in fields.items():
+        kind = _KINDS.get(key, object)
+        named = not isinstance(value, list) or all(isinstance(entry, str) for entry in value)
+        if key in _KINDS and value is not None and not (isinstance(value, kind) and named):
+            raise ValueError(f"{CONFIG_FILE} of {name!r} has {key}={value!r}; it must be {_IN_WORDS[kind]}.")
+        if isinstance(value, dict):
+            _check_kinds(value, name)
 
 
 def _check_counts(fields: dict[str, Any], name: str) -> None:

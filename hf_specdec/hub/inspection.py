@@ -208,7 +208,12 @@ def _differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, S
     for name, shape in expected.items():
         if name in stored and stored[name].shape != shape:
             problems.append(f"{name} is {list(stored[name].shape)}, but {CONFIG_FILE} makes it {list(shape)}")
-    tables = ("d2t", "t2d")
+    tables = {"d2t": "I64", "t2d": "BOOL"}
+    problems += [
+        f"{name} is stored as {stored[name].dtype}, not as {kind}"
+        for name, kind in tables.items()
+        if name in expected and name in stored and stored[name].dtype != kind
+    ]
     problems += [
         f"{name} is stored as {tensor.dtype}, which is not one of {', '.join(_FLOATING)}"
         for name, tensor in stored.items()

@@ -280,7 +280,7 @@ def test_field_with_two_values_raises_and_said_twice_is_fine(
 
 def test_window_of_no_size_raises(target: PreTrainedModel, tmp_path: Path) -> None:
     save(tmp_path, *as_zlab(make_dflash(target), block_size=5, dflash_config={"use_swa": True}))
-    with pytest.raises(ValueError, match="use_swa is set, but neither dflash_config.swa_window_size nor sliding_"):
+    with pytest.raises(ValueError, match="use_swa is set, but neither swa_window_size nor sliding_window says how far"):
         load_drafter(tmp_path)
 
 

@@ -143,6 +143,20 @@ def test_problems_are_told(folder: Path) -> None:
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),
         ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": None}, "neither"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"dflash_config": {"mask_token_id": 1, "use_swa": True}}, "neither swa_window_size nor sliding_window"),
+        ({"is_neox_style": False}, "is_neox_style is false"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style is false"),
+        ({"dflash_config": {"mask_token_id": 1, "attention_sink_bias": True}}, "attention_sink_bias is set"),
+        ({"draft_vocab_size": 65, "own_head": True}, "draft_vocab_size is 65"),
+        *(
+            ({key: 5}, f"has {key}=5; it must be a")
+            for key in ("architectures", "dflash_config", "speculators_config", "eagle_config", "rope_scaling")
+        ),
+        ({"architectures": [5]}, "has architectures=[5]; it must be a list of names"),
+        ({"layer_types": 5}, "has layer_types=5; it must be a list of names"),
+        ({"model_type": []}, "has model_type=[]; it must be a name"),
+        ({"transformer_layer_config": {"model_type": []}}, "has model_type=[]; it must be a name"),
     ],
 )
 def test_configs_that_make_no_sense_are_told(folder: Path, change: dict[str, Any], problem: str) -> None:
@@ -151,6 +165,33 @@ def test_configs_that_make_no_sense_are_told(folder: Path, change: dict[str, Any
     found = inspect_drafter(folder)
     assert len(found.problems) == 1
     assert problem in found.problems[0]
+    with pytest.raises(ValueError, match="saved' (has|is|does not describe)"):
+        load_drafter(folder)
+
+
+def test_null_where_target_layers_are_named_is_no_problem(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    assert inspect_drafter(folder).problems == []
+    assert load_drafter(folder).config.target_layer_ids == [1, 5]
+
+
+def test_vocabulary_map_of_another_type_is_told(target: PreTrainedModel, tmp_path: Path) -> None:
+    METHODS["eagle3"](target).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"d2t": weights["d2t"].int()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert inspect_drafter(tmp_path).problems == ["d2t is stored as I32, not as I64"]
+    with pytest.raises(ValueError, match="of another type: d2t is I32"):
+        load_drafter(tmp_path)
+
+
+def test_learned_mask_vector_is_refused_unopened(folder: Path) -> None:
+    (folder / "mask_embedding.pt").write_bytes(b"?")
+    message = "has a file mask_embedding.pt: a learned vector in place of the mask token's embedding"
+    assert message in inspect_drafter(folder).problems[0]
+    with pytest.raises(ValueError, match=message):
+        load_drafter(folder)
 
 
 def test_folder_that_is_not_there_raises() -> None:

@@ -107,8 +107,8 @@ class DFlashConfig(Qwen3Config):
             )
         if self.use_swa and self.window(0) is None:
             raise ValueError(
-                "dflash_config.use_swa is set, but neither dflash_config.swa_window_size nor sliding_window says how "
-                "far the draft layers look back: add the one that the drafter was trained with."
+                "dflash_config.use_swa is set, but neither swa_window_size nor sliding_window says how far the draft "
+                "layers look back: add the one that the drafter was trained with."
             )
         if self.dflash_config.get("attention_sink_bias"):
             raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")

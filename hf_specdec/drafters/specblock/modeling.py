@@ -283,6 +283,12 @@ class SpecBlockDrafter(PretrainedDrafter):
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
         drafter.check_vocabulary()
+        named = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device))
+        if drafter.d2t.any() and not torch.equal(named, drafter.t2d.nonzero().flatten()):
+            raise ValueError(
+                "The vocabulary maps d2t and t2d of this drafter do not name the same target ids: they are of two "
+                "drafters, or one is damaged. Save the drafter again with the maps it was trained with."
+            )
         if drafter.config.draft_vocab_size < drafter.config.vocab_size and not drafter.d2t.any():
             warnings.warn(
                 f"The draft vocabulary of this drafter is the first {drafter.config.draft_vocab_size} of "

@@ -52,6 +52,7 @@ class Format:
             `inspect_drafter`, which has no network at hand. None for plain language models.
         problems: for layouts without `shapes`: what in the headers is not what the config says.
         own_files: for `inspect_drafter`: further safetensors files, and ends of names of tensors with their shapes.
+        refused: files without which a drafter of this layout would draft badly and that are not read, and why.
         training: what is known of how all drafters of this layout were trained, as in a training record.
     """
 
@@ -64,6 +65,7 @@ class Format:
     shapes: Callable[[Config], Shapes] | None = None
     problems: Callable[[Config, Headers], list[str]] = lambda fields, stored: []
     own_files: Callable[[Config], Mapping[str, Shapes]] = lambda fields: {}
+    refused: Mapping[str, str] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -191,6 +193,23 @@ def rope_parameters(fields: Config) -> Config:
     theta = fields.get("rope_theta")
     parameters.setdefault("rope_theta", 10000.0 if theta is None else theta)
     return parameters
+
+
+def draft_vocabulary(fields: Config, vocab_size: int) -> int:
+    """Rows of a drafter's own head; the whole vocabulary where nothing is said.
+
+    Raises:
+        ValueError: it is no part of the target's.
+    """
+    size = fields.get("draft_vocab_size")
+    if size is None:
+        return vocab_size
+    if type(size) is not int or not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {size!r}; it must be an integer from 1 to vocab_size {vocab_size}, the target's "
+            "vocabulary."
+        )
+    return size
 
 
 def layer_list(fields: Config, key: str) -> list[int] | None:

@@ -14,6 +14,8 @@ from hf_specdec.hub.formats.base import (
     Reading,
     Shapes,
     attention_shapes,
+    draft_vocabulary,
+    layer_list,
     mlp_shapes,
     with_defaults,
 )
@@ -55,7 +57,7 @@ def dflash_shapes(fields: Config) -> Shapes:
     block = fields.get("dflash_config") or {}
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     vocab: int = shape["vocab_size"]
-    draft_vocab: int = block.get("draft_vocab_size", vocab)
+    draft_vocab = draft_vocabulary(block, vocab)
     taps = len(block.get("target_layer_ids") or range(layers))
     found: Shapes = {"fc.weight": (hidden, taps * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in (f"layers.{index}" for index in range(layers)):
@@ -73,13 +75,27 @@ def dflash_shapes(fields: Config) -> Shapes:
 
 
 def _check(fields: Config) -> None:
+    """What `DFlashConfig.check` looks at, where there is no such config yet."""
     block = fields.get("dflash_config") or {}
-    for key, value in {
-        "block_size": block.get("block_size", fields.get("block_size")),
-        "dflash_config.mask_token_id": block.get("mask_token_id"),
-    }.items():
-        if type(value) is not int:
-            raise ValueError(f"{key} is {value!r}; it must be an integer.")
+    block_size = block.get("block_size", fields.get("block_size"))
+    if type(block_size) is not int or block_size < 2:
+        raise ValueError(
+            f"block_size is {block_size!r} in this DFlash config (top level or dflash_config); it must be an integer "
+            "of at least 2: the root's slot and one to fill."
+        )
+    if type(block.get("mask_token_id")) is not int:
+        raise ValueError(f"dflash_config.mask_token_id is {block.get('mask_token_id')!r}; it must be an integer.")
+    for key in ("is_neox_style", "rope_is_neox_style"):
+        if fields.get(key) is False:
+            raise ValueError(f"{key} is false in this DFlash config: interleaved rotary positions are unsupported.")
+    if block.get("attention_sink_bias"):
+        raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
+    if block.get("use_swa") and block.get("swa_window_size", fields.get("sliding_window")) is None:
+        raise ValueError(
+            "dflash_config.use_swa is set, but neither swa_window_size nor sliding_window says how far the draft "
+            "layers look back: add the one that the drafter was trained with."
+        )
+    layer_list(block, "target_layer_ids")
     if not block.get("target_layer_ids") and fields.get("num_target_layers") is None:
         raise ValueError(
             "It has neither dflash_config.target_layer_ids nor num_target_layers, so the target layers it reads are "

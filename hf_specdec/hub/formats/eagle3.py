@@ -17,6 +17,7 @@ from hf_specdec.hub.formats.base import (
     Reading,
     Shapes,
     attention_shapes,
+    draft_vocabulary,
     mlp_shapes,
     with_defaults,
 )
@@ -72,7 +73,7 @@ def eagle3_shapes(fields: Config) -> Shapes:
     """The tensors of an `Eagle3Drafter` whose config has these fields."""
     shape = with_defaults({"num_hidden_layers": 1} | fields, "llama")
     hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
-    draft_vocab = fields.get("draft_vocab_size") or vocab
+    draft_vocab = draft_vocabulary(fields, vocab)
     target_hidden = fields.get("target_hidden_size") or hidden
     taps = len(fields.get("target_layer_ids") or range(3))
     found: Shapes = {

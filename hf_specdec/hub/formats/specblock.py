@@ -16,6 +16,7 @@ from hf_specdec.hub.formats.base import (
     Reading,
     Shapes,
     attention_shapes,
+    draft_vocabulary,
     mlp_shapes,
     with_defaults,
 )
@@ -52,7 +53,7 @@ def shapes(fields: Config) -> Shapes:
     shape = with_defaults(fields, "llama")
     hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
     shape["head_dim"] = fields.get("draft_head_dim") or hidden // shape["num_attention_heads"]
-    draft_vocab = fields.get("draft_vocab_size") or vocab
+    draft_vocab = draft_vocabulary(fields, vocab)
     taps = len(fields.get("target_layer_ids") or range(3))
     classes = fields.get("rank_classes", 4)
     found: Shapes = {

@@ -37,4 +37,10 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return as_it_is(rest | {"dflash_config": nested}, stored)
 
 
-ZLAB = Format("dflash", "dflash", read, shapes=dflash_shapes)
+ZLAB = Format(
+    "dflash",
+    "dflash",
+    read,
+    shapes=dflash_shapes,
+    refused={"mask_embedding.pt": "a learned vector in place of the mask token's embedding, which is not supported"},
+)

@@ -148,7 +148,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(folder, diffspec_draft_token_num=0), "diffspec_draft_token_num is 0.*at least 1"
     ),
     "draft vocabulary beyond the target's": (
-        lambda folder: rewrite(folder, draft_vocab_size=65), "draft_vocab_size 65 is larger than vocab_size 64"
+        lambda folder: rewrite(folder, draft_vocab_size=65), "draft_vocab_size is 65; it must be an integer from"
     ),
     "map that does not increase": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(5, -3)),
@@ -157,6 +157,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "map past the vocabulary": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(47, 40)),
         "spans target ids .* to 87, but the target's vocabulary ends at 63",
+    ),
+    "maps that disagree": (
+        lambda folder: spoil_map(folder, lambda d2t: d2t.add_(1)), "d2t and t2d of this drafter do not name the same"
     ),
     "map of other tensors": (
         lambda folder: torch.save({"d2t": torch.zeros(48)}, folder / "vocab_mapping.pt"), "must be a dict of the tens"
