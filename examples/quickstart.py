@@ -188,12 +188,13 @@ def main() -> None:
     console.width = max(console.width, 100)  # the tables stay legible in logs
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
-    found = ways_of(model, arguments.drafter, arguments.draft_model)
-
-    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)]
-    prompts = prompts[: arguments.num_prompts or None]
+    try:
+        prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)][: arguments.num_prompts or None]
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
+        found = ways_of(model, arguments.drafter, arguments.draft_model)
+    except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
+        parser.error(str(error))
     console.print(
         f"target {arguments.model}, {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}"
     )

@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the program's name; None for those of the process.
 
     Returns:
-        The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict).
+        The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict),
+        or 130 where it was stopped from the keyboard.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # These two have parsers of their own.
@@ -56,6 +57,9 @@ def _reporting(run: Any) -> int:
     except (OSError, ValueError) as error:
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nhf-specdec: stopped", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

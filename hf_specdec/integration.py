@@ -138,7 +138,7 @@ def _check_call(
             "is not supported. Merge it away or use a LoRA adapter."
         )
     TargetModel.check_supported(model)
-    drafter.check_options()
+    drafter.check_all_options()
     drafter.check_target(model)
 
 

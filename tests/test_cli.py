@@ -104,6 +104,15 @@ def test_what_is_wrong_is_told_in_one_line(
     assert message in printed
 
 
+def test_ctrl_c_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_specdec.cli._verify", interrupted)
+    assert main(["verify", "target", "ngram"]) == 130
+    assert capsys.readouterr().err == "\nhf-specdec: stopped\n"
+
+
 @pytest.mark.parametrize("command", ["train", "bench"])
 def test_train_and_bench_have_their_own_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):

@@ -198,6 +198,21 @@ def test_drafting_options_are_checked(target: PreTrainedModel, options: dict[str
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("compile_mode", "max", r"compile_mode='max' must be one of \['none', 'reduce-overhead'\]"),
+        ("trace", True, r"trace=True must be a Trace"),
+    ],
+)
+def test_attributes_of_all_drafters_are_checked_in_each_call(
+    target: PreTrainedModel, name: str, value: Any, match: str
+) -> None:
+    drafter = make_ddtree(target)
+    setattr(drafter, name, value)
+    assert_refused(target, match, drafter=drafter)
+
+
+@pytest.mark.parametrize(
     ("settings", "match"),
     [
         (

@@ -215,6 +215,29 @@ def test_gap_is_the_targets_own(target: PreTrainedModel) -> None:
     assert math.isinf(first_difference(target, PROMPT, plain, plain[:3]).gap)
 
 
+@pytest.mark.parametrize("never", [-math.inf, torch.finfo(torch.float32).min])
+@torch.no_grad()
+def test_tokens_that_are_never_to_come_do_not_make_every_difference_a_near_tie(
+    target: PreTrainedModel, never: float
+) -> None:
+    plain = target.generate(PROMPT, max_new_tokens=1, do_sample=False)[0, PROMPT.shape[1] :].tolist()
+    spoil = next(token for token in range(64) if token not in plain)
+
+    def mask(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output.index_fill(-1, torch.tensor([spoil]), never)
+
+    handle = target.get_output_embeddings().register_forward_hook(mask)
+    try:
+        difference = first_difference(target, PROMPT, plain, [(plain[0] + 1) % 64])
+        report = check(target, METHODS["ngram"](target))
+    finally:
+        handle.remove()
+    assert difference.rounding < 1e-3
+    assert not difference.is_near_tie
+    assert report.lossless
+    assert report.rounding < 1e-3
+
+
 def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="no tokenizer of target '' is at hand: pass tokenizer="):
         verify_lossless(target, METHODS["ngram"](target), ["hello"])

@@ -4,7 +4,7 @@ The part `exact` of the speed suite (`speed.py`). In float32 every output must b
 forward over a tree rounds differently from one over a token, so that a near tie may fall the other way. How near is
 defined by `verification.first_difference`: a difference is explained if the target's logits of the two tokens lie no
 further apart than twice what rounding moves a logit there, and that is one unit in the last place (`ulp`) of the
-largest logit, or more where plain decoding itself, with and without a cache, differs by more.
+best logit, or more where plain decoding itself, with and without a cache, differs by more.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def compare(
 
     Returns:
         rows with `identical` (share of prompts), and for each first difference, in units in the last place of the
-        largest logit: `gap_ulps` between the target's two best tokens, `apart_ulps` between its best and what came
+        best logit: `gap_ulps` between the target's two best tokens, `apart_ulps` between its best and what came
         with the drafter, `rounding_ulps`; `above_rounding` counts those that rounding does not explain.
     """
     plain: dict[str, list[list[int]]] = {

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.attention import own_implementation
 from hf_specdec.decoding.rotary import rotary_limits
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,8 @@ def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> lis
     found: list[object] = []
     for module in modules:
         config = module.config.get_text_config(decoder=True) if isinstance(module, PreTrainedModel) else None
-        found += [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+        if config is not None:  # the target's own attention, though another thread may verify a tree with it just now
+            found += [own_implementation(config), getattr(config, "_experts_implementation", None)]
     left: list[nn.Module | None] = [*modules]
     while left:  # a third of the time of `modules()`
         part: Any = left.pop()

@@ -67,6 +67,14 @@ class Drafter(ABC):
     def check_options(self) -> None:
         """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
 
+    def check_all_options(self) -> None:
+        """`check_options`, and the attributes that every drafter has; each call begins with it."""
+        if self.compile_mode not in COMPILE_MODES:
+            raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
+        if self.trace is not None and not isinstance(self.trace, Trace):
+            raise ValueError(f"trace={self.trace!r} must be a Trace, which rounds are recorded into, or None.")
+        self.check_options()
+
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
         """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
 
@@ -147,9 +155,7 @@ class Drafter(ABC):
         try:
             for name, value in options.items():
                 setattr(self, name, value)
-            if self.compile_mode not in COMPILE_MODES:
-                raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
-            self.check_options()
+            self.check_all_options()
         except BaseException:
             for name, value in before.items():
                 setattr(self, name, value)

@@ -103,8 +103,11 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         return_info = kwargs.pop("output_loading_info", False)
         # Without the latter transformers raises and names no shape; none is ignored here.
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        given = kwargs["config"].name_or_path if pretrained_model_name_or_path is None else None
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         drafter, info = loaded
+        if given is not None:  # weights by name from `load_drafter`; the host names them "None"
+            drafter.name_or_path = drafter.config.name_or_path = given
         if differences := loading_differences(info):
             raise ValueError(
                 f"{str(pretrained_model_name_or_path)!r} is no {cls.__name__} checkpoint: {differences}. Nothing was "

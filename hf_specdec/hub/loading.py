@@ -129,7 +129,6 @@ def load_drafter(
         state_dict={key: tensors[key] for key in stored},
         dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored),
     )
-    drafter.name_or_path = drafter.config.name_or_path = name
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.load_beside(folder, lambda patterns: source.locate(patterns, revision=folder.name))
@@ -185,7 +184,7 @@ def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTr
             format.shapes(fields)  # refuses sizes that make no sense before anything is built from them
         with torch.device("meta"):
             blueprint = drafter(config)
-    blueprint.name_or_path = name
+    blueprint.name_or_path = config.name_or_path = name
     return config, blueprint
 
 

@@ -23,7 +23,7 @@ class Difference:
             forwards of the target (over the whole prefix; over its last token, after a cache of the others) give logits
             that differ by more.
         top2_gap: between the target's two best logits there.
-        ulp: unit in the last place, in the target's dtype, of its largest logit there.
+        ulp: unit in the last place, in the target's dtype, of its best logit there.
     """
 
     position: int
@@ -57,9 +57,10 @@ def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], a
         return Difference(position, tokens[0], tokens[1], math.inf, 0.0)
     prefix = torch.cat([prompt, torch.tensor([plain[:position]], dtype=torch.int64, device=prompt.device)], dim=1)
     logits = last_logits(model, prefix)[0]
-    rounding = ulp = unit_in_the_last_place(float(logits.abs().max()), model.dtype)
+    # Of the best: those of tokens that are never to come are -inf in some targets, or as low as the dtype goes.
+    rounding = ulp = unit_in_the_last_place(float(logits.max()), model.dtype)
     if prefix.shape[1] > 1:
-        rounding = max(rounding, float((last_logits_after_cache(model, prefix)[0] - logits).abs().max()))
+        rounding = max(rounding, largest_difference(last_logits_after_cache(model, prefix)[0], logits))
     gap = float(logits.max() - logits[assisted[position]])
     best, second = logits.topk(2).values.tolist()
     return Difference(position, plain[position], assisted[position], gap, rounding, best - second, ulp)
@@ -76,6 +77,11 @@ def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:
         return math.nan
     known = torch.finfo(dtype)
     return known.eps * 2.0 ** math.floor(math.log2(max(abs(value), known.smallest_normal)))
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Between two tensors of logits of one shape; two that are -inf do not differ."""
+    return float((one - other).where(one != other, 0.0).abs().max())
 
 
 def last_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:

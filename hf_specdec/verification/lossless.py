@@ -161,7 +161,7 @@ def verify_lossless(
         True
     """
     began = time.perf_counter()
-    drafter.check_options()
+    drafter.check_all_options()
     drafter.check_target(model)
     inputs = _prompt_ids(model, prompts, tokenizer)
     report = LosslessReport(

@@ -27,7 +27,12 @@ from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.verification.differences import last_logits, last_logits_after_cache, unit_in_the_last_place
+from hf_specdec.verification.differences import (
+    largest_difference,
+    last_logits,
+    last_logits_after_cache,
+    unit_in_the_last_place,
+)
 
 TEMPERATURE, TOP_K = 1.0, 16  # top-k keeps the laws short enough to be counted
 DRAWS = 2000  # walks of each frozen tree
@@ -44,7 +49,7 @@ class TreeReplay:
         logit_error: largest difference of a logit between tree verification and plain forwards, over the tokens that
             can be sampled or were drafted.
         rounding: how far logits of this target move by rounding alone, on these paths: one unit in the last place of
-            the largest, in the target's dtype, or more where two plain forwards (see `Difference`) differ by more.
+            the best, in the target's dtype, or more where two plain forwards (see `Difference`) differ by more.
     """
 
     num_nodes: int
@@ -108,9 +113,9 @@ def replay(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
     top = torch.cat([plain, verified]).topk(min(TOP_K, plain.shape[-1]), dim=-1)
     kept = torch.cat([top.indices.flatten(), torch.tensor(token_ids, device=plain.device)]).unique()
     names = {int(token): index for index, token in enumerate(kept.tolist())}
-    error = _largest_difference(verified[:, kept], plain[:, kept])
-    ulp = unit_in_the_last_place(float(top.values[: len(nodes)].abs().max()), model.dtype)
-    rounding = max(ulp, _largest_difference(cached, plain))
+    error = largest_difference(verified[:, kept], plain[:, kept])
+    ulp = unit_in_the_last_place(float(top.values[: len(nodes), 0].abs().max()), model.dtype)
+    rounding = max(ulp, largest_difference(cached, plain))
 
     verified = torch.cat([verified[:, kept], verified.new_full((len(nodes), 1), -torch.inf)], dim=1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
@@ -129,10 +134,6 @@ def replay(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
             for node in nodes[1:]
         )
     return TreeReplay(len(nodes) - 1, DRAWS, sigma, error, rounding)
-
-
-def _largest_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).where(one != other, 0.0).abs().max())  # two that are -inf do not differ
 
 
 def _plain_logits(

@@ -88,7 +88,6 @@ def test_caches_of_a_call_do_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rare_classes_are_filled_up_between_their_own_examples() -> None:
-    pytest.importorskip("imblearn")
     examples = blobs((30, 10, 3), 0)
     full = balance(examples, 5, 0)
     assert torch.bincount(full.classes).tolist() == [30, 30, 30]
@@ -98,7 +97,6 @@ def test_rare_classes_are_filled_up_between_their_own_examples() -> None:
 
 
 def test_what_can_be_learnt_is_learnt_and_the_best_weights_are_kept() -> None:
-    pytest.importorskip("imblearn")
     torch.manual_seed(0)
     h_rad = HRAD(CONFIG)
     examples, held_out = blobs((200, 80, 30), 1), blobs((40, 40, 40), 2)
@@ -117,7 +115,6 @@ def test_examples_can_be_kept_in_a_folder_yet_to_be_made(tmp_path: Path) -> None
 
 
 def test_training_stops_when_nothing_gets_better() -> None:
-    pytest.importorskip("imblearn")
     torch.manual_seed(0)
     noise = Examples(torch.randn(90, 40), torch.arange(90) % 3)
     losses = fit(HRAD(CONFIG), noise, Examples(torch.randn(30, 40), torch.arange(30) % 3), Settings(50, 3, 8, 1e-2))

@@ -286,12 +286,12 @@ class SpecBlockDrafter(PretrainedDrafter):
         named = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device))
         if drafter.d2t.any() and not torch.equal(named, drafter.t2d.nonzero().flatten()):
             raise ValueError(
-                "The vocabulary maps d2t and t2d of this drafter do not name the same target ids: they are of two "
-                "drafters, or one is damaged. Save the drafter again with the maps it was trained with."
+                f"The vocabulary maps d2t and t2d of {drafter.name_or_path!r} do not name the same target ids: they "
+                "are of two drafters, or one is damaged. Save the drafter again with the maps it was trained with."
             )
         if drafter.config.draft_vocab_size < drafter.config.vocab_size and not drafter.d2t.any():
             warnings.warn(
-                f"The draft vocabulary of this drafter is the first {drafter.config.draft_vocab_size} of "
+                f"The draft vocabulary of {drafter.name_or_path!r} is the first {drafter.config.draft_vocab_size} of "
                 f"{drafter.config.vocab_size} target ids, which usually means that its map was lost. Output stays "
                 f"right; drafts may be poor. Look for {VOCABULARY_FILE} where the drafter came from.",
                 stacklevel=2,

@@ -75,7 +75,7 @@ def dflash_shapes(fields: Config) -> Shapes:
 
 
 def _check(fields: Config) -> None:
-    """What `DFlashConfig.check` looks at, where there is no such config yet."""
+    """What `DFlashConfig.check` looks at, for those who inspect a checkpoint and have no transformers."""
     block = fields.get("dflash_config") or {}
     block_size = block.get("block_size", fields.get("block_size"))
     if type(block_size) is not int or block_size < 2:
