@@ -10,14 +10,14 @@ from pathlib import Path
 from hf_specdec import load_drafter
 
 CARDS = Path(__file__).parent
-BUNDLED = CARDS.parent / "examples" / "tiny-code"
+PROJECT = CARDS.parent
 
-for config in sorted(BUNDLED.glob("*/config.json")):
+for config in sorted(PROJECT.glob("examples/tiny-code/*/config.json")):
     folder = config.parent
     if folder.name == "target":
         continue
-    name = f"tiny-code-{folder.name}"
+    name = folder.relative_to(PROJECT).as_posix()
     drafter = load_drafter(folder)
-    (CARDS / f"{name}.md").write_text(drafter.model_card(name).content, encoding="utf-8")
-    drafter.write_records(folder)  # a README.md that somebody edited stays
+    (CARDS / f"tiny-code-{folder.name}.md").write_text(drafter.model_card(name).content, encoding="utf-8")
+    drafter.write_records(folder, name)  # a README.md that somebody edited stays
     print(f"{name}: {'measured' if drafter.measurements else 'not measured'}")

@@ -126,7 +126,7 @@ class PublishedDrafter(Drafter):
 
         Args:
             folder: where the weights are.
-            name: as for `model_card`; the folder's if None.
+            name: as for `model_card`; if None, a relative folder as it is given, of an absolute one the last part.
             license: Hub licence id for the card; the training record's where None.
 
         Raises:
@@ -145,7 +145,10 @@ class PublishedDrafter(Drafter):
                 setattr(self, attribute, read_record(folder, file))
         card = folder / CARD_FILE
         if not card.exists() or may_overwrite(card.read_text(encoding="utf-8")):
-            card.write_text(self.model_card(name or folder.resolve().name, license=license).content, encoding="utf-8")
+            # Where a folder of this machine lies means nothing to a reader; one within a project can be followed.
+            within = folder.name and not folder.is_absolute()
+            name = name or (folder.as_posix() if within else folder.resolve().name)
+            card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
 
     def push_to_hub(  # gives the commit itself, a str as the host's
         self,
