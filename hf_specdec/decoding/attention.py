@@ -117,9 +117,8 @@ class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker th
                 self.fields["_attn_implementation_internal"] = before
 
 
-_IN_USE: dict[
-    int, tuple[int, str]
-] = {}  # id of a config -> how many are in `tree_attention`, and what was there before
+# By the id of a config: how many are in `tree_attention`, and what was there before.
+_IN_USE: dict[int, tuple[int, str]] = {}
 _IN_USE_LOCK = threading.Lock()
 
 

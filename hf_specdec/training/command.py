@@ -252,7 +252,12 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     parser.add_argument("--method", choices=sorted(RECIPES), default="dflash")
     parser.add_argument("--target", required=True, help="folder or Hub id of the model to draft for")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="caches and checkpoints")
+    parser.add_argument(
+        "--work-dir",
+        type=Path,
+        default=Path("build/drafter"),
+        help="caches and checkpoints; where several machines train, a folder that all of them see",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of these options")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
     parser.add_argument("--seed", type=int, default=0)
