@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 
@@ -137,7 +138,7 @@ def _check_call(
             f"The target carries {peft_config.peft_type} virtual tokens, which shift every position; prompt learning "
             "is not supported. Merge it away or use a LoRA adapter."
         )
-    TargetModel.check_supported(model)
+    check_supported(model)
     drafter.check_all_options()
     drafter.check_target(model)
 

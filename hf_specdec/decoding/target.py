@@ -9,7 +9,6 @@ hooks that live as long as one `generate` call. The tree's meaning is in `tree.p
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.attention import Spans, attach, own_implementation, tree_attention, usable
+from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
 from hf_specdec.decoding.modes import inference_on_cpu
@@ -30,10 +29,9 @@ from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.slices import LayerSlices, tap_layer
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
+from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.tree import DraftTree, from_host
 
-ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 _SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
 
 
@@ -78,7 +76,7 @@ class TargetModel:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.feature_layers = tuple(feature_layers)
-        self.check_supported(model)
+        check_supported(model)
         self.windows = _windows(model)
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
@@ -101,48 +99,6 @@ class TargetModel:
         self._template: DraftTree | None = None
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
         self._tap_hooks: list[int] = []  # their ids
-
-    @staticmethod
-    def check_supported(model: PreTrainedModel) -> None:
-        """Raises ValueError, naming what is missing, if trees cannot be verified on `model`."""
-        name = type(model).__name__
-        config = model.config.get_text_config(decoder=True)
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
-        types = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-        if "local" in (getattr(config, "attention_layers", None) or ()):
-            types.append("local")  # GPT-Neo: its window counts entries, where siblings lie between a node and its past
-        if types or model._is_stateful:
-            raise ValueError(
-                f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
-                f"are verified on layers of type {list(LAYER_TYPES)}. Generate without assistant_model."
-            )
-        if own_implementation(config) not in ATTENTION_IMPLEMENTATIONS:
-            raise ValueError(
-                f"Target {name} uses attn_implementation={config._attn_implementation!r}, which cannot take the "
-                f"ancestor mask of a draft tree; load it with one of {list(ATTENTION_IMPLEMENTATIONS)}."
-            )
-        if getattr(config, "alibi", False):  # Falcon; Bloom and MPT take no position_ids either
-            raise ValueError(
-                f"Target {name} has alibi positions, which count entries of the cache, where siblings of a draft tree "
-                "lie between a node and its past; not yet supported. Generate without assistant_model."
-            )
-        if getattr(config, "num_kv_shared_layers", None):
-            raise ValueError(
-                f"Target {name} has {config.num_kv_shared_layers} layers that share the keys and values of others "
-                "(num_kv_shared_layers), which is not yet supported. Generate without assistant_model."
-            )
-        if getattr(config, "keep_window_size", None):
-            raise ValueError(
-                f"Target {name} has sparse attention that keeps {config.keep_window_size} keys of all entries "
-                "(keep_window_size), draft nodes among them; not yet supported. Generate without assistant_model."
-            )
-        accepted = inspect.signature(model.forward).parameters
-        if "position_ids" not in accepted:
-            raise ValueError(
-                f"Target {name} takes no position_ids, so the nodes of a draft tree cannot be placed; speculative "
-                "decoding needs a target with position_ids (rotary or learned positions)."
-            )
 
     @classmethod
     def check_slices(cls, model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.attention import own_implementation, tree_attention, usable
+from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from tests.methods import METHODS
 from tests.targets import PROMPTS, fresh_target
@@ -25,7 +26,7 @@ def test_attention_is_put_back_when_the_last_of_several_users_leaves(target: Pre
     first.__enter__()
     second.__enter__()
     assert own_implementation(target.config) == "sdpa"
-    TargetModel.check_supported(target)  # a third call begins meanwhile
+    check_supported(target)  # a third call begins meanwhile
     assert usable(target)
     first.__exit__()
     assert target.config._attn_implementation != "sdpa"  # the second still needs it

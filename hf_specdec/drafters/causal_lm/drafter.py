@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
@@ -169,7 +170,7 @@ class CausalLMDrafter(PublishedDrafter):
     def check_target(self, model: PreTrainedModel) -> None:
         target_name = model.name_or_path or type(model).__name__
         try:
-            TargetModel.check_supported(self.model)
+            check_supported(self.model)
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
         own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
