@@ -327,6 +327,7 @@ def main(
     )
     parser.add_argument("--with-draft-model", action="store_true", help="save the draft model inside the checkpoint")
     parser.add_argument("--push-to-hub", metavar="REPO", help="publish it too")
+    parser.add_argument("--license", help="Hub licence id for the drafter's card")
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--num-prompts", type=int, default=400)
@@ -403,6 +404,8 @@ def main(
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": date.today().isoformat(),
     }
+    if arguments.license:
+        drafter.training_record["license"] = arguments.license
     drafter.save_pretrained(arguments.output)
     if arguments.push_to_hub:
         drafter.push_to_hub(arguments.push_to_hub)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_specdec import load_drafter
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
 from hf_specdec.training.hrad import (
@@ -21,9 +23,10 @@ from hf_specdec.training.hrad import (
     confusion,
     cut_prompts,
     fit,
+    main,
 )
 from tests.methods import make_causal_lm
-from tests.targets import make_target
+from tests.targets import make_target, tiny_tokenizer
 
 CONFIG = SpecBranchConfig(target_hidden_size=8, num_target_layers=4)
 
@@ -126,3 +129,27 @@ def test_prompts_are_cut_from_documents_that_are_long_enough() -> None:
     prompts = cut_prompts(documents, 8, 10, 0)
     assert sorted(len(prompt) for prompt in prompts) == [8, 8]
     assert len(cut_prompts(documents, 8, 1, 0)) == 1
+
+
+def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(tmp_path: Path) -> None:
+    target = make_target("llama", "sdpa", torch.float32, initializer_range=0.15)
+    for name, model in (("target", target), ("draft", make_causal_lm(target).model)):
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    texts = [chr(97 + index) * 12 for index in range(20)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    main(
+        ["--target", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft"), "--refer-to", "../draft",
+         "--text", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "drafter"), "--license", "mit",
+         "--prompt-tokens", "4", "--new-tokens", "12", "--num-prompts", "12", "--draft-length", "3", "--epochs", "2"],
+    )  # fmt: skip
+    drafter = load_drafter(tmp_path / "drafter", target, parallel=False, lengths="fixed")
+    assert drafter.config.draft_model == "../draft"
+    assert drafter.training_record["epochs"] == 2
+    assert "\nlicense: mit\n" in (tmp_path / "drafter" / "README.md").read_text()
+    prompt = torch.tensor([[5, 6, 7]])
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(
+        target.generate(prompt, assistant_model=drafter, **settings), target.generate(prompt, **settings)
+    )
+    assert drafter.stats.num_draft_tokens
