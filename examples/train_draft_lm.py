@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--likeliest", type=int, default=16, help="tokens of the target's law that are learned from")
+    parser.add_argument("--license", help="Hub licence id for its card")
     arguments = parser.parse_args()
     set_seed(0)
 
@@ -200,6 +201,8 @@ def main() -> None:
         earlier = Path(arguments.start_from, "training.json")
         known = json.loads(earlier.read_text()) if earlier.exists() else None
         record["started_from"] = {"model": arguments.start_from, "training": known}
+    if arguments.license:
+        record["license"] = arguments.license
     (arguments.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(record)
 
