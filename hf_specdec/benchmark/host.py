@@ -1,7 +1,9 @@
 """Host time of a round on a CPU: all that is neither the target's forward nor the drafter's.
 
 Ours and the reference loop's (`reference.py`), on the same pair and prompts, in turn. Small tensors, look-ups and
-bookkeeping: what a target of any size pays for.
+bookkeeping: what a target of any size pays for. What a forward is can be read in two ways, so there are two clocks:
+the bare `forward` of either model; or the target's `forward` and all of drafting up to the marginals, with the block's
+embeddings, its positions and the drafter's cache, as the published loop's own timers divide a round.
 """
 
 from __future__ import annotations
@@ -12,44 +14,46 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.benchmark.reference import reference_ddtree
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 
 Row = dict[str, Any]
 
 
 @contextmanager
-def timed_forwards(*models: PreTrainedModel) -> Iterator[list[float]]:
-    """Seconds of each forward of these models, in order, as long as the context is open. On a CPU."""
+def timed(owner: object, name: str) -> Iterator[list[float]]:
+    """Seconds of each call of a method, in order, as long as the context is open. On a CPU.
+
+    Args:
+        owner: an object, or a class for all of its objects.
+        name: of the method.
+    """
     seconds: list[float] = []
+    method: Callable[..., Any] = getattr(owner, name)
 
-    def timed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*arguments: Any, **settings: Any) -> Any:
-            began = time.perf_counter()
-            output = forward(*arguments, **settings)
-            seconds.append(time.perf_counter() - began)
-            return output
+    @functools.wraps(method)
+    def run(*arguments: Any, **settings: Any) -> Any:
+        began = time.perf_counter()
+        output = method(*arguments, **settings)
+        seconds.append(time.perf_counter() - began)
+        return output
 
-        return run
-
-    for model in models:
-        model.forward = timed(model.forward)
-    try:
+    with patch.object(owner, name, run):
         yield seconds
-    finally:
-        for model in models:
-            del model.forward  # the class's own shows again
 
 
 def host_time(
     target: PreTrainedModel, drafter: DFlashDrafter, prompts: Sequence[Tensor], new_tokens: int, repeats: int
 ) -> list[Row]:
     """A row for ours and one for the reference loop: medians over `repeats` passes over the prompts, prefills left out.
+
+    `host_ms` and `host_share` are by the bare forwards, `host_share_of_stages` is by the stages of the published loop.
 
     Args:
         target: on a CPU.
@@ -64,7 +68,8 @@ def host_time(
     if target.device.type != "cpu":
         raise ValueError(f"Host time is measured on a CPU, but the target is on {target.device}: use --device cpu.")
 
-    def ours(prompt: Tensor) -> tuple[float, int]:
+    def ours(prompt: Tensor) -> tuple[float, float, int]:
+        drafting.clear()
         target.generate(
             prompt, attention_mask=prompt.new_ones(prompt.shape), max_new_tokens=new_tokens, do_sample=False,
             assistant_model=drafter,
@@ -72,28 +77,35 @@ def host_time(
         stats = drafter.stats
         assert stats is not None
         stages = stats.stage_time_s
-        return sum(stages.values()) - stages["prefill"], stats.num_spec_steps
+        return sum(stages.values()) - stages["prefill"], sum(drafting), stats.num_spec_steps
 
-    def reference(prompt: Tensor) -> tuple[float, int]:
+    def reference(prompt: Tensor) -> tuple[float, float, int]:
         run = reference_ddtree(target, drafter, prompt, new_tokens, drafter.tree_budget)
-        return run.seconds, len(run.acceptance_lengths)
+        return run.seconds, run.marginals_seconds, len(run.acceptance_lengths)
 
-    passes: dict[str, list[tuple[float, float]]] = {"ours": [], "reference": []}
-    with timed_forwards(target, drafter) as forwards:
+    passes: dict[str, list[list[float]]] = {"ours": [], "reference": []}
+    with (
+        timed(target, "forward") as verified,
+        timed(drafter, "forward") as drafted,
+        timed(DFlashMarginals, "marginals") as drafting,
+    ):
         for repeat in range(repeats + 1):
             for way, run in (("ours", ours), ("reference", reference)):
-                total, inside, rounds = 0.0, 0.0, 0
+                figures = []  # per prompt: seconds of all, of the bare forwards, of the stages; rounds
                 for prompt in prompts:
-                    forwards.clear()
-                    seconds, count = run(prompt)
-                    total, inside, rounds = total + seconds, inside + sum(forwards[1:]), rounds + count
+                    verified.clear()
+                    drafted.clear()
+                    total, marginals, rounds = run(prompt)
+                    verifying = sum(verified[1:])  # the first is the prefill
+                    figures.append((total, verifying + sum(drafted), verifying + marginals, rounds))
                 if repeat:
-                    passes[way].append((total / rounds, (total - inside) / rounds))
+                    passes[way].append([sum(column) for column in zip(*figures, strict=True)])
     rows = []
     for way, found in passes.items():
         row: Row = {"part": "host", "way": way, "nodes": drafter.tree_budget, "prompts": len(prompts)}
-        row["round_ms"] = 1000 * statistics.median(round_s for round_s, _ in found)
-        row["host_ms"] = 1000 * statistics.median(host_s for _, host_s in found)
-        row["host_share"] = statistics.median(host_s / round_s for round_s, host_s in found)
+        row["round_ms"] = 1000 * statistics.median(total / rounds for total, _, _, rounds in found)
+        row["host_ms"] = 1000 * statistics.median((total - bare) / rounds for total, bare, _, rounds in found)
+        row["host_share"] = statistics.median(1 - bare / total for total, bare, _, _ in found)
+        row["host_share_of_stages"] = statistics.median(1 - stages / total for total, _, stages, _ in found)
         rows.append(row)
     return rows

@@ -62,6 +62,8 @@ LINES = (
     Line("host time of a round besides both forwards, ms, on a CPU", "host", 0.7,
          lambda rows: _best(rows, "host_ms", way="ours"), on_gpu=False),
     Line("its share of the round", "host", 0.04, lambda rows: _best(rows, "host_share", way="ours"), on_gpu=False),
+    Line("its share of the round, by the stages of the published loop", "host", 0.04,
+         lambda rows: _best(rows, "host_share_of_stages", way="ours"), on_gpu=False),
     Line("`auto` over the best fixed budget, worst prompt group", "auto", 0.95,
          lambda rows: _worst_auto(rows, "auto_over_best"), at_least=True, on_gpu=False),
     Line("`auto` over plain decoding, slowest prompt", "auto", 0.97,

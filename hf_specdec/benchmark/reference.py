@@ -31,11 +31,13 @@ class ReferenceRun:
         token_ids: [1, seq] int64, prompt included.
         acceptance_lengths: tokens committed per round.
         seconds: of the rounds, prefill left aside.
+        marginals_seconds: of those, from a round's root to the drafter's marginals, its inputs and cache included.
     """
 
     token_ids: Tensor
     acceptance_lengths: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    marginals_seconds: float = 0.0
 
 
 def heap_tree(logits: Tensor, root: int, budget: int) -> HostTree:
@@ -100,7 +102,10 @@ class _Loop:
         run = ReferenceRun(self.prompt)
         began = time.perf_counter()
         while len(tokens) < new_tokens:
-            drafted = self._draft(tokens[-1], features)
+            asked = time.perf_counter()
+            logits = self._marginals(tokens[-1], features)
+            run.marginals_seconds += time.perf_counter() - asked
+            drafted = heap_tree(logits, tokens[-1], self.budget)
             tree, parents = drafted if self.script is None else self.script(tokens[-1])
             new, features = self._verify(tree, parents)
             tokens += new
@@ -113,7 +118,8 @@ class _Loop:
     def _features(self, hidden_states: tuple[Tensor, ...]) -> Tensor:
         return torch.cat([hidden_states[layer + 1] for layer in self.layers], dim=-1)
 
-    def _draft(self, root: int, features: Tensor) -> HostTree:
+    def _marginals(self, root: int, features: Tensor) -> Tensor:
+        """[block - 1, vocab], the mask's own token left out."""
         drafter, device = self.drafter, self.prompt.device
         start, block = self.draft_cache.get_seq_length() + features.shape[1], drafter.block_size
         block_ids = torch.tensor([[root] + [drafter.config.mask_token_id] * (block - 1)], device=device)
@@ -127,7 +133,7 @@ class _Loop:
         )
         self.draft_cache.crop(start - self.draft_cache.get_seq_length())
         logits[..., drafter.config.mask_token_id] = -torch.inf
-        return heap_tree(logits[0], root, self.budget)
+        return logits[0]
 
     def _verify(self, tokens: list[int], parents: list[int]) -> tuple[list[int], Tensor]:
         """Accepted tokens and the bonus token, and features [1, accepted + 1, ...] of the root and the accepted."""

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 
 from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import speed, speed_bundled
-from hf_specdec.benchmark.host import timed_forwards
+from hf_specdec.benchmark.host import timed
 from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
 from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
@@ -220,15 +220,20 @@ def test_host_time_leaves_the_forwards_out_and_the_models_as_they_were(tmp_path:
         assert row["nodes"] == 8
         assert 0 < row["host_ms"] < row["round_ms"]
         assert row["host_share"] == pytest.approx(row["host_ms"] / row["round_ms"])
+        assert 0 < row["host_share_of_stages"] < row["host_share"]  # drafting is more than its forward
     verdict = next(line for line in report["judged"] if line["line"].startswith("host time"))
     assert verdict["figure"] == report["rows"][0]["host_ms"]
 
 
-def test_forwards_are_timed_one_by_one_and_given_back() -> None:
+def test_calls_are_timed_one_by_one_and_the_method_is_given_back() -> None:
     model = counting_target("tiny", "cpu", torch.float32)
-    with timed_forwards(model) as seconds, torch.no_grad():
-        model(torch.tensor([[1, 2]]))
-        model(torch.tensor([[3]]))
+    ids = torch.tensor([[1, 2]])
+    with timed(model, "forward") as seconds, timed(type(model), "get_input_embeddings") as of_any, torch.no_grad():
+        model(ids)
+        model(ids[:, :1])
+        embedding = model.get_input_embeddings()
     assert len(seconds) == 2
     assert min(seconds) > 0
+    assert embedding is model.get_input_embeddings()
     assert "forward" not in vars(model)
+    assert len(of_any) == 1  # ended with the context
