@@ -69,7 +69,6 @@ def host_time(
         raise ValueError(f"Host time is measured on a CPU, but the target is on {target.device}: use --device cpu.")
 
     def ours(prompt: Tensor) -> tuple[float, float, int]:
-        drafting.clear()
         target.generate(
             prompt, attention_mask=prompt.new_ones(prompt.shape), max_new_tokens=new_tokens, do_sample=False,
             assistant_model=drafter,
@@ -93,8 +92,8 @@ def host_time(
             for way, run in (("ours", ours), ("reference", reference)):
                 figures = []  # per prompt: seconds of all, of the bare forwards, of the stages; rounds
                 for prompt in prompts:
-                    verified.clear()
-                    drafted.clear()
+                    for seconds in (verified, drafted, drafting):
+                        seconds.clear()
                     total, marginals, rounds = run(prompt)
                     verifying = sum(verified[1:])  # the first is the prefill
                     figures.append((total, verifying + sum(drafted), verifying + marginals, rounds))
