@@ -3,7 +3,8 @@
 Under independent positions the tree that maximises the expected number of accepted tokens is the set of the likeliest
 prefixes (DDTree, arXiv 2604.12989, Propositions 1 and 2). Two ways of finding them give the same tree, node for node:
 `heap_tree` is the paper's Algorithm 1, the quicker one where tensors live in host memory; `level_tree` finds them level
-by level on the device, without a host sync. Nodes are in order of probability; ties break on the rank tuple.
+by level on the device, without a host sync. Nodes are in order of probability; ties break on the rank tuple, and
+equally likely tokens of a position rank by their ids.
 
 Relation to its sibling `dflash`: same forward, but alternatives at every depth instead of one chain.
 """
@@ -47,6 +48,8 @@ class DDTreeGenerator(MarginalsGenerator):
 def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
     """The `budget` likeliest tokens of each position, with log-probabilities normalised over the whole vocabulary.
 
+    Where more tokens tie for the last rank than there is room, which of them are among the `budget` is left to `topk`.
+
     Args:
         logits: [batch, depth, vocab] float32.
         budget: no node of a tree with this many nodes has a token of a lower rank (Lemma 1).
@@ -55,8 +58,10 @@ def ranked_logprobs(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         logprobs [batch, depth, ranks] float32 in descending order and token ids [batch, depth, ranks] int64. Where a
         position has NaN or +inf, or nothing but -inf, its first log-probability is not finite.
     """
-    logprobs, token_ids = logits.log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
-    return logprobs, token_ids
+    ranks = min(budget, logits.shape[-1])
+    logprobs, token_ids = logits.log_softmax(-1).topk(ranks, dim=-1)
+    order = _best(logprobs, token_ids, ranks)  # `topk` says nothing of ties
+    return logprobs.gather(-1, order), token_ids.gather(-1, order)
 
 
 def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
@@ -67,8 +72,8 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         logits: [batch, depth, vocab] float32, on the CPU.
         budget: most drafted nodes.
     """
-    # Looked up where they lie: a tree needs few of them, and lists of them all take longer than the tree.
-    logprobs, ranked_ids = (ranked.numpy().data for ranked in ranked_logprobs(logits, max(budget, 1)))
+    logprobs = logits.log_softmax(-1).numpy()
+    likeliest = logprobs.argmax(-1).tolist()  # NaN, if there is any
     depth = logits.shape[1]
     nodes = 1 + num_prefixes(logits.shape[-1], depth, budget)
     # Lists and look-ups throughout: on a CPU each small tensor operation costs more than a node does.
@@ -80,13 +85,15 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     children: list[dict[tuple[int, int], int]] = [{} for _ in roots]
     path_logprobs = [[0.0] for _ in roots]
     masks = [bytearray(_roots_and_selves(nodes)) for _ in roots]
-    finite = [all(math.isfinite(logprobs[row, level, 0]) for level in range(depth)) for row in range(batch)]
-    for row in range(batch):
+    finite = []
+    for row, firsts in enumerate(likeliest):
+        left = list(logprobs[row])
+        ranked = [[(position.item(token), token)] for position, token in zip(left, firsts, strict=True)]
+        finite.append(all(math.isfinite(first[0]) for (first,) in ranked))
         if finite[row]:
             _best_first(
-                row, logprobs, ranked_ids, token_ids[row], parents[row], depths[row], masks[row], children[row],
-                path_logprobs[row],
-            )  # fmt: skip
+                left, ranked, token_ids[row], parents[row], depths[row], masks[row], children[row], path_logprobs[row]
+            )
     columns = np.array([token_ids, parents, depths])
     mask = np.frombuffer(bytearray().join(masks), dtype=bool)  # not bytes, which no tensor may share
     sizes = [1 + len(known) for known in children]
@@ -119,9 +126,8 @@ def _first_nodes(sizes: tuple[int, ...], nodes: int) -> Tensor:
 
 
 def _best_first(
-    row: int,
-    logprobs: memoryview,
-    ranked_ids: memoryview,
+    left: list[np.ndarray],
+    ranked: list[list[tuple[float, int]]],
     token_ids: list[int],
     parents: list[int],
     depths: list[int],
@@ -129,34 +135,46 @@ def _best_first(
     children: dict[tuple[int, int], int],
     path_logprobs: list[float],
 ) -> None:
-    """Fills one row of a tree, node by node in order of probability."""
-    nodes = len(parents)
-    assert logprobs.shape is not None  # only a released view has none
-    _, levels, ranks = logprobs.shape
-    push, pop, exchange = heapq.heappush, heapq.heappop, heapq.heapreplace
+    """Fills one row of a tree, node by node in order of probability.
+
+    Tokens are ranked as the tree asks for them: it needs few, and to find one takes less than to sort many.
+
+    Args:
+        left: per depth [vocab] float32 log-probabilities; -inf is written over those of tokens already ranked.
+        ranked: per depth (log-probability, token) of the likeliest tokens, at first of one; lengthened as needed.
+        token_ids: this and what follows, see `DraftTree`.
+        parents: with the number of nodes that there may be.
+        depths: as `parents`.
+        mask: [nodes, nodes] truth values of a byte each.
+        children: empty at first.
+        path_logprobs: that of the root.
+    """
+    nodes, levels = len(parents), len(left)
+    push, exchange = heapq.heappush, heapq.heapreplace
     # (minus the score, ranks, parent node, score of the parent). Ranks are one character each, quicker than a tuple of
     # numbers and in the same order: that of prefixes of equal score.
-    heap: list[tuple[float, str, int, float]] = [(-logprobs[row, 0, 0], chr(0), 0, 0.0)]
+    heap: list[tuple[float, str, int, float]] = [(-ranked[0][0][0], chr(0), 0, 0.0)]
     for node in range(1, nodes):
-        if not heap:
-            return
-        negative, ranked, parent, above = heap[0]
+        negative, ranks, parent, above = heap[0]
         if negative == math.inf:
             return
-        depth, rank = len(ranked), ord(ranked[-1])
-        token_ids[node] = token = ranked_ids[row, depth - 1, rank]
-        parents[node], depths[node] = parent, depth
+        depth, rank = len(ranks), ord(ranks[-1])
+        siblings = ranked[depth - 1]
+        token = siblings[rank][1]
+        token_ids[node], parents[node], depths[node] = token, parent, depth
         if parent:
             mask[node * nodes : node * nodes + node] = mask[parent * nodes : parent * nodes + node]
         children[parent, token] = node
         path_logprobs.append(-negative)
-        if rank + 1 < ranks:
-            score = above + logprobs[row, depth - 1, rank + 1]
-            exchange(heap, (-score, ranked[:-1] + chr(rank + 1), parent, above))
-        else:
-            pop(heap)
+        rank += 1
+        if rank == len(siblings):
+            position = left[depth - 1]
+            position[token] = -math.inf
+            token = int(position.argmax())
+            siblings.append((position.item(token), token))
+        exchange(heap, (-above - siblings[rank][0], ranks[:-1] + chr(rank), parent, above))
         if depth < levels:
-            push(heap, (negative - logprobs[row, depth, 0], ranked + chr(0), node, -negative))
+            push(heap, (negative - ranked[depth][0][0], ranks + chr(0), node, -negative))
 
 
 def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
@@ -225,10 +243,10 @@ def _pairs(width: int, ranks: int, budget: int, device: torch.device) -> tuple[T
 
 
 def _best(scores: Tensor, order: Tensor, count: int) -> Tensor:
-    """[batch, count]: indices of the largest scores, equal scores by ascending `order`."""
-    by_order = order.argsort(1)
-    by_score = scores.gather(1, by_order).argsort(dim=1, descending=True, stable=True)
-    return by_order.gather(1, by_score[:, :count])
+    """[..., count]: indices of the largest scores, equal scores by ascending `order`."""
+    by_order = order.argsort(-1)
+    by_score = scores.gather(-1, by_order).argsort(dim=-1, descending=True, stable=True)
+    return by_order.gather(-1, by_score[..., :count])
 
 
 @functools.lru_cache(maxsize=64)

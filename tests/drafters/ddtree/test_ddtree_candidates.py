@@ -35,7 +35,7 @@ def assert_same_tree(found: DraftTree, expected: DraftTree) -> None:
 
 def likeliest_prefixes(logits: Tensor, budget: int) -> list[tuple[int, ...]]:
     """All prefixes of one row, likeliest first and ties by rank tuple, cut to `budget`; as tuples of token ids."""
-    logprobs = (logits - logits.logsumexp(-1, keepdim=True)).double()
+    logprobs = logits.log_softmax(-1).double()
     ranked = [row.argsort(descending=True, stable=True).tolist() for row in logprobs]
     scored = []
     for depth in range(1, len(logits) + 1):
@@ -107,6 +107,20 @@ def test_tree_is_the_likeliest_prefixes_of_a_full_enumeration(
         assert tree.valid.all()
         for row in range(2):
             assert prefixes_of(tree, row) == likeliest_prefixes(logits[row], budget)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("budget", [5, 40, 400])
+def test_equally_likely_tokens_rank_by_their_ids(builder: str, budget: int) -> None:
+    for seed in range(5):
+        logits = random_logits(1, 3, 5, seed=seed, scale=1.0).round()
+        tree = BUILDERS[builder](torch.tensor([0]), logits, budget)
+        assert prefixes_of(tree, 0) == likeliest_prefixes(logits[0], budget)
+
+
+def test_the_lowest_ids_are_drafted_where_all_tokens_are_equally_likely() -> None:
+    tree = heap_tree(torch.tensor([0]), torch.zeros(1, 3, 50), 12)
+    assert prefixes_of(tree, 0) == [(token,) for token in range(12)]
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
