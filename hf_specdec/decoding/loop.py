@@ -227,7 +227,7 @@ class SpeculativeDecoding:
             launched = time.perf_counter()
             drafts = self.budget is None or self.budget.drafting
             pending = generator.draft_ahead(tree) if drafts else None
-            busy_from = self.clock()
+            busy_from = self.clock() if pending is not None else 0.0
             output = self.target.verify(
                 tree,
                 self.root_positions,

@@ -103,7 +103,7 @@ class PendingChain:
                 if spans is not None:
                     attach(masks[kind], Spans(spans.first[:, nodes].contiguous(), spans.stop, stop))
         self.target.num_layers_run += last - first
-        with self.cache.behind(start), self.target.own_attention():
+        with self.cache.behind(start), self.target.own_attention:
             return self.slices.run(
                 states,
                 first,

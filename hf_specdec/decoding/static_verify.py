@@ -7,13 +7,12 @@ lengths that stay on the device.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.attention import Spans, attach, tree_attention
+from hf_specdec.decoding.attention import Spans, attach
 from hf_specdec.decoding.graphs import NODE_BUCKETS, Workspace, nodes_bucket, prefix_bucket, write_tree
 from hf_specdec.decoding.tree import DraftTree
 
@@ -80,8 +79,7 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
     assert target is not None
     token_ids, position_ids, depths, sees, lengths, starts = inputs
     masks = {kind: _mask(target, window, depths, sees, lengths, starts, at) for kind, window in target.windows.items()}
-    own_attention = tree_attention(target.config) if target.uses_tree_attention else nullcontext()
-    with own_attention:
+    with target.own_attention:
         outputs = target.model(
             input_ids=token_ids,
             attention_mask=target.masks_as_wanted(masks),

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,8 @@ class TargetModel:
 
     Attributes:
         num_layers_run: forwards of single decoder layers since the prefill, over any number of rows and nodes.
+        own_attention: a context, entered for each forward of nodes, in which layers attend with `tree_attention` where
+            that can be used.
 
     Raises:
         ValueError: the target cannot verify trees; the message says why and what to do.
@@ -83,6 +85,7 @@ class TargetModel:
         self.dtype = model.dtype
         self.num_layers: int = self.config.num_hidden_layers  # a config takes its time to answer
         self.uses_tree_attention = usable(model)
+        self.own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = model.device.type != "cpu"
         self.compiles = compile_mode == "reduce-overhead"
@@ -435,7 +438,7 @@ class TargetModel:
             extra["output_attentions"] = True
         if output_hidden_states:
             extra["output_hidden_states"] = True
-        with inference_on_cpu(position_ids.device), self.own_attention():
+        with inference_on_cpu(position_ids.device), self.own_attention:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -452,10 +455,6 @@ class TargetModel:
             outputs.attentions if output_attentions else None,
             outputs.hidden_states if output_hidden_states else None,
         )
-
-    def own_attention(self) -> AbstractContextManager[None]:
-        """Layers attend with `tree_attention` meanwhile, where it can be used."""
-        return tree_attention(self.config) if self.uses_tree_attention else nullcontext()
 
     def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, tuple[Tensor, Spans | None]]:
         """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on, with their spans.
