@@ -137,7 +137,8 @@ def _best_first(
 ) -> None:
     """Fills one row of a tree, node by node in order of probability.
 
-    Tokens are ranked as the tree asks for them: it needs few, and to find one takes less than to sort many.
+    Tokens are ranked one by one, as the tree asks for them: small trees need few, and are made sooner than by a `topk`
+    of all positions. Trees of hundreds of nodes take somewhat longer, which the forward that verifies them dwarfs.
 
     Args:
         left: per depth [vocab] float32 log-probabilities; -inf is written over those of tokens already ranked.
