@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
-from tests.methods import make_ddtree, make_dflash
+from tests.methods import METHODS, make_ddtree, make_dflash
 from tests.scripted import fixed_tree
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -210,6 +210,16 @@ def test_attributes_of_all_drafters_are_checked_in_each_call(
     drafter = make_ddtree(target)
     setattr(drafter, name, value)
     assert_refused(target, match, drafter=drafter)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_attribute_that_is_almost_an_option_is_taken_for_a_slip(target: PreTrainedModel, method: str) -> None:
+    drafter = METHODS[method](target)
+    for name in (*drafter.option_names, "compile_mode"):
+        with pytest.raises(ValueError, match=f"Unknown drafting option '{name}_'. Did you mean '{name}'"):
+            setattr(drafter, f"{name}_", 3)
+    drafter.remark = "something else"
+    assert drafter.remark == "something else"
 
 
 @pytest.mark.parametrize(

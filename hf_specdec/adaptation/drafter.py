@@ -153,12 +153,23 @@ class AdaptiveDrafter(Drafter):
         self.drafter.set_options(**options)
 
     @property
-    def tree_budget(self) -> Any:
-        return self.drafter.tree_budget
-
-    @property
     def compile_mode(self) -> Any:
         return self.drafter.compile_mode
+
+    def __getattr__(self, name: str) -> Any:
+        drafter = vars(self).get("drafter")
+        if drafter is None or name not in drafter.option_names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(drafter, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        drafter = vars(self).get("drafter")
+        if drafter is None:  # none of its options can be meant yet
+            object.__setattr__(self, name, value)
+        elif name in (*drafter.option_names, *drafter.common_options):
+            setattr(drafter, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def check_options(self) -> None:
         self.drafter.check_options()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,14 @@ class Drafter(ABC):
     stats: SpeculationStats | None = None
     trace: Trace | None = None
     compile_mode: Any = "none"  # `compile` is a method of every torch module
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Options are plain attributes, and one that is misspelt would be an attribute that nobody reads.
+        if not hasattr(type(self), name) and name not in vars(self):
+            known = (*self.option_names, *self.common_options)
+            if name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+                raise unknown_name("drafting option", name, known)
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         def weak(value: object) -> bool:

@@ -553,6 +553,13 @@ def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: Pret
     assert adaptive.method == "specblock"
     with pytest.raises(ValueError, match="tree_budget=0 must be an integer"):
         adaptive.set_options(tree_budget=0)
+    adaptive.tree_budget, adaptive.num_blocks, adaptive.compile_mode = 7, 2, "reduce-overhead"
+    assert (drafter.tree_budget, drafter.num_blocks, drafter.compile_mode) == (7, 2, "reduce-overhead")
+    assert (adaptive.tree_budget, adaptive.num_blocks, adaptive.compile_mode) == (7, 2, "reduce-overhead")
+    with pytest.raises(ValueError, match="Unknown drafting option 'num_block'. Did you mean 'num_blocks'"):
+        adaptive.num_block = 3
+    with pytest.raises(AttributeError, match="'AdaptiveDrafter' object has no attribute 'depth'"):
+        adaptive.depth  # noqa: B018
 
 
 def test_what_cannot_learn_or_serve_says_so(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
