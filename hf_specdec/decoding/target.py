@@ -25,6 +25,7 @@ from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
 from hf_specdec.decoding.modes import inference_on_cpu
+from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.slices import LayerSlices, tap_layer
@@ -94,10 +95,11 @@ class TargetModel:
         self.cache: TreeCache
         # What `keep_rows` has put away: per row of the whole batch its entries, and what is known of all prompts.
         self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None, NextStep] | None = None
         self._rows: list[int] = []
         self.prompt_mask: Tensor | None
         self.prompt_starts: Tensor | None
+        self.step = NextStep(None, {}, {})
         self.num_layers_run = 0
         self._template: DraftTree | None = None
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
@@ -210,6 +212,7 @@ class TargetModel:
                 f"position_ids have shape {list(position_ids.shape)}; draft trees need [batch, seq] positions. "
                 "Multi-axis positions (images, video) are not supported: generate without assistant_model."
             )
+        check_attended(self.model, model_kwargs)
         already = self.cache.get_seq_length()
         arguments = dict(model_kwargs, past_key_values=self.cache)
         outputs = self.model._prefill(input_ids, generation_config, arguments)
@@ -237,12 +240,11 @@ class TargetModel:
                 (self.prompt_mask == (torch.arange(length, device=device) >= self.prompt_starts[:, None])).all()
             ):
                 self.prompt_starts = None
-        if position_ids is not None:
-            last = position_ids[:, -1].to(device).expand(batch)
-        else:
-            last = torch.full((batch,), length - 1, device=device)
+        self.step = next_step(self.model, outputs, input_ids, self.cache, model_kwargs)
         # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
-        self.position_offset = last + 1 - length
+        self.position_offset = torch.zeros(batch, dtype=torch.int64, device=device)
+        if self.step.positions is not None:
+            self.position_offset = self.step.positions.to(device) - length
         features = self.read_taps()
         self.prefilled = slice(already, length)
         # No output token is placed beyond this entry, drafted nodes may be.
@@ -256,7 +258,7 @@ class TargetModel:
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
-        if self.compiles and self.prompt_starts is not None:
+        if self.compiles and self.prompt_starts is not None and self.step.is_plain:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
@@ -274,7 +276,7 @@ class TargetModel:
         """
         if not for_good:
             if not self._whole_batch:
-                self._whole_batch = (self.position_offset, self.prompt_mask, self.prompt_starts)
+                self._whole_batch = (self.position_offset, self.prompt_mask, self.prompt_starts, self.step)
                 self._rows = list(range(self.cache.batch))
             for place in sorted(set(range(self.cache.batch)) - set(rows)):
                 self._aside[self._rows[place]] = self.cache.entries_of(place)
@@ -284,11 +286,12 @@ class TargetModel:
         self.position_offset = self.position_offset[index]
         self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[index]
         self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[index]
+        self.step = self.step.of_rows(index)
 
     def restore_rows(self) -> None:
         """Brings back the rows that `keep_rows` has set aside."""
         if self._whole_batch:
-            self.position_offset, self.prompt_mask, self.prompt_starts = self._whole_batch
+            self.position_offset, self.prompt_mask, self.prompt_starts, self.step = self._whole_batch
             self.cache.insert_rows(self._aside)
             self._whole_batch, self._aside = None, {}
 
@@ -377,8 +380,9 @@ class TargetModel:
         Handed back with the tree (`DraftTree.pending`), its nodes go on from where they stand when they are verified.
 
         Raises:
-            ValueError: the slices of this family are not known to be exact.
+            ValueError: the slices of this family are not known to be exact, or the call gives something they miss.
         """
+        self.step.check_slices(self.model)
         return PendingChain(self, root_positions, width)
 
     def chain_template(self, batch: int, width: int) -> DraftTree:
@@ -433,7 +437,7 @@ class TargetModel:
         token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
-        extra = {}
+        extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
         if output_attentions:
             extra["output_attentions"] = True
         if output_hidden_states:
