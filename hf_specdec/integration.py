@@ -125,6 +125,11 @@ def _check_call(
             f"assistant_ensemble_weight={config.assistant_ensemble_weight} asks for output that is not the target's "
             "own; hf_specdec is lossless only. Leave it out."
         )
+    if config.dola_layers is not None:
+        raise ValueError(
+            f"dola_layers={config.dola_layers!r} asks for logits that contrast layers, not for the target's own. "
+            "Leave it out, or generate without assistant_model."
+        )
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "

@@ -44,6 +44,7 @@ def assert_refused(target: Any, match: str, drafter: Any = None, **settings: Any
         ({"cache_implementation": "quantized"}, r"cache_implementation='quantized' cannot hold draft trees"),
         ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded' cannot hold draft trees"),
         ({"assistant_ensemble_weight": 0.3}, r"assistant_ensemble_weight=0\.3 .* lossless only\. Leave it out"),
+        ({"dola_layers": "low"}, r"dola_layers='low' .* the target's own.*Leave it out"),
         ({"synced_gpus": True}, r"synced_gpus=True .* without assistant_model"),
     ],
     ids=str,

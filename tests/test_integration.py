@@ -172,6 +172,21 @@ def test_peft_lora_target_generates_its_own_tokens() -> None:
         assert adapted.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_row_keeps_its_own_adapter_when_others_have_finished(method: str) -> None:
+    peft = pytest.importorskip("peft")
+    base, prompts = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    target = peft.get_peft_model(base, config, adapter_name="first")
+    target.add_adapter("second", config)
+    target.double().eval()
+    settings = {**prompts, "adapter_names": ["first", "second", "__base__"], "max_new_tokens": 24, "do_sample": False}
+    alone = target.generate(**settings)
+    settings["eos_token_id"] = [int(alone[0, 12]), int(alone[1, 14])]
+    alone = target.generate(**settings)
+    assert target.generate(**settings, assistant_model=METHODS[method](base)).tolist() == alone.tolist()
+
+
 def test_adapter_loaded_into_the_model_itself_works() -> None:
     peft = pytest.importorskip("peft")
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
@@ -216,6 +231,23 @@ def test_options_of_the_call_reach_the_loop_through_a_generation_config() -> Non
     alone = target.generate(**prompts, generation_config=config)
     drafter = right_for(3, alone)
     assert target.generate(**prompts, generation_config=config, assistant_model=drafter).tolist() == alone.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_decoding_draws_no_random_numbers(method: str) -> None:
+    target = make_target("llama", "sdpa")
+    drafter = METHODS[method](target)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_narrow_token_ids_come_back_as_plain_decoding_gives_them() -> None:
+    target, prompt = make_target("llama", "sdpa"), PROMPTS["batch of one"]()["input_ids"].int()
+    alone = target.generate(prompt, **GREEDY)
+    assisted = target.generate(prompt, **GREEDY, assistant_model=right_for(3, alone))
+    assert (assisted.dtype, assisted.tolist()) == (alone.dtype, alone.tolist())
 
 
 def test_gradients_are_neither_needed_nor_kept() -> None:

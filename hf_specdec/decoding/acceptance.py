@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -102,10 +103,22 @@ class FollowTarget:
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, *, do_sample: bool, keep_scores: bool) -> None:
-        self.processors = logits_processor
+        self.processors = LogitsProcessorList(map(self._of_own_rows, logits_processor))
+        self.asked: list[int] = []  # the rows that processors are asked about, the others stand in for them
         self.do_sample = do_sample
         self.keep_scores = keep_scores
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
+
+    def _of_own_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
+        """A `prefix_allowed_tokens_fn` is told the row, so it is asked about none that holds another row's text."""
+        if type(processor) is not PrefixConstrainedLogitsProcessor:
+            return processor
+        allowed = processor._prefix_allowed_tokens_fn
+
+        def of_own_rows(row: int, sent: Tensor) -> list[int]:
+            return allowed(row, sent) if row in self.asked else [0]
+
+        return PrefixConstrainedLogitsProcessor(of_own_rows, processor._num_beams)
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sequences: Sequences, ahead: DraftsAhead | None = None
@@ -189,6 +202,7 @@ class FollowTarget:
             processed = torch.empty_like(at_node)
 
             def ask(length: int, group: list[int], stand_ins: list[int], at_node: Tensor = at_node) -> Tensor:
+                self.asked = group
                 return self.processors(sequences.prefixes(length, group), at_node[stand_ins])
 
             for group, values in sequences.for_each_length(walking, depth, ask):
@@ -211,8 +225,13 @@ class FollowTarget:
             bonus_ids[walking] = chosen[walking]
             is_child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == chosen.unsqueeze(1)) & tree.valid
             found, child = is_child.max(-1)
-            # The next prefix of this walk is this one plus the choice.
-            walking = [row for row, hit in zip(walking, found[walking].tolist(), strict=True) if hit]
+            # The next prefix of this walk is this one plus the choice. What follows the end nobody is asked.
+            outcome = torch.stack([found.to(chosen.dtype), chosen])[:, walking].tolist()
+            walking = [
+                row
+                for row, hit, token in zip(walking, *outcome, strict=True)
+                if hit and not sequences.ends(token, sequences.lengths[row] + depth + 1)
+            ]
             if not walking or depth == tree.max_depth:
                 break
             for row in walking:

@@ -26,6 +26,7 @@ from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.tree import count_up, from_host
 
 GROWTH = 256  # entries added at a time when a row outgrows its capacity
+MOSTLY_USED = 0.8  # buffers with this share of entries in use are handed out as they are
 
 
 class Extent:
@@ -121,7 +122,7 @@ class TreeCache(Cache):
         """
         known = isinstance(cache, DynamicCache) and not cache.offloading
         if not known or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            kinds = sorted({type(layer).__name__ for layer in cache.layers})
+            kinds = sorted({type(layer).__name__ for layer in getattr(cache, "layers", ())})
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} with layers {kinds}; speculative decoding can continue "
                 "only a DynamicCache of full or sliding-window attention layers without offloading. Pass a "
@@ -393,6 +394,13 @@ class TreeCache(Cache):
             self._set_lengths(list(row_lengths))
         self._extent.held, self._extent.nodes_at = 0, None
 
+    def wipe(self) -> None:
+        """Forgets the nodes of the round, and puts zeros where they lay."""
+        for slab in self._slabs:
+            for row, length in enumerate(self.row_lengths):
+                slab[:, row, length:] = 0
+        self.rollback()
+
     def _set_lengths(self, row_lengths: list[int]) -> None:
         self._row_lengths, self._lengths, self._unread = row_lengths, None, []
         self._extent.longest, self._extent.held, self._extent.nodes_at = max(row_lengths), 0, None
@@ -448,10 +456,11 @@ class TreeCache(Cache):
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.
 
-        Sliding layers receive their window only, as plain decoding would have left them. Nothing is copied: the
-        tensors are views of this cache's buffers, which must not be written to afterwards. Buffers of a workspace,
-        which will be, are copied and given back.
+        Sliding layers receive their window only, as plain decoding would have left them. Where buffers are nearly full
+        nothing is copied: the tensors are views of them, which must not be written to afterwards. Else copies let the
+        rest of them go. Buffers of a workspace, which will be written to, are copied and given back.
         """
+        copies = self.workspace is not None or length < MOSTLY_USED * self.capacity
         while len(like.layers) < len(self.layers):  # a DynamicCache() made without a config grows as it is used
             like.layers.append(DynamicLayer())
         for own, layer in zip(self.layers, like.layers, strict=False):
@@ -463,6 +472,6 @@ class TreeCache(Cache):
                 layer.cumulative_length = length
             layer.lazy_initialization(own.keys, own.values)
             layer.keys, layer.values = own.keys[:, :, start:length], own.values[:, :, start:length]
-            if self.workspace is not None:
+            if copies:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         self.release()

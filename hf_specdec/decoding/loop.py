@@ -8,10 +8,11 @@ host reads it when the next draft, or all of the next round, has been launched.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -241,6 +242,9 @@ class SpeculativeDecoding:
             busy_s = self.clock() - busy_from
             ahead = pending.result()
             self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - launched)
+        if tree.num_nodes > 1 and _is_spoilt(output):
+            tree, ahead = replace(tree.first_nodes(0), finite=torch.zeros_like(tree.valid[:, 0]), pending=None), None
+            output = self.verify_anew(tree)
         self.lap("verify")
         self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers_run - layers_run
@@ -267,6 +271,18 @@ class SpeculativeDecoding:
         elif self.target.static is not None:
             self.outcomes[-1] = self.outcomes[-1].lasting()
         self.drop_finished_rows(generator)
+
+    def verify_anew(self, root: DraftTree) -> TargetOutput:
+        """A round without its drafts, because of one of which the target has given no numbers."""
+        self.target.cache.wipe()
+        self.stats.num_target_forwards += 1
+        with inference_on_cpu(root.token_ids.device):
+            return self.target.verify(
+                root,
+                self.root_positions,
+                output_attentions=self.records.keeps_attentions,
+                output_hidden_states=self.records.keeps_hidden_states,
+            )
 
     def may_draft_early(self, generator: TreeCandidateGenerator, tree: DraftTree) -> bool:
         """Whether nothing that the host must know stands between this round and the next draft."""
@@ -371,6 +387,8 @@ class SpeculativeDecoding:
             return
         if not (generator.drops_rows and self.accept.prefix_free and self.trace is None) or self.records.keeps_any:
             return
+        if self.target.bound_rows is not None:
+            return
         if self.outcomes and self.budget is not None:
             # A smaller batch is another matter: see whether drafting pays there.
             self.budget.resume()
@@ -442,8 +460,8 @@ class SpeculativeDecoding:
             if not acceptance.finite[row]:
                 if not self.stats.num_plain_steps:
                     logger.warning(
-                        "The drafter (%s) gave NaN or infinite logits. Such rounds are decoded plainly and counted in "
-                        "stats.num_plain_steps; the output is not affected.",
+                        "The drafter (%s) gave NaN or infinite logits, or a token that the target gives NaN for. Such "
+                        "rounds are decoded plainly and counted in stats.num_plain_steps; the output is not affected.",
                         self.stats.method,
                     )
                 self.stats.num_plain_steps += 1
@@ -465,3 +483,11 @@ class SpeculativeDecoding:
             self.target.verify(DraftTree.chain(token_ids), self.target.root_positions())
             cache.commit_first(missing)
         cache.to_dynamic(self.model_kwargs["past_key_values"], entries)
+
+
+def _is_spoilt(output: TargetOutput) -> bool:
+    """Whether the target gave NaN for a root, as it does when any node of the row is NaN: masks only multiply by 0.
+
+    One number tells, since NaN in a hidden state is NaN in all logits. On a GPU the host would have to wait for it.
+    """
+    return output.logits.device.type == "cpu" and any(map(math.isnan, output.logits.numpy()[:, 0, 0]))

@@ -29,7 +29,7 @@ class Sequences:
     """Token ids of a batch, [batch, capacity] on the device and their lengths on the host.
 
     Args:
-        prompt_ids: [batch, seq] int64.
+        prompt_ids: [batch, seq] integers; what is generated is int64.
         stopping_criteria: of the `generate` call.
         pad_token_id: what a finished row is filled with, where plain decoding would do so.
         streamer: of the `generate` call.
@@ -43,7 +43,7 @@ class Sequences:
         streamer: BaseStreamer | None,
     ) -> None:
         batch, length = prompt_ids.shape
-        self._widen(prompt_ids, GROWTH)
+        self._widen(prompt_ids.long(), GROWTH)
         self.prompt_length = length
         self.lengths = [length] * batch
         self.finished_at: list[int | None] = [None] * batch
@@ -183,7 +183,7 @@ class Sequences:
             return len(tokens)
         for token in tokens:
             length += 1
-            if self.finished_at[row] is None and (late or self._ends(token, length)):
+            if self.finished_at[row] is None and (late or self.ends(token, length)):
                 self.finished_at[row] = length
                 if self.pads_finished:
                     break
@@ -194,8 +194,8 @@ class Sequences:
             time.time() - rule.initial_timestamp > rule.max_time for rule in self._deadlines
         )
 
-    def _ends(self, token: int, length: int) -> bool:
-        """Whether a row stops with this token, as its `length`-th."""
+    def ends(self, token: int, length: int) -> bool:
+        """Whether a row stops with this token, as its `length`-th, for a reason that the host can tell at once."""
         return token in self._eos_ids or (self._max_length is not None and length >= self._max_length)
 
     def _keep_step_by_step(self, tokens: list[list[int]], active: list[bool], scores: ScoresSoFar) -> list[int]:
@@ -231,7 +231,7 @@ class Sequences:
     ) -> set[int]:
         """The rows among `rows` that stop with their next token."""
         late = self._late()
-        stopped = {row for row in rows if late or self._ends(tokens[row][kept[row]], self.lengths[row] + kept[row] + 1)}
+        stopped = {row for row in rows if late or self.ends(tokens[row][kept[row]], self.lengths[row] + kept[row] + 1)}
         if rows:
             step = kept[rows[0]]  # all rows that still go on have kept equally many of their new tokens
 

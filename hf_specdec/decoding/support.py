@@ -52,3 +52,13 @@ def check_supported(model: PreTrainedModel) -> None:
             f"Target {name} takes no position_ids, so the nodes of a draft tree cannot be placed; speculative "
             "decoding needs a target with position_ids (rotary or learned positions)."
         )
+
+
+def bound_rows(model: PreTrainedModel) -> int | None:
+    """How many rows every forward must have: with PEFT's `adapter_names`, hooks give each row an adapter of its own."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            names = getattr(hook, "keywords", {}).get("adapter_names")  # of a `functools.partial`
+            if names is not None:
+                return len(names)
+    return None

@@ -30,7 +30,7 @@ from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.slices import LayerSlices, tap_layer
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
-from hf_specdec.decoding.support import check_supported
+from hf_specdec.decoding.support import bound_rows, check_supported
 from hf_specdec.decoding.tree import DraftTree, from_host
 
 _SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
@@ -66,6 +66,7 @@ class TargetModel:
 
     Attributes:
         num_layers_run: forwards of single decoder layers since the prefill, over any number of rows and nodes.
+        bound_rows: how many rows every forward must have, if that is not open (`support.bound_rows`).
         own_attention: a context, entered for each forward of nodes, in which layers attend with `tree_attention` where
             that can be used.
 
@@ -80,6 +81,7 @@ class TargetModel:
         self.config = model.config.get_text_config(decoder=True)
         self.feature_layers = tuple(feature_layers)
         check_supported(model)
+        self.bound_rows = bound_rows(model)
         self.windows = _windows(model)
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
@@ -131,7 +133,7 @@ class TargetModel:
         embeddings = self.model.get_input_embeddings()
         device = embeddings.weight.device
         token_ids = torch.arange(1, 7, device=None if device.type == "meta" else device) % embeddings.num_embeddings
-        token_ids, known = token_ids.unsqueeze(0), 3
+        token_ids, known = token_ids.expand(self.bound_rows or 1, -1), 3
         whole = self.model(input_ids=token_ids, use_cache=False).logits
         self.begin_alone(token_ids[:, :known], room=3)
         chain = self.begin_chain(self.root_positions(), 3)
@@ -142,11 +144,11 @@ class TargetModel:
         return difference.item(), whole.float().abs().max().item()
 
     def begin_alone(self, token_ids: Tensor, room: int) -> None:
-        """Begins rounds of up to `room` nodes behind [1, seq] tokens, outside of `generate`: to try or time a round."""
+        """Begins rounds of up to `room` nodes behind [batch, seq] tokens, outside of `generate`: to try or time one."""
         self.cache = TreeCache(self.config.num_hidden_layers)
         self.model(input_ids=token_ids, past_key_values=self.cache, use_cache=True)
         self.prompt_mask, self.last_entry = None, token_ids.shape[1] + room
-        self.prompt_starts = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
+        self.prompt_starts = torch.zeros(len(token_ids), dtype=torch.int64, device=token_ids.device)
         self.position_offset = self.prompt_starts
         self.begin_rounds(token_ids.shape[1] + room)
 

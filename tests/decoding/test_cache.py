@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from hf_specdec.decoding.cache import GROWTH, TreeCache
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from tests.targets import PROMPTS, make_target
+from hf_specdec.drafters.ngram import NGramDrafter
+from tests.targets import PROMPTS, fresh_target, make_target
 
 LAYERS, HEADS, DIM = 3, 2, 4
 
@@ -248,3 +249,17 @@ def test_sliding_layers_that_dropped_entries_are_continued_with_zeros_in_their_p
         assert layer.keys.shape[2] == 9
         assert torch.equal(layer.keys[:, :, 9 - held :], source.keys)
         assert (layer.keys[:, :, : 9 - held] == 0).all()
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_cache_handed_back_holds_little_more_than_its_entries(passed: bool) -> None:
+    target = fresh_target("llama", "sdpa", max_position_embeddings=8192)
+    settings = {"max_new_tokens": 4000, "do_sample": False, "eos_token_id": list(range(32))}
+    settings |= {"past_key_values": DynamicCache()} if passed else {}
+    output = target.generate(
+        **PROMPTS["batch of one"](), **settings, return_dict_in_generate=True, assistant_model=NGramDrafter()
+    )
+    parts = [part for layer in output.past_key_values.layers for part in (layer.keys, layer.values)]
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1 < 200
+    held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    assert sum(held.values()) == sum(part.nbytes for part in parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from tests.methods import METHODS, make_ddtree, make_dflash
 from tests.scripted import StubDrafter, fixed_tree, right_for
-from tests.targets import PROMPTS, VOCAB, make_target
+from tests.targets import PROMPTS, VOCAB, fresh_target, make_target
 
 NEW = 20
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -238,3 +239,37 @@ def test_any_budget_gives_the_same_tokens(target: PreTrainedModel, budget: int) 
     assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert assisted.tolist() == target.generate(**prompts, **GREEDY).tolist()
     assert drafter.stats.num_draft_tokens == budget * drafter.stats.num_spec_steps
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_a_token_that_the_target_has_no_numbers_for_spoils_no_other(
+    batch: str, settings: dict[str, Any], attention: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain decoding never runs token 7, since it is suppressed; drafts of it may be run, but must not matter."""
+    # The host's own eager attention makes NaN of left padding in float64.
+    target = fresh_target("llama", attention, torch.float32 if attention == "eager" else torch.float64)
+    prompts = PROMPTS[batch]()
+    prompts["input_ids"][prompts["input_ids"] == 7] = 8
+    target.get_input_embeddings().weight.data[7] = torch.inf
+    settings = {**prompts, **settings, "max_new_tokens": 8, "suppress_tokens": [7]}
+    alone = target.generate(**settings)
+    drafter = fixed_tree([20, 7], [0, 1])
+    assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats is not None
+    assert drafter.stats.num_plain_steps == drafter.stats.num_spec_steps
+    assert drafter.stats.num_target_forwards == 2 * len(drafter.stats.per_step_accepted[0])
+    assert len([record for record in caplog.records if "or a token that the target" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_bear_a_token_that_the_target_has_no_numbers_for(method: str) -> None:
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    drafter = METHODS[method](target)
+    settings = {**prompts, "max_new_tokens": 30, "do_sample": False}
+    alone = target.generate(**settings)
+    target.generate(**settings, assistant_model=drafter)  # pairs are tried once, on whatever tokens
+    unseen = sorted(set(range(64)) - set(alone.flatten().tolist()))
+    target.get_input_embeddings().weight.data[unseen] = torch.nan  # of all but what plain decoding runs
+    assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()

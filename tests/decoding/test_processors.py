@@ -77,3 +77,43 @@ def test_processor_with_state_is_refused_for_several_rows(target: PreTrainedMode
     # Its state counts calls for all rows together, and rows accept different numbers of drafted tokens.
     with pytest.raises(ValueError, match=r"LogitsProcessor keeps state .* batch of 3 .* one row at a time"):
         run(target, "ragged batch of three", KEEPS_STATE[name], make_ddtree(target))
+
+
+@pytest.mark.parametrize("nodes", [0, 3])
+def test_a_constraint_per_row_is_asked_about_that_rows_own_text_alone(target: PreTrainedModel, nodes: int) -> None:
+    prompts = PROMPTS["ragged batch of three"]()
+    length = prompts["input_ids"].shape[1]
+    asked = []
+
+    def allowed(row: int, sent: Tensor) -> list[int]:
+        """Row r writes tokens with id % 3 == r."""
+        asked.append((row, sent.tolist()))
+        assert all(token % 3 == row for token in sent[length:].tolist()), f"row {row} was asked about {sent.tolist()}"
+        return [token for token in range(3, 64) if token % 3 == row]
+
+    settings = {**prompts, "max_new_tokens": 16, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    alone = target.generate(**settings)
+    by_plain_decoding = {(row, tuple(text)) for row, text in asked}
+    drafter = right_for([nodes, 0, 1], alone)
+    asked.clear()
+    assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert {(row, tuple(text)) for row, text in asked} == by_plain_decoding
+
+
+@pytest.mark.parametrize("ended", ["by a token", "by length"])
+def test_a_processor_is_not_asked_what_follows_the_end(target: PreTrainedModel, ended: str) -> None:
+    prompt, longest = PROMPTS["batch of one"](), 0
+
+    def allowed(row: int, sent: Tensor) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(sent))
+        return list(range(3, VOCAB))
+
+    settings = {**prompt, **GREEDY, "prefix_allowed_tokens_fn": allowed}
+    drafter = right_for(5, target.generate(**settings))
+    first = int(target.generate(**settings)[0, prompt["input_ids"].shape[1] + 3])
+    settings |= {"eos_token_id": first} if ended == "by a token" else {"max_new_tokens": 4}
+    alone = target.generate(**settings)
+    longest = 0
+    assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert longest == alone.shape[1] - 1

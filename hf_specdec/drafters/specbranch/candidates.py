@@ -122,8 +122,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         rows = zip(context.sequences.tolist(), context.lengths, strict=True)
         texts = [row[:length] for row, length in rows]
         drafting = self.make_drafting(context.choice)
-        # From the host's generator, so that a seed says everything; in all ways of working alike.
-        seed = int(torch.randint(2**62, ()))
+        # From the host's generator, so that a seed says everything; in all ways of working alike. Greedy draws none.
+        seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         worker = self.worker = self.make_worker(drafting)
         self.beside = not isinstance(worker, InTurn)
         if self.beside and self.device.type == "cpu" == drafting.drafter.model.device.type:
