@@ -78,9 +78,11 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def get_seq_length(self) -> int:
+        if not self.is_initialized:  # nor will it be: cross-attention without anything to attend to
+            return 0
         if self.extent.longest is not None:
             return self.extent.node_start + self.extent.held
-        return self.keys.shape[2] if self.is_initialized else 0
+        return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
