@@ -26,7 +26,6 @@ from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.tree import count_up, from_host
 
 GROWTH = 256  # entries added at a time when a row outgrows its capacity
-MOSTLY_USED = 0.8  # buffers with this share of entries in use are handed out as they are
 
 
 class Extent:
@@ -458,11 +457,11 @@ class TreeCache(Cache):
     def to_dynamic(self, like: Cache, length: int) -> None:
         """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.
 
-        Sliding layers receive their window only, as plain decoding would have left them. Where buffers are nearly full
-        nothing is copied: the tensors are views of them, which must not be written to afterwards. Else copies let the
-        rest of them go. Buffers of a workspace, which will be written to, are copied and given back.
+        Sliding layers receive their window only, as plain decoding would have left them. Where buffers are at
+        least half full nothing is copied: the tensors are views of them, which must not be written to afterwards. Else
+        copies let them go. Buffers of a workspace, which will be written to, are copied and given back.
         """
-        copies = self.workspace is not None or length < MOSTLY_USED * self.capacity
+        copies = self.workspace is not None or 2 * length < self.capacity
         while len(like.layers) < len(self.layers):  # a DynamicCache() made without a config grows as it is used
             like.layers.append(DynamicLayer())
         for own, layer in zip(self.layers, like.layers, strict=False):

@@ -90,6 +90,8 @@ def next_step(
     types = {name: value for name, value in others.items() if name.endswith("token_type_ids")}
     switches = {name: value for name, value in others.items() if isinstance(value, (bool, int, float, str))}
     unknown = sorted(others.keys() - types.keys() - switches.keys())
+    if positions is not None and positions.dim() != 2:
+        unknown.append("position_ids of several axes")
     if unknown:
         raise ValueError(
             f"Target {type(model).__name__} is given {unknown} at every step of decoding, and how the nodes of a draft "

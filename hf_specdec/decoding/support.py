@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 from transformers import PreTrainedModel
@@ -58,7 +59,6 @@ def bound_rows(model: PreTrainedModel) -> int | None:
     """How many rows every forward must have: with PEFT's `adapter_names`, hooks give each row an adapter of its own."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            names = getattr(hook, "keywords", {}).get("adapter_names")  # of a `functools.partial`
-            if names is not None:
-                return len(names)
+            if isinstance(hook, functools.partial) and "adapter_names" in hook.keywords:
+                return len(hook.keywords["adapter_names"])
     return None
