@@ -50,9 +50,15 @@ def parser() -> argparse.ArgumentParser:
         "path:method=ddtree,tree_budget=31; may be repeated. A row per method where it is left open. Every drafter "
         "beside the target where omitted and the target is the bundled one",
     )
-    what.add_argument("--draft-model", help="small causal LM for transformers' own assisted generation")
     what.add_argument(
-        "--prompts", help=f"JSONL file with a prompt per line, or one of: {', '.join(sorted(NAMED_SETS))}"
+        "--draft-model",
+        help="small causal LM for transformers' own assisted generation (default: the bundled one for the bundled "
+        "target, else none)",
+    )
+    what.add_argument(
+        "--prompts",
+        help=f"JSONL file with a prompt per line, or one of: {', '.join(sorted(NAMED_SETS))} (default: the bundled "
+        "ones for the bundled target)",
     )
     what.add_argument("--num-prompts", type=_positive, help="most, groups taking turns (default: 32; quick: 8)")
     how = options.add_argument_group("how")
