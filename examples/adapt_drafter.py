@@ -28,6 +28,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,19 @@ def figures_of(served: Pass, frozen: Pass | None, held_out: list[torch.Tensor]) 
     return row
 
 
+def comparison(policies: Sequence[str]) -> dict[str, str]:
+    """What a record says was compared; nothing without a frozen pass beside another one."""
+    if "frozen" not in policies or len(set(policies)) < 2:
+        return {}
+    return {"compared": "the same passages, served by the frozen and by the learning drafter in turns of one run"}
+
+
 def write_record(folder: str, key: str, record: dict[str, Any]) -> None:
     """Writes figures into the drafter's folder and card, beside those of earlier passes over the same stream."""
     drafter = load_drafter(folder)
     known = drafter.training_record or {}
     earlier = known.get(key, {})
-    if all(earlier.get(name) == record[name] for name in ("stream", "compared", "versions")):
+    if all(earlier.get(name) == record.get(name) for name in ("stream", "compared", "versions")):
         # Passes over one stream may be served by several runs, and all of them are told of.
         told = earlier["policies"]
         policies = told | {name: told.get(name, {}) | row for name, row in record["policies"].items()}
@@ -256,7 +264,7 @@ def main() -> None:
 
     record = {
         "stream": described,
-        "compared": "the same passages, served by the frozen and by the learning drafter in turns of one run",
+        **comparison(arguments.policies),
         "policies": figures,
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",

@@ -175,9 +175,25 @@ def draw(model: Any, tokenizer: Any, drafter: Any, prompt: str, new_tokens: int)
     return f"<style>{COLOURS}{PICTURES}</style><div>{pictures(trace, tokenizer, range(3))}</div>"
 
 
+def gradio_module() -> Any:
+    """Gradio itself.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError(
+            f"The page is built with gradio ({error}): pip install 'hf_specdec[gradio]'. Without it, `python "
+            "examples/quickstart.py` compares ways of decoding in the terminal, and `hf-specdec bench` draws them."
+        ) from error
+    return gradio
+
+
 def page(model: Any, tokenizer: Any, drafter: Any, prompts: list[str]) -> Any:
     """The Gradio app."""
-    import gradio
+    gradio = gradio_module()
 
     def show(prompt: str, new_tokens: float, temperature: float) -> Iterator[tuple[str, str, str, str]]:
         for plain, speculative in race(model, tokenizer, drafter, prompt, int(new_tokens), temperature):
@@ -226,6 +242,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
     parser.add_argument("--port", type=int, help="of the page; a free one where omitted")
     arguments = parser.parse_args()
+    try:
+        gradio_module()  # before the models: they may take minutes
+    except ImportError as error:
+        parser.error(str(error))
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -226,8 +226,10 @@ def main() -> None:
     best = found[quickest]
     best.drafter.trace = trace = Trace()
     generate(model, tokenizer(prompts[0], return_tensors="pt").to(device), best, 0.0, arguments.new_tokens)
-    print(f"\nOne continuation by {quickest}; tokens on green were drafted, the underlined are the target's own:")
-    print(terminal_text(trace, tokenizer, colour=sys.stdout.isatty()))
+    colour = sys.stdout.isatty()
+    drafted, own = ("on green", "the underlined") if colour else ("in brackets", "the others")
+    print(f"\nOne continuation by {quickest}; tokens {drafted} were drafted, {own} are the target's own:")
+    print(terminal_text(trace, tokenizer, colour=colour))
 
     record = {
         "target": arguments.model,

@@ -19,6 +19,8 @@ import hashlib
 import importlib.util
 import json
 import re
+import shlex
+import sys
 import sysconfig
 import textwrap
 import time
@@ -226,6 +228,7 @@ def main() -> None:
         else f"CPU, {torch.get_num_threads()} threads",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": date.today().isoformat(),
+        "command": shlex.join(["python", *sys.argv]),
     }
     write_card(arguments.output, record)
 
@@ -282,9 +285,8 @@ all, are held out; the prompts in `../prompts.jsonl` are signatures with docstri
 A small model that repeats itself makes any drafter look good. The share of repeated 8-grams above says how much this
 one does in greedy decoding; look at sampled figures beside greedy ones.
 
-Made by `python examples/train_tiny_code.py`. Where the hardware above is a CPU, the training was cut short for
-time: the same command on a GPU with more `--steps` makes a better model, and the drafters beside it must then be
-trained anew.
+Made by the command above. Where the hardware above is a CPU, the training was cut short for time: the same command on
+a GPU with more `--steps` makes a better model, and the drafters beside it must then be trained anew.
 """
 
 

@@ -96,6 +96,20 @@ def test_the_drawing_shows_the_text_and_trees_and_turns_the_trace_off_again(demo
     assert drafter.trace is None
 
 
+def test_without_gradio_the_extra_is_named_before_a_model_is_loaded(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setattr(sys, "argv", ["gradio_demo.py", "--model", "nowhere/at-all"])
+    with pytest.raises(SystemExit):
+        demo.main()
+    told = capsys.readouterr().err
+    assert "pip install 'hf_specdec[gradio]'" in told
+    assert "examples/quickstart.py" in told  # what works without
+    with pytest.raises(ImportError, match=r"hf_specdec\[gradio\]"):
+        demo.page(make_target(), tiny_tokenizer(), METHODS["ngram"](make_target()), [PROMPT])
+
+
 def test_the_page_is_built_where_gradio_is_installed(demo: ModuleType) -> None:
     pytest.importorskip("gradio")
     app = demo.page(make_target(), tiny_tokenizer(), METHODS["ngram"](make_target()), [PROMPT])

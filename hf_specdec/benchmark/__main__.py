@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
 from hf_specdec.benchmark import records, speed, ways
+from hf_specdec.benchmark.device import dtype_on, usable_device
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
 from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, check_chat, load_prompts, render
 from hf_specdec.benchmark.records import Environment, Note, Picture, Record
@@ -49,11 +50,17 @@ def parser() -> argparse.ArgumentParser:
         "path:method=ddtree,tree_budget=31; may be repeated. A row per method where it is left open. Every drafter "
         "beside the target where omitted and the target is the bundled one",
     )
-    what.add_argument("--draft-model", help="small causal LM for transformers' own assisted generation")
     what.add_argument(
-        "--prompts", help=f"JSONL file with a prompt per line, or one of: {', '.join(sorted(NAMED_SETS))}"
+        "--draft-model",
+        help="small causal LM for transformers' own assisted generation (default: the bundled one for the bundled "
+        "target, else none)",
     )
-    what.add_argument("--num-prompts", type=_positive, help="most prompts, groups taking turns")
+    what.add_argument(
+        "--prompts",
+        help=f"JSONL file with a prompt per line, or one of: {', '.join(sorted(NAMED_SETS))} (default: the bundled "
+        "ones for the bundled target)",
+    )
+    what.add_argument("--num-prompts", type=_positive, help="most, groups taking turns (default: 32; quick: 8)")
     how = options.add_argument_group("how")
     how.add_argument("--quick", action="store_true", help="few prompts, few repeats; all of it can be set one by one")
     how.add_argument("--temperature", type=_temperature, nargs="+", help="0 is greedy (default: 0 1)")
@@ -61,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--new-tokens", type=_positive, help="most per row (default: 128; quick: 48)")
     how.add_argument("--repeats", type=_positive, help="of every call (default: 3; quick: 2)")
     how.add_argument(
-        "--budgets", type=_positive, nargs="*", help="of tree_budget, to sweep over (default: 4 8 16 32 64)"
+        "--budgets",
+        type=_positive,
+        nargs="*",
+        help="of tree_budget, to sweep over (default: 4 8 16 32 64; quick: 4 12 36)",
     )
     how.add_argument("--sweep-prompts", type=_positive, help="prompts that the sweep runs on (default: 8; quick: 3)")
     how.add_argument("--chat", choices=["auto", "on", "off"], default="auto", help="use the target's chat template")
@@ -71,7 +81,11 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--dtype", help="of the target (default: bfloat16 on cuda, else float32)")
     how.add_argument("--attention", help="implementation of the target's attention (default: the model's own)")
     out = options.add_argument_group("what comes out")
-    out.add_argument("--output", type=Path, default=Path("benchmark"), help="folder for the three reports")
+    out.add_argument(
+        "--output",
+        type=Path,
+        help="folder for the three reports (default: benchmark; with --from-records the folder of that file)",
+    )
     out.add_argument("--from-records", type=Path, help="measure nothing: make the reports of this .jsonl file again")
     return options
 
@@ -94,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(rest)
     try:
         if arguments.from_records is not None:
-            made = records.read(arguments.from_records)
+            made, folder = records.read(arguments.from_records), arguments.from_records.parent
         else:
-            made = _measure(arguments, ["hf-specdec", "bench", *given])
-        for path in write_reports(made, arguments.output):
+            made, folder = _measure(arguments, ["hf-specdec", "bench", *given]), Path("benchmark")
+        for path in write_reports(made, arguments.output or folder):
             print(path)
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-specdec bench: {error}", file=sys.stderr)
@@ -122,13 +136,13 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
 
     console = Console(stderr=True)
     settings = _settings(arguments)
-    bundled = arguments.target is None
-    if bundled and not (BUNDLED / "target").is_dir():
+    if arguments.target is None and not (BUNDLED / "target").is_dir():
         raise FileNotFoundError(
             f"No --target was given, and the bundled model is not at {BUNDLED}: it comes with a checkout of the "
             "repository, not with the installed package. Name a target and drafters."
         )
-    name = os.path.relpath(BUNDLED / "target") if bundled else arguments.target
+    name = os.path.relpath(BUNDLED / "target") if arguments.target is None else arguments.target
+    bundled = Path(name).resolve() == (BUNDLED / "target").resolve()
     if arguments.drafter is None and not bundled:
         raise ValueError(f"No --drafter was given for target {name!r}; name at least one, 'ngram' needs no weights.")
     texts, of_set = _prompts(arguments, name, bundled)
@@ -212,8 +226,8 @@ def _prompts(arguments: argparse.Namespace, target: str, bundled: bool) -> tuple
 
 
 def _load_target(arguments: argparse.Namespace, name: str) -> tuple[Any, Any]:
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = arguments.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    device = usable_device(arguments.device)
+    dtype = arguments.dtype if arguments.dtype == "auto" else dtype_on(device, arguments.dtype)
     attention = {} if arguments.attention is None else {"attn_implementation": arguments.attention}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention).to(device).eval()
     return model, AutoTokenizer.from_pretrained(name)

@@ -96,7 +96,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: no set goes by this name, or a line has no prompt.
-        ImportError: a named set is asked for and `datasets` is not installed.
+        ImportError: a named set is asked for and `datasets`, or what it downloads with, is not installed.
         OSError: a named set cannot be reached.
     """
     path = Path(source)
@@ -144,16 +144,16 @@ def read_jsonl(path: Path) -> list[Prompt]:
 
 
 def _read_named(name: str, known: NamedSet) -> list[Prompt]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            f"The prompt set {name!r} is read with `datasets`: pip install 'hf_specdec[bench]'. Prompts from a JSONL "
-            "file need nothing."
-        ) from error
     files = {} if known.files is None else {"data_files": known.files}
     try:
+        from datasets import load_dataset
+
         rows = load_dataset(known.repo, known.config, split=known.split, **files)
+    except ImportError as error:  # of `datasets`, or from within: it does not itself require what it downloads with
+        raise ImportError(
+            f"The prompt set {name!r} is read with `datasets` and, from a URL, `aiohttp`, but {error}: pip install "
+            "'hf_specdec[bench]'. Prompts from a JSONL file need neither."
+        ) from error
     except (OSError, ValueError) as error:  # `datasets` raises either, by what it finds in its cache
         raise OSError(
             f"The prompt set {name!r} ({known.files or known.repo}, split {known.split!r}) cannot be read: {error}. It "

@@ -1,6 +1,6 @@
 """`hf-specdec bench --suite speed`: what a round costs beside reading the target's weights once.
 
-    python -m hf_specdec.benchmark.speed --shape qwen3-8b --part rounds --output speed-rounds.json
+    hf-specdec bench --suite speed --shape qwen3-8b --part rounds baselines reference --output speed.json
 
 Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged rows
 that finish at different times), `length` (does a round grow dearer over thousands of tokens), `baselines` (plain, plain
@@ -9,9 +9,9 @@ describe it, on the same weights and trees), and on the bundled model `auto` (`t
 budgets), `exact` (output of every drafter against plain decoding's, with the target's top-2 gap at every first
 difference, and a defined bound for what rounding explains: `exactness.py`) and `host` (what a round takes on a CPU
 besides the two forwards, `host.py`). Targets of the others are `counting_target`s, drafts are scripted (`scripted.py`),
-and a DFlash network of the same shape runs in each round for what it costs. `--shape tiny` is a dry run for a CPU: its
-numbers say nothing about 8B shapes. What the speed of a round is judged by stands at the end, "not measured" where this
-run has not measured it (`judged.py`).
+and a DFlash network of the same shape runs in each round for what it costs. `--shape tiny`, the default, is a dry run
+for a CPU: its numbers say nothing about 8B shapes. What the speed of a round is judged by stands at the end, "not
+measured" where this run has not measured it (`judged.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import transformers
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
+from hf_specdec.benchmark.device import dtype_on, usable_device
 from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
 from hf_specdec.benchmark.judged import judged
 from hf_specdec.benchmark.reference import reference_ddtree
@@ -59,23 +60,41 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="hf-specdec bench --suite speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--part", choices=sorted(PARTS), nargs="+", default=["rounds", "baselines"])
-    options.add_argument("--shape", choices=sorted(shapes()), default="tiny")
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--dtype", default=None, help="default: bfloat16 on cuda, else float32")
-    options.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192])
-    options.add_argument("--nodes", type=int, nargs="+", default=[16, 64], help="drafted nodes per tree")
-    options.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    options.add_argument("--modes", choices=COMPILE_MODES, nargs="+", default=None, help="default: both on cuda")
-    options.add_argument("--tau", type=float, default=6.5, help="scripted mean acceptance length")
-    options.add_argument("--new-tokens", type=int, default=256)
-    options.add_argument("--length", type=int, default=4000, help="new tokens of the part `length`")
-    options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--prompts-per-group", type=int, default=2, help="of the parts on the bundled model")
+    options.add_argument(
+        "--part",
+        choices=sorted(PARTS),
+        nargs="+",
+        default=["rounds", "baselines"],
+        help="what is measured, see above (default: rounds baselines)",
+    )
+    options.add_argument(
+        "--shape", choices=sorted(shapes()), default="tiny", help="of target and network (default: tiny)"
+    )
+    options.add_argument("--device", help="default: cuda where there is one, else cpu")
+    options.add_argument("--dtype", help="default: bfloat16 on cuda, else float32")
+    options.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 8192], help="tokens of the prompt (default: 1024 8192)"
+    )
+    options.add_argument(
+        "--nodes", type=int, nargs="+", default=[16, 64], help="drafted nodes per tree (default: 16 64)"
+    )
+    options.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="rows (default: 1 2 4 8 16 32)"
+    )
+    options.add_argument(
+        "--modes", choices=COMPILE_MODES, nargs="+", default=None, help="default: both on cuda, else none"
+    )
+    options.add_argument("--tau", type=float, default=6.5, help="scripted mean acceptance length (default: 6.5)")
+    options.add_argument("--new-tokens", type=int, default=256, help="of each call (default: 256)")
+    options.add_argument("--length", type=int, default=4000, help="new tokens of the part `length` (default: 4000)")
+    options.add_argument("--repeats", type=int, default=3, help="of each call (default: 3)")
+    options.add_argument(
+        "--prompts-per-group", type=int, default=2, help="of the parts on the bundled model (default: 2)"
+    )
     options.add_argument("--groups", nargs="+", default=None, help="of prompts, for the same parts; default: all")
     options.add_argument("--ways", nargs="+", default=None, help="of drafting, for the part `exact`; default: all")
     options.add_argument("--no-network", action="store_true", help="drafts cost nothing: verify alone")
-    options.add_argument("--output", type=Path, default=None, help="JSON file")
+    options.add_argument("--output", type=Path, default=None, help="JSON file to write as well; default: none")
     return options
 
 
@@ -84,9 +103,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.device = torch.device(options.device)
-        default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.dtype = default if options.dtype is None else getattr(torch, options.dtype)
+        self.device = usable_device(options.device)
+        self.dtype = dtype_on(self.device, options.dtype)
         self.modes = options.modes or (COMPILE_MODES if self.device.type == "cuda" else COMPILE_MODES[:1])
         self.bandwidth = copy_bandwidth(self.device)
         self._target: PreTrainedModel | None = None
@@ -400,9 +418,26 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command: prints a table per part, and writes them with the environment where `--output` says."""
+    """Runs the command: prints a table per part, and writes them with the environment where `--output` says.
+
+    Args:
+        argv: its arguments; those of the process where None.
+
+    Returns:
+        0; 2 where arguments or models do not fit, with the reason on stderr.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
-    bench = Bench(parser().parse_args(argv))
+    options = parser().parse_args(argv)
+    try:
+        _measure(options, argv)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"hf-specdec bench --suite speed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _measure(options: argparse.Namespace, argv: Sequence[str]) -> None:
+    bench = Bench(options)
     report: Row = {"environment": environment(bench, argv), "rows": []}
     print(json.dumps(report["environment"]))
     for part in bench.options.part:
@@ -413,7 +448,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if bench.options.output is not None:  # after each part: a later one may run out of time
             bench.options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\njudged\n{table(report['judged'])}")
-    return 0
 
 
 if __name__ == "__main__":

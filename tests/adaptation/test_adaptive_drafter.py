@@ -546,6 +546,21 @@ def test_figures_of_the_example_stand_beside_what_an_adapted_drafter_says_of_its
     assert json.loads((tmp_path / "training.json").read_text()) == said | {"adaptation": both}
 
 
+def test_the_example_claims_a_comparison_only_where_a_frozen_pass_was_one_of_several(
+    target: PreTrainedModel, drafter: PretrainedDrafter, tmp_path: Path
+) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "adapt_drafter.py"))
+    for alone in (["frozen"], ["cost-aware bandit"], ["cost-aware bandit", "always update"]):
+        assert example["comparison"](alone) == {}
+    assert "served by the frozen and" in example["comparison"](["frozen", "cost-aware bandit"])["compared"]
+    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+        adaptive.save_pretrained(tmp_path)
+    lone = {"stream": "s", "policies": {"always update": {"speed": 2}}, "command": "two", "versions": "v"}
+    for _ in range(2):  # it has to be told from, and joined with, earlier ones without one
+        example["write_record"](str(tmp_path), example["RECORDS"][True], lone)
+    assert json.loads((tmp_path / "training.json").read_text())["poisoned adaptation"] == lone
+
+
 def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     adaptive = AdaptiveDrafter(drafter, target)
     adaptive.set_options(tree_budget=5)

@@ -12,6 +12,7 @@ import torch
 from torch._inductor.exc import InductorError
 from transformers import CompileConfig
 
+from hf_specdec.benchmark import __main__ as bench_command
 from hf_specdec.benchmark import calls, records, ways
 from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
@@ -131,6 +132,34 @@ def test_a_report_can_be_made_again_from_its_records(
     assert str(tmp_path / "report.md") in capsys.readouterr().out
 
 
+def test_reports_made_again_lie_beside_their_records_and_touch_no_others(
+    made: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "report.md").write_text("of another run")
+    records.write(made, tmp_path / "earlier" / "report.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--from-records", "earlier/report.jsonl"]) == 0
+    assert sorted(path.name for path in (tmp_path / "earlier").iterdir()) == [
+        "report.html", "report.jsonl", "report.md",
+    ]  # fmt: skip
+    assert records.read(tmp_path / "earlier" / "report.jsonl") == made
+    assert (tmp_path / "benchmark" / "report.md").read_text() == "of another run"
+
+
+def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_command, "BUNDLED", folder)
+    monkeypatch.chdir(folder)
+    small = ["--new-tokens", "4", "--repeats", "1", "--num-prompts", "1", "--temperature", "0", "--budgets"]
+    asked = ["--target", "./target/", "--device", "cpu", "--no-compiled", "--output", str(tmp_path)]
+    assert main([*asked, *small]) == 0
+    made = records.read(tmp_path / "report.jsonl")
+    assert {call.way for call in made if isinstance(call, Call)} == {PLAIN, "ngram", "ddtree", "dflash"}
+
+
 def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_so(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +186,8 @@ def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_s
         (["--drafter", "ngram", "--prompts", "gsm"], "Unknown prompt set 'gsm'"),
         (["--drafter", "ngram", "--chat", "on"], "has no chat template"),
         (["--from-records", "nothing.jsonl"], "nothing.jsonl"),
+        (["--drafter", "ngram", "--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
+        (["--drafter", "ngram", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_measured(

@@ -76,6 +76,17 @@ def test_a_named_set_without_datasets_names_the_extra(monkeypatch: pytest.Monkey
         load_prompts("alpaca")
 
 
+def test_a_named_set_without_what_datasets_downloads_with_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def lacking(*args: Any, **kwargs: Any) -> None:
+        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
+
+    monkeypatch.setattr(datasets, "load_dataset", lacking)
+    with pytest.raises(ImportError, match=r"'spec-bench' .*HTTPFileSystem.*pip install 'hf_specdec\[bench\]'.* JSONL"):
+        load_prompts("spec-bench")
+
+
 # What a row of each set looks like, as its dataset card says.
 ROWS = {
     "spec-bench": {"question_id": 81, "category": "writing", "turns": ["first", "second"]},

@@ -172,6 +172,34 @@ def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixtu
     assert "--shape" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
+        (["--device", "bogus"], "--device 'bogus' cannot be used here (Expected one of"),
+        (["--device", "cpu", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
+        (["--device", "cpu", "--part", "exact", "--ways", "ddtre"], "Did you mean 'ddtree'"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
+    assert bench_command.main(["--suite", "speed", *arguments]) == 2
+    (told,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert told.startswith("hf-specdec bench --suite speed: ")
+    assert message in told
+
+
+def test_help_names_what_is_run_where_nothing_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        speed.main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    options = speed.parser().parse_args([])
+    assert f"(default: {' '.join(options.part)})" in told
+    assert f"(default: {options.shape})" in told
+
+
 def test_stock_dflash_counts_and_errs_as_often_as_told() -> None:
     target = counting_target("tiny", "cpu", torch.float32)
     prompt = torch.arange(10).unsqueeze(0)

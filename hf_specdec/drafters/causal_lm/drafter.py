@@ -41,18 +41,21 @@ class CausalLMDrafter(PublishedDrafter):
     Attributes:
         tokenizer_folder: where its tokenizer is, if anywhere; None to look for it where the model came from.
 
-    Drafting options:
+    Drafting options, with the defaults where the draft model's config has no `drafting_options`:
         method: `"causal_lm_tree"` (default), the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
-        max_depth: most tokens of a path; as many forwards of the draft model per round.
-        tree_budget: most drafted nodes of a tree, root not counted.
-        width: most nodes of a level that are expanded, and most continuations that each of them gets.
+        max_depth: most tokens of a path; as many forwards of the draft model per round (5).
+        tree_budget: most drafted nodes of a tree, root not counted (16; at most 1024, or `"auto"`, which chooses among
+            up to 64). A number has no effect on `"causal_lm_chain"`, which drafts max_depth tokens; `"auto"` shortens
+            chains as well.
+        width: most nodes of a level that are expanded, and most continuations that each of them gets (4).
         sample_drafts: where the call samples, a chain's tokens are drawn from the draft model's law (after the call's
-            temperature, top-k, ...) and verified by rejection sampling; else they are its likeliest ones. Both are
-            lossless. Trees always hold the likeliest ones.
-        min_confidence: does not draft behind a node whose path has a lower probability; None for no such limit.
+            temperature, top-k, ...) and verified by rejection sampling (True); else they are its likeliest ones. Both
+            are lossless. Trees always hold the likeliest ones.
+        min_confidence: does not draft behind a node whose path has a lower probability; None (default) for no such
+            limit.
         min_acceptance: AdaEDL's threshold: does not draft behind tokens that were drafted from a law with
-            1 - sqrt(entropy_weight * entropy) below it; None for no such limit.
-        entropy_weight: of the entropy (nats) in that bound.
+            1 - sqrt(entropy_weight * entropy) below it; None (default) for no such limit.
+        entropy_weight: of the entropy (nats) in that bound (0.2).
     """
 
     fits = "It can draft for any target of the same vocabulary; the one it was trained for accepts most."

@@ -88,10 +88,13 @@ class DFlashLayer(nn.Module):
 class DFlashDrafter(PretrainedDrafter):
     """A DFlash checkpoint as a drafter: `method="dflash"` drafts its greedy chain, `"ddtree"` the best-first tree.
 
-    Drafting options:
+    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
         method: `"ddtree"` (default) or `"dflash"`.
-        tree_budget: most drafted nodes of a tree, root not counted; DDTree's B.
-        block_size: slots of a block, root included; at most the trained one. Shorter blocks draft less per forward.
+        tree_budget: most drafted nodes of a tree, root not counted; DDTree's B (64; at most 1024, or `"auto"`, which
+            chooses among up to 64). A number has no effect on `"dflash"`: its chain is always block_size - 1 tokens,
+            one more where the root's slot drafts too. `"auto"` shortens chains as well.
+        block_size: slots of a block, root included; at most the trained one, the default. Shorter blocks draft less
+            per forward.
     """
 
     config_class = DFlashConfig

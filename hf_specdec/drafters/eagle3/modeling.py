@@ -106,10 +106,11 @@ class Eagle3Layer(nn.Module):
 class Eagle3Drafter(PretrainedDrafter):
     """An EAGLE-3 checkpoint as a drafter.
 
-    Drafting options, with the published settings as defaults:
-        depth: levels of the tree below the root. EAGLE's own `depth` counts the forwards after the first: one less.
-        top_k: how many nodes of a level are extended, and by how many tokens each. 1 drafts a chain.
-        tree_budget: most drafted nodes, root not counted. EAGLE's own `total_token` counts the root: one more.
+    Drafting options, with the published settings as defaults where the checkpoint's config has no `drafting_options`:
+        depth: levels of the tree below the root (8). EAGLE's own `depth` counts the forwards after the first: one less.
+        top_k: how many nodes of a level are extended, and by how many tokens each (10). 1 drafts a chain.
+        tree_budget: most drafted nodes, root not counted (59; at most 1024, or `"auto"`, which chooses among up to 64).
+            EAGLE's own `total_token` counts the root: one more.
 
     Relation to its siblings: `dflash` and `medusa` predict all depths in one forward, independently of each other;
     EAGLE-3 runs once per level, and each node knows the tokens above it.

@@ -49,14 +49,16 @@ class MedusaHead(nn.Module):
 class MedusaDrafter(PretrainedDrafter):
     """Medusa-1 heads as a drafter: the target stays as it is, each head predicts one place.
 
-    Drafting options:
+    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
         method: `"ddtree"` (default), or any other method that drafts from per-position marginals; `"static_tree"` for
             the paper's tree, whose shape is the same in every round.
-        tree_budget: most drafted nodes of a tree, root not counted.
+        tree_budget: most drafted nodes of a tree, root not counted (63; at most 1024, or `"auto"`, which chooses among
+            up to 64). A number has no effect on chains (`"dflash"`), which are a token per head.
         rank_accuracies: [heads][ranks], how often each guess of each head is right, from which the static tree is
             built, as Section 2.3.3 has it from measured accuracies; `rank_accuracies(...)` measures them. No published
-            checkpoint states them. None for an assumption of ours, that is neither the paper's nor measured: guess
-            r of head h, both from 0, is right with 0.6 * 0.8^h * 0.4^r. It shapes the tree and so costs only speed.
+            checkpoint states them. None (default) for an assumption of ours, that is neither the paper's nor measured:
+            guess r of head h, both from 0, is right with 0.6 * 0.8^h * 0.4^r. It shapes the tree and so costs only
+            speed.
 
     Relation to its siblings: like `dflash` it predicts all places at once, but from a single target state and without
     seeing the root, the token that the target has just chosen; that is why its marginals are flatter.

@@ -22,11 +22,12 @@ class NGramDrafter(Drafter):
     (`prompt_lookup_num_tokens`) drafts one continuation of one match, for one row; this one drafts several of many
     matches, weighted by how long they are, and takes batches. Unlike the other drafters it runs no network.
 
-    Drafting options:
-        longest_suffix: most last tokens that are looked up together; long matches are found first and weigh most.
-        shortest_suffix: fewest last tokens that count as a match.
-        tree_budget: most drafted nodes of a tree, root not counted.
-        max_depth: most tokens of one continuation.
+    Drafting options, with their defaults:
+        longest_suffix: most last tokens that are looked up together; long matches are found first and weigh most (4).
+        shortest_suffix: fewest last tokens that count as a match (1).
+        tree_budget: most drafted nodes of a tree, root not counted (16; at most 1024, or `"auto"`, which chooses among
+            up to 64).
+        max_depth: most tokens of one continuation (10).
 
     Example:
         >>> drafter = NGramDrafter(tree_budget=8)

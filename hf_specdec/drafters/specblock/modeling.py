@@ -56,17 +56,18 @@ class SpecBlockDrafter(PretrainedDrafter):
     all chosen nodes of the last one at once, and the tokens of a block depend on each other; unlike `ddtree`, the rank
     head says how many alternatives a place gets.
 
-    Drafting options:
+    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
         method: `"specblock"`.
-        tree_budget: most drafted nodes of a tree, root not counted.
-        num_blocks: M, drafter forwards per round. Any number, whatever the drafter was trained with.
+        tree_budget: most drafted nodes of a tree, root not counted (60; at most 1024, or `"auto"`, which chooses among
+            up to 64).
+        num_blocks: M, drafter forwards per round (2). Any number, whatever the drafter was trained with.
         branching: candidates of a place by predicted bucket, the chain's own token counted; 0 gives up: no
-            alternatives there nor later in the block. `[2, 4, 10, 0]` and `[2, 4, 6, 4]` are the paper's two; equal
-            numbers make a fixed top-k tree.
-        beam_width: candidates below the root whatever its bucket, and most starts of a third or later block; None lets
-            the root follow its bucket, and starts be as many as there are.
-        max_starts: most starts of any block, the likeliest ones; None for no such limit.
-        merge_duplicates: a path that two blocks draft is kept once. The published builder keeps both.
+            alternatives there nor later in the block. `[2, 4, 10, 0]` (default; 2 everywhere where the rank head has
+            other than four buckets) and `[2, 4, 6, 4]` are the paper's two; equal numbers make a fixed top-k tree.
+        beam_width: candidates below the root whatever its bucket, and most starts of a third or later block (10); None
+            lets the root follow its bucket, and starts be as many as there are.
+        max_starts: most starts of any block, the likeliest ones; None (default) for no such limit.
+        merge_duplicates: a path that two blocks draft is kept once (True). The published builder keeps both.
     """
 
     config_class = SpecBlockConfig

@@ -61,15 +61,17 @@ class ExitHead(nn.Module):
 class SpecBoundDrafter(PretrainedDrafter):
     """Exit heads as a drafter: drafts a chain by early exit, and lets the same tokens go on to the last layer.
 
-    Drafting options:
-        threshold: tau, the least annealed top probability to exit with; between 0 and 1.
-        alpha: strength of the annealing (Eq. 1); 0 for none.
-        w_max: positions that a round runs, root included; it commits at most as many tokens.
-        d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft. L is no bound:
-            such a token is then decoded alone and the draft goes on.
-        use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
-        learn_refusals: whether a draft also ends before a token that was refused after the same token before; False
-            for the paper's rule alone.
+    Drafting options, with the defaults where the checkpoint's config states none; `calibrate` finds better ones:
+        threshold: tau, the least annealed top probability to exit with; between 0 and 1 (0.55).
+        alpha: strength of the annealing (Eq. 1); 0 for none (0.2).
+        w_max: positions that a round runs, root included; it commits at most as many tokens (8).
+        d_max: deepest layer to exit at (the paper's 10/32 of L, or the first exit layer where that is deeper). A token
+            that finds no exit up to there ends the round's draft. L is no bound: such a token is then decoded alone
+            and the draft goes on.
+        use_exit_layers: those of the trained exit layers that are asked; None (default) for all. Every one asked costs
+            a head.
+        learn_refusals: whether a draft also ends before a token that was refused after the same token before (True);
+            False for the paper's rule alone.
 
     Relation to its siblings: the only one that needs no network, no cache and no forward of its own, and whose work is
     not lost when drafts are rejected only late; but a draft costs layers of the target, so it gains less per round.
@@ -228,7 +230,7 @@ class SpecBoundDrafter(PretrainedDrafter):
 
         Args:
             prompts: texts, or token ids [seq]; a dozen like those to come.
-            target: None for the one that this drafter was last paired with.
+            target: None for the target of its latest `generate` call; loading it for a target does not count.
             settings: `new_tokens` per prompt (64); `thresholds` and `widths` to choose among.
 
         Raises:

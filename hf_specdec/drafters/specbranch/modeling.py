@@ -73,29 +73,33 @@ class HRAD(nn.Module):
 class SpecBranchDrafter(PretrainedDrafter):
     """Drafts the next branches while the target verifies this one.
 
-    Drafting options:
-        parallel: whether the draft model runs beside the target. Without, the same code drafts in turn with it, as
-            plain speculative sampling (SpS) does.
-        k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
+    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
+        parallel: whether the draft model runs beside the target (True). Without, the same code drafts in turn with it,
+            as plain speculative sampling (SpS) does.
+        k_max: most branches at a branch point (6); the fewer the surer the draft model is there (Eq. 7).
         hedge: also drafts k_max - 1 branches at places within the chain that is being verified, so that a rejection
-            there need not cost what was drafted meanwhile. A chosen branch is then verified whole, and `lengths` says
-            how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
+            there need not cost what was drafted meanwhile (True). A chosen branch is then verified whole, and `lengths`
+            says how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
         lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
             the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
-            `"h_rad"` where the checkpoint has one. It lowers the rollback rate; on the bundled pair, which mostly
-            agrees, that cost time in turn and without hedges, and with them little was left to lower.
-        min_confidence: epsilon; where the likeliest token has less, the draft model is not sure.
+            `"h_rad"` where the checkpoint has one, else `"confidence"`. It lowers the rollback rate; on the bundled
+            pair, which mostly agrees, that cost time in turn and without hedges, and with them little was left to
+            lower.
+        min_confidence: epsilon; where the likeliest token has less, the draft model is not sure (0.4, or what the
+            config states).
         min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
-            least this; below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5 does.
-        max_depth: most tokens of a draft; also bounded by the speed ratio.
-        selection: `"posterior"`, H-RAD looks at a branch when the target has chosen it, or `"a_priori"`, while it is
-            being drafted, at features of the round before (Appendix G.2).
-        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or drawn
-            without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
-        speed_ratio: c = T_p / T_q, which bounds draft lengths; None measures it at the first call for a target.
-        worker: `"process"` or `"thread"` beside the target; `"auto"` takes a process for draft models on a CPU, where
-            the system can fork, else a thread, on a GPU with a stream of its own.
-        worker_threads: intra-op threads of the worker on a CPU; the target has the remaining cores.
+            least this (0.6); below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5
+            does.
+        max_depth: most tokens of a draft (16); also bounded by the speed ratio.
+        selection: `"posterior"` (default), H-RAD looks at a branch when the target has chosen it, or `"a_priori"`,
+            while it is being drafted, at features of the round before (Appendix G.2).
+        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`, default) or
+            drawn without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
+        speed_ratio: c = T_p / T_q, which bounds draft lengths; None (default) measures it at the first call for a
+            target.
+        worker: `"process"` or `"thread"` beside the target; `"auto"` (default) takes a process for draft models on a
+            CPU, where the system can fork, else a thread, on a GPU with a stream of its own.
+        worker_threads: intra-op threads of the worker on a CPU (1); the target has the remaining cores.
 
     Relation to its siblings: `causal_lm` drafts with the same kind of model, but only while the target waits. The other
     drafters read the target's hidden states, and so cannot draft before it has finished.
