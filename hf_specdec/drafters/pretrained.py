@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer
 from hf_specdec.drafters.publishing import PublishedDrafter
+from hf_specdec.hub.files import Source
 
 
 class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
@@ -75,12 +75,12 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         """
         return {}
 
-    def load_beside(self, folder: Path, locate: Callable[[list[str]], Path]) -> None:
+    def load_beside(self, folder: Path, source: Source) -> None:
         """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
 
         Args:
-            folder: where the checkpoint is.
-            locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
+            folder: where the checkpoint is; of a snapshot, named after its commit.
+            source: what the user asked for; brings further files of the checkpoint, or of another as it was asked for.
 
         Raises:
             OSError, ValueError: it is not there, or does not fit.
@@ -148,7 +148,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
-        with self.replacing_weights(folder):
+        with self.config_for(folder), self.replacing_weights(folder):
             super().save_pretrained(folder, state_dict=tensors, **kwargs)
             if state_dict is None:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
                 self.write_side_files(folder)

@@ -39,6 +39,12 @@ from hf_specdec.drafters.card import (
 )
 from hf_specdec.drafters.custom_generate import write_custom_generate
 from hf_specdec.drafters.registry import FAMILIES
+from hf_specdec.hub.files import INDEX_FILE, WEIGHTS_FILE
+
+_RECORDS = {
+    TRAINING_FILE: ("training_record", "it tells of the weights that were replaced"),
+    MEASUREMENTS_FILE: ("measurements", "it was measured with the weights that were replaced"),
+}
 
 
 class PublishedDrafter(Drafter):
@@ -52,6 +58,8 @@ class PublishedDrafter(Drafter):
 
     # Files of the format that hold tensors, beside the main weights; see `PretrainedDrafter.side_tensors`.
     side_files: ClassVar[tuple[str, ...]] = ()
+    # Files that `PretrainedDrafter.load_beside` asks for, once those weights are loaded.
+    late_files: ClassVar[tuple[str, ...]] = ()
     measurements: Record | None = None
     training_record: Record | None = None
     fits = "A drafter fits only the target it was trained for."
@@ -107,14 +115,32 @@ class PublishedDrafter(Drafter):
         )
 
     @contextmanager
-    def replacing_weights(self, folder: Path) -> Iterator[None]:
-        """Around saving to a folder: measurements there go, with a warning, if other weights were measured."""
-        measured = folder / MEASUREMENTS_FILE
-        before = _weights_digest(folder) if self.measurements is None and measured.is_file() else None
+    def config_for(self, folder: Path | None) -> Iterator[None]:
+        """Around writing config, weights and card: the config says what it is to say there.
+
+        Args:
+            folder: where they go; None for the Hub.
+        """
         yield
-        if before is not None and before != _weights_digest(folder):
-            measured.unlink()
-            warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=4)
+
+    @contextmanager
+    def replacing_weights(self, folder: Path) -> Iterator[None]:
+        """Around saving to a folder: nothing is left of other weights that were there, shards and records included.
+
+        Records go with a warning, and only those that the drafter does not have: its own are written later.
+        """
+        theirs = [
+            (folder / file, why)
+            for file, (attribute, why) in _RECORDS.items()
+            if getattr(self, attribute) is None and (folder / file).is_file()
+        ]
+        before = _weights_digest(folder) if theirs else []
+        with one_layout(folder):
+            yield
+        if before and before != _weights_digest(folder):
+            for record, why in theirs:
+                record.unlink()
+                warnings.warn(f"{record} was removed: {why}.", stacklevel=4)
 
     def write_records(
         self, folder: str | os.PathLike[str], name: str | None = None, *, license: str | None = None
@@ -138,7 +164,7 @@ class PublishedDrafter(Drafter):
             raise NotADirectoryError(
                 f"Cannot write records to {str(folder)!r}: it is no folder. Save the drafter there."
             )
-        for file, attribute in ((TRAINING_FILE, "training_record"), (MEASUREMENTS_FILE, "measurements")):
+        for file, (attribute, _) in _RECORDS.items():
             if getattr(self, attribute) is not None:
                 write_record(folder, file, getattr(self, attribute))
             else:
@@ -148,7 +174,8 @@ class PublishedDrafter(Drafter):
             # Where a folder of this machine lies means nothing to a reader; one within a project can be followed.
             within = folder.name and not folder.is_absolute()
             name = name or (folder.as_posix() if within else folder.resolve().name)
-            card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
+            with self.config_for(folder):
+                card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
 
     def push_to_hub(  # gives the commit itself, a str as the host's
         self,
@@ -200,7 +227,7 @@ class PublishedDrafter(Drafter):
                 stacklevel=2,
             )
         api = HfApi(token=token)
-        with tempfile.TemporaryDirectory() as temporary, _hub_errors(repo_id):
+        with tempfile.TemporaryDirectory() as temporary, self.config_for(None), _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"
             self.save_weights(folder, max_shard_size)
             self.write_records(folder, repo_id, license=license)  # a record that cannot be used creates no repo
@@ -220,19 +247,41 @@ class PublishedDrafter(Drafter):
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,
-                # What is uploaded is not deleted. Shards of an earlier, larger upload and records of other weights
-                # would otherwise stay beside the new ones.
+                # What is uploaded is not deleted. Shards of an earlier, larger upload, records of other weights and
+                # files of another family would otherwise stay beside the new ones.
                 delete_patterns=[
                     "model*.safetensors",
                     "model.safetensors.index.json",
                     TRAINING_FILE,
                     MEASUREMENTS_FILE,
-                    *self.side_files,
+                    *(
+                        pattern
+                        for family in FAMILIES.values()
+                        for pattern in (*family.drafter.side_files, *family.drafter.late_files)
+                    ),
                 ],
             )
             if tag is not None:
                 _set_tag(api, repo_id, tag, commit.oid)
             return commit
+
+
+@contextmanager
+def one_layout(folder: Path) -> Iterator[None]:
+    """Around saving weights to a folder: one file or shards that an earlier save left there in the other layout go.
+
+    transformers removes no index and no single file, and readers take the latter before they look for shards.
+    """
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    earlier = index.read_bytes() if index.is_file() else None
+    index.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        if index.is_file():
+            single.unlink(missing_ok=True)
+        elif earlier is not None and not single.is_file():
+            index.write_bytes(earlier)  # nothing was written
 
 
 def _weights_digest(folder: Path) -> list[tuple[str, str]]:

@@ -127,11 +127,11 @@ def load_drafter(
         None,
         config=config,
         state_dict={key: tensors[key] for key in stored},
-        dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored),
+        dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored) or floating_dtype(config.dtype),
     )
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
-    drafter.load_beside(folder, lambda patterns: source.locate(patterns, revision=folder.name))
+    drafter.load_beside(folder, source)
     drafter.set_options(**drafting_options)
     if target is not None:
         drafter.check_pairing(target)
@@ -234,10 +234,10 @@ def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:
     return target.dtype if target is not None and target.dtype.is_floating_point else None
 
 
-def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """The type that most weights are stored in."""
+def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """The type that most weights are stored in; None where there are none."""
     floating = Counter(tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPES)
-    return DTYPES[floating.most_common(1)[0][0]]
+    return DTYPES[floating.most_common(1)[0][0]] if floating else None
 
 
 def _device_for(target: PreTrainedModel | None) -> torch.device:

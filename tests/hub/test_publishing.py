@@ -17,8 +17,17 @@ from hf_specdec import load_drafter
 from hf_specdec.drafters.card import MARKER
 from hf_specdec.drafters.custom_generate import CODE_FILE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
-from tests.methods import make_causal_lm, make_specbound
+from tests.methods import (
+    make_causal_lm,
+    make_ddtree,
+    make_eagle3,
+    make_medusa,
+    make_specblock,
+    make_specbound,
+    make_specbranch,
+)
 from tests.targets import one_prompt
 
 MEASUREMENTS: dict[str, Any] = {
@@ -137,6 +146,55 @@ def test_saving_where_it_was_loaded_from_keeps_the_weights(folder: Path, drafter
         torch.testing.assert_close(tensor, drafter.state_dict()[name], rtol=0, atol=0)
 
 
+def weights_of(drafter: Any) -> dict[str, torch.Tensor]:
+    return dict(getattr(drafter, "model", drafter).state_dict())
+
+
+@pytest.mark.parametrize("make", [make_ddtree, make_eagle3, make_medusa, make_specblock, make_causal_lm])
+def test_what_was_saved_last_is_loaded_whatever_shards_it_is_in(
+    make: Any, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    make(target, seed=0).save_pretrained(tmp_path)
+    for seed, size in ((1, "20KB"), (2, "50GB"), (3, "30KB"), (4, "20KB")):
+        drafter = make(target, seed=seed)
+        drafter.save_pretrained(tmp_path, max_shard_size=size)
+        sharded = size != "50GB"
+        assert (tmp_path / "model.safetensors").exists() is not sharded
+        assert (tmp_path / "model.safetensors.index.json").exists() is sharded
+        loaded = weights_of(load_drafter(tmp_path))
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights_of(drafter).items())
+
+
+def test_draft_model_that_was_saved_last_is_loaded_whatever_shards_lay_there(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    shards = tmp_path / OWN_DRAFT_MODEL
+    make_causal_lm(target, seed=0).model.save_pretrained(shards, max_shard_size="20KB")
+    drafter = make_specbranch(target, seed=1)
+    drafter.save_pretrained(tmp_path)
+    assert drafter.draft_model is not None
+    assert [file.name for file in shards.glob("model*")] == ["model.safetensors"]
+    loaded: Any = load_drafter(tmp_path)
+    assert all(
+        torch.equal(tensor, loaded.draft_model.state_dict()[name])
+        for name, tensor in drafter.draft_model.state_dict().items()
+    )
+
+
+def test_a_save_that_fails_leaves_the_earlier_shards_loadable(
+    drafter: DFlashDrafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter.save_pretrained(tmp_path, max_shard_size="20KB")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space left"):
+        drafter.save_pretrained(tmp_path)
+    assert torch.equal(load_drafter(tmp_path).fc.weight, drafter.fc.weight)
+
+
 def test_saving_to_a_file_raises(drafter: DFlashDrafter, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(NotADirectoryError, match="Cannot save a drafter to '.*taken': it is a file. Give a folder."):
@@ -206,6 +264,28 @@ def test_measurements_of_a_replaced_draft_model_are_removed(target: PreTrainedMo
     assert "2.25x" not in (tmp_path / "README.md").read_text()
 
 
+def test_training_record_of_replaced_weights_is_removed(
+    folder: Path, drafter: DFlashDrafter, target: PreTrainedModel
+) -> None:
+    (folder / "training.json").write_text(json.dumps(TRAINING | {"license": "mit"}))
+    drafter.save_pretrained(folder)  # the same weights: it holds
+    assert load_drafter(folder).training_record is not None
+    further: Any = load_drafter(folder)
+    further.fc.weight.data += 1
+    further.save_pretrained(folder)  # trained further: its own
+    assert "own continuations of 9,000 functions" in (folder / "README.md").read_text()
+    with pytest.warns(UserWarning, match="training.json was removed: it tells of the weights that were replaced"):
+        make_ddtree(target, seed=5).save_pretrained(folder)
+    loaded: Any = load_drafter(folder)
+    assert loaded.training_record is None
+    assert "mit" not in (folder / "README.md").read_text()
+    own = make_ddtree(target, seed=6)
+    own.training_record = {"data": "mine"}
+    own.save_pretrained(folder)
+    loaded = load_drafter(folder)
+    assert loaded.training_record == {"data": "mine"}
+
+
 def test_record_that_is_no_json_is_left_aside_with_a_warning(folder: Path) -> None:
     (folder / "training.json").write_text("{'data'")
     with pytest.warns(UserWarning, match="training.json is left aside: it is not valid JSON"):
@@ -271,6 +351,23 @@ def test_pushing_leaves_no_records_of_earlier_weights(hub: LoopbackHub, drafter:
     drafter.push_to_hub("me/drafter", token=TOKEN)
     loaded = load_drafter("me/drafter")
     assert (loaded.measurements, loaded.training_record) == (None, None)
+
+
+def test_pushing_leaves_no_files_of_another_family(hub: LoopbackHub, drafter: DFlashDrafter, target: Any) -> None:
+    make_specbound(target).push_to_hub("me/drafter", token=TOKEN)
+    make_specbranch(target).push_to_hub("me/drafter", token=TOKEN)
+    assert not [name for name in hub.repos["me/drafter"].files() if name.startswith("exit-layer-")]
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    assert set(hub.repos["me/drafter"].files()) == {"README.md", "config.json", "model.safetensors", CODE_FILE}
+
+
+def test_pushed_exit_heads_keep_the_options_of_the_moment(hub: LoopbackHub, target: PreTrainedModel) -> None:
+    drafter = make_specbound(target)
+    drafter.set_options(threshold=0.9, w_max=3)
+    drafter.push_to_hub("me/exits", token=TOKEN)
+    loaded: Any = load_drafter("me/exits")
+    assert (loaded.threshold, loaded.w_max) == (0.9, 3)
+    assert b"threshold 0.9, alpha 0.2, w_max 3" in hub.repos["me/exits"].files()["README.md"]
 
 
 def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
