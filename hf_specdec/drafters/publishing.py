@@ -24,6 +24,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from transformers import PreTrainedConfig
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import (
@@ -31,8 +32,8 @@ from hf_specdec.drafters.card import (
     MEASUREMENTS_FILE,
     TRAINING_FILE,
     Record,
+    is_generated,
     is_hub_id,
-    may_overwrite,
     model_card,
     read_record,
     write_record,
@@ -90,17 +91,30 @@ class PublishedDrafter(Drafter):
         """Rows for the table at the top of the model card."""
         return {}
 
-    def model_card(self, name: str | None = None, *, license: str | None = None, tags: Iterable[str] = ()) -> ModelCard:
+    def loaded_method(self, config: PreTrainedConfig) -> str:
+        """The way of drafting that the checkpoint loads with, for the model card; it may have been changed since."""
+        return (getattr(config, "drafting_options", None) or {}).get("method", type(self).method)
+
+    def model_card(
+        self,
+        name: str | None = None,
+        *,
+        revision: str | None = None,
+        license: str | None = None,
+        tags: str | Iterable[str] = (),
+    ) -> ModelCard:
         """The card that `save_pretrained` and `push_to_hub` write.
 
         Args:
             name: what users will give to `load_drafter`; the last part of where it was loaded from if None.
+            revision: branch of that repo; None for the main one.
             license: Hub licence id; the training record's where None.
-            tags: beside the general ones and the family's.
+            tags: beside the general ones and the family's; one or several.
 
         Raises:
             ValueError: the measurements lack a field.
         """
+        tags = [tags] if isinstance(tags, str) else tags
         return model_card(
             name=name or Path(getattr(self, "name_or_path", "")).name or type(self).__name__,
             summary=self.card_summary(),
@@ -109,6 +123,7 @@ class PublishedDrafter(Drafter):
             tags=[*(family.name for family in FAMILIES.values() if isinstance(self, family.drafter)), *tags],
             target=self.target_name_or_path,
             target_revision=self.target_revision,
+            revision=revision,
             license=license,
             training=self.training_record,
             measurements=self.measurements,
@@ -170,7 +185,7 @@ class PublishedDrafter(Drafter):
             else:
                 setattr(self, attribute, read_record(folder, file))
         card = folder / CARD_FILE
-        if not card.exists() or may_overwrite(card.read_text(encoding="utf-8")):
+        if not card.exists() or is_generated(card):
             # Where a folder of this machine lies means nothing to a reader; one within a project can be followed.
             within = folder.name and not folder.is_absolute()
             name = name or (folder.as_posix() if within else folder.resolve().name)
@@ -188,7 +203,7 @@ class PublishedDrafter(Drafter):
         revision: str | None = None,
         create_pr: bool = False,
         license: str | None = None,
-        tags: Iterable[str] = (),
+        tags: str | Iterable[str] = (),
         tag: str | None = None,
         max_shard_size: str | int | None = "50GB",
     ) -> CommitInfo:
@@ -207,7 +222,7 @@ class PublishedDrafter(Drafter):
             revision: branch to commit to, made where needed; None for the main one.
             create_pr: opens a pull request in place of a commit.
             license: Hub licence id for the card; the training record's where None.
-            tags: further tags for the card.
+            tags: further tags for the card, one or several.
             tag: git tag for this commit, for `load_drafter(..., revision=tag)`; such as "v1".
             max_shard_size: of one weight file.
 
@@ -236,7 +251,8 @@ class PublishedDrafter(Drafter):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             card = folder / CARD_FILE
             if _card_is_ours(api, repo_id, revision, Path(temporary) / "published"):
-                card.write_text(self.model_card(repo_id, license=license, tags=tags).content, encoding="utf-8")
+                made = self.model_card(repo_id, revision=revision, license=license, tags=tags)
+                card.write_text(made.content, encoding="utf-8")
             else:
                 card.unlink()
             write_custom_generate(folder, repo_id, revision)
@@ -314,7 +330,7 @@ def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) 
         card = api.hf_hub_download(repo_id, CARD_FILE, revision=revision, local_dir=folder)
     except EntryNotFoundError:
         return True
-    return may_overwrite(Path(card).read_text(encoding="utf-8"))
+    return is_generated(Path(card))
 
 
 @contextmanager

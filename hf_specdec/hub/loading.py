@@ -79,6 +79,7 @@ def load_drafter(
             f"target={target!r} is a {type(target).__name__}; it must be the loaded target model itself, or left out."
         )
     asked_dtype = floating_dtype(dtype)
+    check_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats())
@@ -220,14 +221,31 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The floating-point type of a name such as "bfloat16"; None for None.
 
     Raises:
-        ValueError: there is none of that name, or it is of another kind.
+        ValueError: there is none of that name, it is of another kind, or nothing is computed in it.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype={dtype!r} is not a floating-point type; use for example torch.bfloat16 or 'float32'.")
+    if found not in DTYPES.values():
+        names = ", ".join(repr(str(each).removeprefix("torch.")) for each in reversed(DTYPES.values()))
+        raise ValueError(f"dtype={dtype!r} is none that drafters run in: use one of {names}.")
     return found
+
+
+def check_device(device: torch.device | str | int | None) -> None:
+    """Raises ValueError, naming it, if there is no such device here; None is one that is there."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # unknown, not there, or torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device={device!r} cannot be used here ({reason}): use 'cpu' or one that torch lists, or leave device "
+            "out for the target's."
+        ) from error
 
 
 def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:

@@ -139,6 +139,17 @@ def test_what_changed_since_is_written(tmp_path: Path) -> None:
     assert saved["rope_theta"] == saved["rope_parameters"]["rope_theta"] == 7e5
 
 
+def test_block_size_that_is_said_twice_stays_the_same_in_both_places(tmp_path: Path) -> None:
+    own = {"block_size": 5, "dflash_config": {"mask_token_id": 1, "block_size": 5}}
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | own))
+    drafter = DFlashDrafter(DFlashConfig.from_pretrained(tmp_path))
+    drafter.config.block_size = 4
+    drafter.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["block_size"] == saved["dflash_config"]["block_size"] == 4
+    assert load_drafter(tmp_path / "saved").block_size == 4
+
+
 def test_saving_where_it_was_loaded_from_keeps_the_weights(folder: Path, drafter: DFlashDrafter) -> None:
     loaded = load_drafter(folder)
     loaded.save_pretrained(folder)
@@ -376,7 +387,9 @@ def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlash
     assert repo.private
     assert "model.safetensors" in repo.files("trial")
     assert not repo.files("main")
-    assert b'load_drafter("me/drafter", target)' in repo.files("trial")["README.md"]
+    card = repo.files("trial")["README.md"].decode()
+    assert 'load_drafter("me/drafter", target, revision="trial")' in card
+    assert "custom_generate=" not in card  # transformers takes that from the main branch alone
 
 
 def test_tag_names_the_pushed_commit(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
@@ -403,6 +416,33 @@ def test_interrupted_upload_leaves_the_repo_as_it_was_and_can_be_repeated(
     assert hub.repos["me/drafter"].files() == before
     drafter.push_to_hub("me/drafter", token=TOKEN)
     assert not load_drafter("me/drafter").fc.weight.any()
+
+
+def test_one_tag_for_the_card_is_one_tag(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
+    drafter.push_to_hub("me/drafter", token=TOKEN, tags="code")
+    tags = ModelCard(hub.repos["me/drafter"].files()["README.md"].decode()).data.tags
+    assert tags[-1] == "code"
+    assert "c" not in tags
+    assert drafter.model_card(tags="code").data.tags == tags
+
+
+def test_saving_with_push_to_hub_hands_on_the_shard_size(
+    hub: LoopbackHub, drafter: DFlashDrafter, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/drafter", token=TOKEN, max_shard_size="20KB")
+    assert "model.safetensors.index.json" in hub.repos["me/drafter"].files()
+
+
+def test_card_that_is_not_in_utf_8_stays(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
+    theirs = f"{MARKER}\nGrüße".encode("latin-1")
+    (folder / "README.md").write_bytes(theirs)
+    drafter.save_pretrained(folder)
+    assert (folder / "README.md").read_bytes() == theirs
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    repo = hub.repos["me/drafter"]
+    repo.commit(repo.files() | {"README.md": theirs})
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    assert repo.files()["README.md"] == theirs
 
 
 def test_saving_with_push_to_hub(hub: LoopbackHub, drafter: DFlashDrafter, tmp_path: Path) -> None:
