@@ -453,9 +453,7 @@ def _is_found(place: str | None, folder: Path | None) -> bool:
     """Whether what a config names as its draft model would be found from a folder; None for the Hub."""
     if place is None:
         return False
-    if place == OWN_DRAFT_MODEL:
-        return True
-    if place.startswith("."):
+    if place == OWN_DRAFT_MODEL or place.startswith("."):
         return folder is not None and (folder / place).resolve().is_dir()
     if Path(place).is_absolute():
         return folder is not None and Path(place).is_dir()

@@ -114,8 +114,10 @@ def test_a_draft_model_from_a_folder_travels_with_the_pair(tmp_path: Path, monke
 def test_a_pair_that_has_lost_its_draft_model_warns_when_it_is_saved_elsewhere(tmp_path: Path) -> None:
     _, _, folder = saved(tmp_path, "../draft")
     alone = SpecBranchDrafter.from_pretrained(folder)
-    with pytest.warns(UserWarning, match=r"draft model '../draft' is not found from .*attach\(draft_model\)"):
-        alone.save_pretrained(tmp_path / "far" / "away")
+    for place in ("../draft", OWN_DRAFT_MODEL):
+        alone.config.draft_model = place
+        with pytest.warns(UserWarning, match=rf"draft model '{place}' is not found from .*attach\(draft_model\)"):
+            alone.save_pretrained(tmp_path / "far" / "away")
 
 
 @pytest.mark.parametrize("place", ["../draft", OWN_DRAFT_MODEL, None])
