@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from transformers import PreTrainedModel
 
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.hub.files import Source
 
 
 class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
@@ -75,12 +75,14 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         """
         return {}
 
-    def load_beside(self, folder: Path, source: Source) -> None:
+    def load_beside(self, folder: Path, locate: Callable[[Sequence[str]], Path], fetch: Callable[[str], Path]) -> None:
         """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
 
         Args:
-            folder: where the checkpoint is; of a snapshot, named after its commit.
-            source: what the user asked for; brings further files of the checkpoint, or of another as it was asked for.
+            folder: where the checkpoint is.
+            locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
+            fetch: brings a language model and its tokenizer, by folder or Hub id, the way that this checkpoint was
+                asked for, and says in which folder they are.
 
         Raises:
             OSError, ValueError: it is not there, or does not fit.

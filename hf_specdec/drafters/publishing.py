@@ -25,6 +25,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     RepositoryNotFoundError,
 )
 from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import (
@@ -40,7 +41,6 @@ from hf_specdec.drafters.card import (
 )
 from hf_specdec.drafters.custom_generate import write_custom_generate
 from hf_specdec.drafters.registry import FAMILIES
-from hf_specdec.hub.files import INDEX_FILE, WEIGHTS_FILE
 
 _RECORDS = {
     TRAINING_FILE: ("training_record", "it tells of the weights that were replaced"),
@@ -288,7 +288,7 @@ def one_layout(folder: Path) -> Iterator[None]:
 
     transformers removes no index and no single file, and readers take the latter before they look for shards.
     """
-    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     earlier = index.read_bytes() if index.is_file() else None
     index.unlink(missing_ok=True)
     try:

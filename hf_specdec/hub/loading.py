@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,11 @@ def load_drafter(
     )
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
-    drafter.load_beside(folder, source)
+    drafter.load_beside(
+        folder,
+        lambda patterns: source.locate(patterns, revision=folder.name),
+        lambda place: _language_model(replace(source, name=place, revision=None)),
+    )
     drafter.set_options(**drafting_options)
     if target is not None:
         drafter.check_pairing(target)
@@ -174,6 +179,18 @@ def _load_host_model(
         drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**options)
     return drafter
+
+
+def _language_model(source: Source) -> Path:
+    """The folder of a language model whose weight files are there and whole, downloaded where needed.
+
+    Raises:
+        OSError, ValueError: as `Source.locate` and `read_headers`.
+    """
+    folder = source.locate([CONFIG_FILE, "generation_config.json", *TOKENIZER_FILES])
+    folder = source.locate(["model*.safetensors", INDEX_FILE], revision=folder.name)
+    read_headers(weight_files(folder, source.name), source.name)
+    return folder
 
 
 def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,13 +17,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.loading import whole_model
-from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import unknown_name
@@ -39,7 +38,6 @@ from hf_specdec.drafters.specbranch.worker import (
     make_worker,
     process_refusal,
 )
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_headers, weight_files
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
 MOST_BRANCHES = 64
@@ -219,7 +217,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
 
-    def load_beside(self, folder: Path, source: Source) -> None:
+    def load_beside(self, folder: Path, locate: Callable[[Sequence[str]], Path], fetch: Callable[[str], Path]) -> None:
         place = self.config.draft_model
         name = self.name_or_path
         if place is None:
@@ -229,7 +227,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             )
         if place == OWN_DRAFT_MODEL or place.startswith("."):
             if place == OWN_DRAFT_MODEL and not (folder / place).is_dir():
-                folder = source.locate(self.late_files, revision=folder.name)
+                folder = locate(self.late_files)
             found = (folder / place).resolve()
             if not found.is_dir():
                 raise FileNotFoundError(
@@ -238,8 +236,11 @@ class SpecBranchDrafter(PretrainedDrafter):
                 )
             place = str(found)
         else:
-            found = _fetched(replace(source, name=place, revision=None), name)
-        read_headers(weight_files(found, place), place)
+            try:
+                found = fetch(place)
+            except (OSError, ValueError) as error:
+                kind = OSError if isinstance(error, OSError) else ValueError
+                raise kind(f"The draft model of {name!r} cannot be had. {error}") from error
         model = whole_model(found, place, dtype=self.dtype, local_files_only=True)
         model.name_or_path = model.config.name_or_path = place
         self.attach(model)
@@ -269,7 +270,7 @@ class SpecBranchDrafter(PretrainedDrafter):
 
     def write_side_files(self, folder: Path) -> None:
         if self.h_rad is None:  # transformers writes no file then, and would leave an earlier drafter's
-            save_file({}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+            save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
             with one_layout(folder / OWN_DRAFT_MODEL):
                 self.draft_model.save_pretrained(folder / OWN_DRAFT_MODEL)
@@ -429,24 +430,6 @@ class SpecBranchDrafter(PretrainedDrafter):
             refusal = process_refusal(self.draft_model.device)
             if refusal is not None:
                 raise ValueError(f"worker='process' cannot be used: {refusal}. Use worker='thread', or 'auto'.")
-
-
-def _fetched(source: Source, name: str) -> Path:
-    """The folder of a draft model that lies elsewhere, downloaded where needed.
-
-    Args:
-        source: where it is.
-        name: of the drafter that names it, for messages.
-
-    Raises:
-        OSError, ValueError: as `Source.locate`.
-    """
-    try:
-        folder = source.locate([CONFIG_FILE, "generation_config.json", *TOKENIZER_FILES])
-        return source.locate(["model*.safetensors", INDEX_FILE], revision=folder.name)
-    except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"The draft model of {name!r} cannot be had. {error}") from error
 
 
 def _is_found(place: str | None, folder: Path | None) -> bool:
