@@ -37,6 +37,16 @@ CARD_FILE = "README.md"
 
 Record = dict[str, Any]
 
+# Of each measured method: kinds of values, whether it must be there, and what to say if it is not so.
+_NUMBER = (int, float, NoneType)
+_FIELDS: dict[str, tuple[tuple[type, ...], bool, str]] = {
+    "mean_acceptance_length": (_NUMBER, True, "a number"),
+    "speedup": ((int, float), True, "a number"),
+    "identical": ((bool, NoneType), False, "true, false or absent"),
+    "speedup_over_in_turn": (_NUMBER, False, "a number or absent"),
+    "rollback_rate": (_NUMBER, False, "a number or absent"),
+}
+
 
 def read_record(folder: str | Path, name: str) -> Record | None:
     """Reads a record beside the weights; None where there is none, and with a warning where it is no JSON object."""
@@ -61,7 +71,7 @@ def write_record(folder: str | Path, name: str, record: Record) -> None:
 
 
 def check_measurements(measurements: Record) -> None:
-    """Raises ValueError, naming the field, if a measurement could not be repeated or says no number."""
+    """Raises ValueError, naming the field, if a measurement could not be repeated or cannot be shown."""
     for field, kind in (("target", str), ("command", str), ("methods", dict)):
         if not isinstance(measurements.get(field), kind):
             raise ValueError(
@@ -69,17 +79,28 @@ def check_measurements(measurements: Record) -> None:
                 "claim in a model card names its target and the command that measured it."
             )
     sampled = measurements.get("sampled")
-    if sampled is not None and not {"temperature", "methods"} <= set(sampled):
-        raise ValueError(
-            f"{MEASUREMENTS_FILE}: 'sampled' has {sorted(sampled)}, but needs 'temperature' and 'methods'."
-        )
+    if sampled is not None:
+        _check_dict("'sampled'", sampled)
+        if not {"temperature", "methods"} <= set(sampled):
+            raise ValueError(
+                f"{MEASUREMENTS_FILE}: 'sampled' has {sorted(sampled)}, but needs 'temperature' and 'methods'."
+            )
+        _check_dict("'methods' of 'sampled'", sampled["methods"])
     for _, method, numbers in _method_rows(measurements):
-        for field, kinds in (("mean_acceptance_length", (int, float, NoneType)), ("speedup", (int, float))):
-            if field not in numbers or not isinstance(numbers[field], kinds):
+        _check_dict(f"method {method!r}", numbers)
+        for field, (kinds, needed, words) in _FIELDS.items():
+            value = numbers.get(field)
+            # True is an integer to Python, but no number to a reader.
+            is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            if not is_kind or (needed and field not in numbers):
                 raise ValueError(
-                    f"{MEASUREMENTS_FILE}: {field!r} of method {method!r} is {numbers.get(field)!r}, but must be a "
-                    "number."
+                    f"{MEASUREMENTS_FILE}: {field!r} of method {method!r} is {value!r}, but must be {words}."
                 )
+
+
+def _check_dict(what: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{MEASUREMENTS_FILE}: {what} is {value!r}, but must be a dict.")
 
 
 def model_card(
@@ -91,6 +112,7 @@ def model_card(
     tags: Iterable[str],
     target: str | None,
     target_revision: str | None = None,
+    revision: str | None = None,
     license: str | None = None,
     training: Record | None = None,
     measurements: Record | None = None,
@@ -105,6 +127,7 @@ def model_card(
         tags: Hub tags beside the general ones.
         target: Hub id of the target, or a folder.
         target_revision: commit or branch of the target.
+        revision: branch of the drafter that is to be loaded; None for the main one.
         license: Hub licence id; the training record's `license` where None.
         training: the training record, see the module's docstring.
         measurements: the measurements, see the module's docstring.
@@ -132,7 +155,7 @@ def model_card(
         f"greedy decoding, the same distribution with sampling. {fits}",
         _table(("", ""), rows.items()),
         "## Use",
-        _snippet(name, target_name, target_revision),
+        _snippet(name, revision, target_name, target_revision),
         "## Measured",
         _measured(measurements),
         "## Training",
@@ -148,6 +171,14 @@ def may_overwrite(card: str) -> bool:
     return MARKER in card
 
 
+def is_generated(card: Path) -> bool:
+    """`may_overwrite` of a file; one that is not in UTF-8 was changed by somebody."""
+    try:
+        return may_overwrite(card.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        return False
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name is of the form owner/name and no folder here."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
@@ -160,12 +191,12 @@ def _shown(name: str | None) -> str | None:
     return Path(name).name if Path(name).is_absolute() else name
 
 
-def _snippet(name: str, target: str | None, revision: str | None) -> str:
-    at = f', revision="{revision}"' if revision else ""
+def _snippet(name: str, revision: str | None, target: str | None, target_revision: str | None) -> str:
+    own, at = (f', revision="{commit}"' if commit else "" for commit in (revision, target_revision))
     by_name = (
         f"\n\nOr by name alone, where hf_specdec is installed: "
         f'`target.generate(**inputs, custom_generate="{name}", trust_remote_code=True)`.'
-        if is_hub_id(name)
+        if is_hub_id(name) and not revision  # transformers takes it from the main branch alone
         else ""
     )
     return f"""```python
@@ -174,7 +205,7 @@ from hf_specdec import load_drafter
 
 tokenizer = AutoTokenizer.from_pretrained("{target or "the target"}"{at})
 target = AutoModelForCausalLM.from_pretrained("{target or "the target"}"{at})
-drafter = load_drafter("{name}", target)
+drafter = load_drafter("{name}", target{own})
 
 inputs = tokenizer("def fibonacci(n):", return_tensors="pt").to(target.device)
 output = target.generate(**inputs, assistant_model=drafter, max_new_tokens=256)

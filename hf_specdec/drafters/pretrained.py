@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,14 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         """
         return {}
 
-    def load_beside(self, folder: Path, locate: Callable[[list[str]], Path]) -> None:
+    def load_beside(self, folder: Path, locate: Callable[[Sequence[str]], Path], fetch: Callable[[str], Path]) -> None:
         """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
 
         Args:
             folder: where the checkpoint is.
             locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
+            fetch: brings a language model and its tokenizer, by folder or Hub id, the way that this checkpoint was
+                asked for, and says in which folder they are.
 
         Raises:
             OSError, ValueError: it is not there, or does not fit.
@@ -144,11 +146,12 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         hub = {}
         if push_to_hub:
             hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
+            hub |= {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}  # of both
         tensors = self.main_tensors() if state_dict is None else state_dict
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
-        with self.replacing_weights(folder):
+        with self.config_for(folder), self.replacing_weights(folder):
             super().save_pretrained(folder, state_dict=tensors, **kwargs)
             if state_dict is None:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
                 self.write_side_files(folder)

@@ -24,6 +24,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import (
@@ -31,14 +33,19 @@ from hf_specdec.drafters.card import (
     MEASUREMENTS_FILE,
     TRAINING_FILE,
     Record,
+    is_generated,
     is_hub_id,
-    may_overwrite,
     model_card,
     read_record,
     write_record,
 )
 from hf_specdec.drafters.custom_generate import write_custom_generate
 from hf_specdec.drafters.registry import FAMILIES
+
+_RECORDS = {
+    TRAINING_FILE: ("training_record", "it tells of the weights that were replaced"),
+    MEASUREMENTS_FILE: ("measurements", "it was measured with the weights that were replaced"),
+}
 
 
 class PublishedDrafter(Drafter):
@@ -52,6 +59,8 @@ class PublishedDrafter(Drafter):
 
     # Files of the format that hold tensors, beside the main weights; see `PretrainedDrafter.side_tensors`.
     side_files: ClassVar[tuple[str, ...]] = ()
+    # Files that `PretrainedDrafter.load_beside` asks for, once those weights are loaded.
+    late_files: ClassVar[tuple[str, ...]] = ()
     measurements: Record | None = None
     training_record: Record | None = None
     fits = "A drafter fits only the target it was trained for."
@@ -82,17 +91,30 @@ class PublishedDrafter(Drafter):
         """Rows for the table at the top of the model card."""
         return {}
 
-    def model_card(self, name: str | None = None, *, license: str | None = None, tags: Iterable[str] = ()) -> ModelCard:
+    def loaded_method(self, config: PreTrainedConfig) -> str:
+        """The way of drafting that the checkpoint loads with, for the model card; it may have been changed since."""
+        return (getattr(config, "drafting_options", None) or {}).get("method", type(self).method)
+
+    def model_card(
+        self,
+        name: str | None = None,
+        *,
+        revision: str | None = None,
+        license: str | None = None,
+        tags: str | Iterable[str] = (),
+    ) -> ModelCard:
         """The card that `save_pretrained` and `push_to_hub` write.
 
         Args:
             name: what users will give to `load_drafter`; the last part of where it was loaded from if None.
+            revision: branch of that repo; None for the main one.
             license: Hub licence id; the training record's where None.
-            tags: beside the general ones and the family's.
+            tags: beside the general ones and the family's; one or several.
 
         Raises:
             ValueError: the measurements lack a field.
         """
+        tags = [tags] if isinstance(tags, str) else tags
         return model_card(
             name=name or Path(getattr(self, "name_or_path", "")).name or type(self).__name__,
             summary=self.card_summary(),
@@ -101,20 +123,39 @@ class PublishedDrafter(Drafter):
             tags=[*(family.name for family in FAMILIES.values() if isinstance(self, family.drafter)), *tags],
             target=self.target_name_or_path,
             target_revision=self.target_revision,
+            revision=revision,
             license=license,
             training=self.training_record,
             measurements=self.measurements,
         )
 
     @contextmanager
-    def replacing_weights(self, folder: Path) -> Iterator[None]:
-        """Around saving to a folder: measurements there go, with a warning, if other weights were measured."""
-        measured = folder / MEASUREMENTS_FILE
-        before = _weights_digest(folder) if self.measurements is None and measured.is_file() else None
+    def config_for(self, folder: Path | None) -> Iterator[None]:
+        """Around writing config, weights and card: the config says what it is to say there.
+
+        Args:
+            folder: where they go; None for the Hub.
+        """
         yield
-        if before is not None and before != _weights_digest(folder):
-            measured.unlink()
-            warnings.warn(f"{measured} was removed: it was measured with the weights that were replaced.", stacklevel=4)
+
+    @contextmanager
+    def replacing_weights(self, folder: Path) -> Iterator[None]:
+        """Around saving to a folder: nothing is left of other weights that were there, shards and records included.
+
+        Records go with a warning, and only those that the drafter does not have: its own are written later.
+        """
+        theirs = [
+            (folder / file, why)
+            for file, (attribute, why) in _RECORDS.items()
+            if getattr(self, attribute) is None and (folder / file).is_file()
+        ]
+        before = _weights_digest(folder) if theirs else []
+        with one_layout(folder):
+            yield
+        if before and before != _weights_digest(folder):
+            for record, why in theirs:
+                record.unlink()
+                warnings.warn(f"{record} was removed: {why}.", stacklevel=4)
 
     def write_records(
         self, folder: str | os.PathLike[str], name: str | None = None, *, license: str | None = None
@@ -138,17 +179,18 @@ class PublishedDrafter(Drafter):
             raise NotADirectoryError(
                 f"Cannot write records to {str(folder)!r}: it is no folder. Save the drafter there."
             )
-        for file, attribute in ((TRAINING_FILE, "training_record"), (MEASUREMENTS_FILE, "measurements")):
+        for file, (attribute, _) in _RECORDS.items():
             if getattr(self, attribute) is not None:
                 write_record(folder, file, getattr(self, attribute))
             else:
                 setattr(self, attribute, read_record(folder, file))
         card = folder / CARD_FILE
-        if not card.exists() or may_overwrite(card.read_text(encoding="utf-8")):
+        if not card.exists() or is_generated(card):
             # Where a folder of this machine lies means nothing to a reader; one within a project can be followed.
             within = folder.name and not folder.is_absolute()
             name = name or (folder.as_posix() if within else folder.resolve().name)
-            card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
+            with self.config_for(folder):
+                card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
 
     def push_to_hub(  # gives the commit itself, a str as the host's
         self,
@@ -161,7 +203,7 @@ class PublishedDrafter(Drafter):
         revision: str | None = None,
         create_pr: bool = False,
         license: str | None = None,
-        tags: Iterable[str] = (),
+        tags: str | Iterable[str] = (),
         tag: str | None = None,
         max_shard_size: str | int | None = "50GB",
     ) -> CommitInfo:
@@ -180,7 +222,7 @@ class PublishedDrafter(Drafter):
             revision: branch to commit to, made where needed; None for the main one.
             create_pr: opens a pull request in place of a commit.
             license: Hub licence id for the card; the training record's where None.
-            tags: further tags for the card.
+            tags: further tags for the card, one or several.
             tag: git tag for this commit, for `load_drafter(..., revision=tag)`; such as "v1".
             max_shard_size: of one weight file.
 
@@ -200,7 +242,7 @@ class PublishedDrafter(Drafter):
                 stacklevel=2,
             )
         api = HfApi(token=token)
-        with tempfile.TemporaryDirectory() as temporary, _hub_errors(repo_id):
+        with tempfile.TemporaryDirectory() as temporary, self.config_for(None), _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"
             self.save_weights(folder, max_shard_size)
             self.write_records(folder, repo_id, license=license)  # a record that cannot be used creates no repo
@@ -209,7 +251,8 @@ class PublishedDrafter(Drafter):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             card = folder / CARD_FILE
             if _card_is_ours(api, repo_id, revision, Path(temporary) / "published"):
-                card.write_text(self.model_card(repo_id, license=license, tags=tags).content, encoding="utf-8")
+                made = self.model_card(repo_id, revision=revision, license=license, tags=tags)
+                card.write_text(made.content, encoding="utf-8")
             else:
                 card.unlink()
             write_custom_generate(folder, repo_id, revision)
@@ -220,19 +263,41 @@ class PublishedDrafter(Drafter):
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,
-                # What is uploaded is not deleted. Shards of an earlier, larger upload and records of other weights
-                # would otherwise stay beside the new ones.
+                # What is uploaded is not deleted. Shards of an earlier, larger upload, records of other weights and
+                # files of another family would otherwise stay beside the new ones.
                 delete_patterns=[
                     "model*.safetensors",
                     "model.safetensors.index.json",
                     TRAINING_FILE,
                     MEASUREMENTS_FILE,
-                    *self.side_files,
+                    *(
+                        pattern
+                        for family in FAMILIES.values()
+                        for pattern in (*family.drafter.side_files, *family.drafter.late_files)
+                    ),
                 ],
             )
             if tag is not None:
                 _set_tag(api, repo_id, tag, commit.oid)
             return commit
+
+
+@contextmanager
+def one_layout(folder: Path) -> Iterator[None]:
+    """Around saving weights to a folder: one file or shards that an earlier save left there in the other layout go.
+
+    transformers removes no index and no single file, and readers take the latter before they look for shards.
+    """
+    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    earlier = index.read_bytes() if index.is_file() else None
+    index.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        if index.is_file():
+            single.unlink(missing_ok=True)
+        elif earlier is not None and not single.is_file():
+            index.write_bytes(earlier)  # nothing was written
 
 
 def _weights_digest(folder: Path) -> list[tuple[str, str]]:
@@ -265,7 +330,7 @@ def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) 
         card = api.hf_hub_download(repo_id, CARD_FILE, revision=revision, local_dir=folder)
     except EntryNotFoundError:
         return True
-    return may_overwrite(Path(card).read_text(encoding="utf-8"))
+    return is_generated(Path(card))
 
 
 @contextmanager

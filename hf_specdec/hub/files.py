@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# Drafters that nobody need load, and what makes one; a folder may be named like them.
+WITHOUT_CHECKPOINT = {"ngram": "hf_specdec.NGramDrafter()"}
 MAX_JSON_BYTES = 2**26  # an index of a million tensors
 
 
@@ -50,7 +52,8 @@ class Source:
 
         Raises:
             OSError: there is no such folder or repo, or it cannot be had; says what was tried and the way out.
-            ValueError: the name is neither a folder nor a Hub id, or a revision was given for a folder.
+            ValueError: the name is neither a folder nor a Hub id, or of a drafter that has no files, or a revision was
+                given for a folder.
         """
         folder = Path(self.name).expanduser()
         if folder.is_dir():
@@ -68,6 +71,11 @@ class Source:
         if folder.is_absolute() or self.name.startswith((".", "~")) or self.name.count("/") > 1:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
+            )
+        if self.name in WITHOUT_CHECKPOINT:
+            raise ValueError(
+                f"{self.name!r} is a drafter without a checkpoint, so there is nothing to load or to look at: make one "
+                f"with {WITHOUT_CHECKPOINT[self.name]}."
             )
         from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
         from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__

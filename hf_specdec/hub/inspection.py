@@ -115,7 +115,9 @@ def inspect_drafter(
         beside = source.locate(list(format.beside), revision=folder.name) if format.beside else folder
         held = {name for file, names in format.beside.items() if (beside / file).is_file() for name in names}
         _describe(found, format, fields, headers, held)
-        if not found.problems and Path(source.name).expanduser().is_dir():
+        local = Path(source.name).expanduser().is_dir()
+        found.problems += format.missing(fields, folder if local else None)
+        if not found.problems and local:
             found.problems += _own_files(source, folder, format, fields)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def load_drafter(
             f"target={target!r} is a {type(target).__name__}; it must be the loaded target model itself, or left out."
         )
     asked_dtype = floating_dtype(dtype)
+    check_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats())
@@ -127,11 +129,15 @@ def load_drafter(
         None,
         config=config,
         state_dict={key: tensors[key] for key in stored},
-        dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored),
+        dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored) or floating_dtype(config.dtype),
     )
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
-    drafter.load_beside(folder, lambda patterns: source.locate(patterns, revision=folder.name))
+    drafter.load_beside(
+        folder,
+        lambda patterns: source.locate(patterns, revision=folder.name),
+        lambda place: _language_model(replace(source, name=place, revision=None)),
+    )
     drafter.set_options(**drafting_options)
     if target is not None:
         drafter.check_pairing(target)
@@ -173,6 +179,18 @@ def _load_host_model(
         drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.set_options(**options)
     return drafter
+
+
+def _language_model(source: Source) -> Path:
+    """The folder of a language model whose weight files are there and whole, downloaded where needed.
+
+    Raises:
+        OSError, ValueError: as `Source.locate` and `read_headers`.
+    """
+    folder = source.locate([CONFIG_FILE, "generation_config.json", *TOKENIZER_FILES])
+    folder = source.locate(["model*.safetensors", INDEX_FILE], revision=folder.name)
+    read_headers(weight_files(folder, source.name), source.name)
+    return folder
 
 
 def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
@@ -220,24 +238,41 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The floating-point type of a name such as "bfloat16"; None for None.
 
     Raises:
-        ValueError: there is none of that name, or it is of another kind.
+        ValueError: there is none of that name, it is of another kind, or nothing is computed in it.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype={dtype!r} is not a floating-point type; use for example torch.bfloat16 or 'float32'.")
+    if found not in DTYPES.values():
+        names = ", ".join(repr(str(each).removeprefix("torch.")) for each in reversed(DTYPES.values()))
+        raise ValueError(f"dtype={dtype!r} is none that drafters run in: use one of {names}.")
     return found
+
+
+def check_device(device: torch.device | str | int | None) -> None:
+    """Raises ValueError, naming it, if there is no such device here; None is one that is there."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # unknown, not there, or torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device={device!r} cannot be used here ({reason}): use 'cpu' or one that torch lists, or leave device "
+            "out for the target's."
+        ) from error
 
 
 def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:
     return target.dtype if target is not None and target.dtype.is_floating_point else None
 
 
-def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """The type that most weights are stored in."""
+def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
+    """The type that most weights are stored in; None where there are none."""
     floating = Counter(tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPES)
-    return DTYPES[floating.most_common(1)[0][0]]
+    return DTYPES[floating.most_common(1)[0][0]] if floating else None
 
 
 def _device_for(target: PreTrainedModel | None) -> torch.device:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import PreTrainedModel
 
+from hf_specdec import load_drafter
 from hf_specdec.drafters.card import check_measurements, model_card
 from hf_specdec.drafters.dflash import DFlashDrafter
+from tests.methods import make_causal_lm, make_dflash, make_medusa
 
 MEASUREMENTS: dict[str, Any] = {
     "target": "owner/target",
@@ -112,6 +116,10 @@ def test_base_model_is_a_hub_id_and_no_path_is_shown(target: str, base_model: st
     assert f'from_pretrained("{shown}", revision="v1")' in made.text
 
 
+def numbers(**fields: Any) -> dict[str, Any]:
+    return {"mean_acceptance_length": 2.0, "speedup": 1.5} | fields
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -126,12 +134,43 @@ def test_base_model_is_a_hub_id_and_no_path_is_shown(target: str, base_model: st
             {"methods": {"plain": {"speedup": None, "mean_acceptance_length": None}}},
             "'speedup' of method 'plain' is None",
         ),
+        ({"methods": {"ddtree": 5}}, "method 'ddtree' is 5, but must be a dict"),
+        (
+            {"methods": {"ddtree": numbers(identical="yes")}},
+            "'identical' of method 'ddtree' is 'yes', but must be",
+        ),
+        ({"methods": {"ddtree": numbers(speedup=True)}}, "'speedup' of method 'ddtree' is True, but must be a number"),
+        ({"methods": {"ddtree": numbers(rollback_rate="x")}}, "'rollback_rate' of method 'ddtree' is 'x', but must be"),
+        ({"sampled": 3}, "'sampled' is 3, but must be a dict"),
+        ({"sampled": {"temperature": 1, "methods": [5]}}, r"'methods' of 'sampled' is \[5\], but must be a dict"),
+        ({"sampled": {"temperature": 1, "methods": {"a": None}}}, "method 'a' is None, but must be a dict"),
         ({"sampled": {"methods": {}}}, r"'sampled' has \['methods'\], but needs 'temperature' and 'methods'"),
     ],
 )
 def test_measurements_that_lack_a_field_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_measurements(MEASUREMENTS | change)
+
+
+@pytest.mark.parametrize(
+    ("make", "now", "loaded"),
+    [
+        (make_dflash, "dflash", "ddtree"),
+        (make_causal_lm, "causal_lm_chain", "causal_lm_tree"),
+        (make_medusa, "static_tree", "ddtree"),
+    ],
+)
+def test_card_names_the_method_that_the_checkpoint_loads_with(
+    make: Any, now: str, loaded: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter = make(target, method=now)
+    drafter.save_pretrained(tmp_path)
+    assert f"| Method | {loaded}" in (tmp_path / "README.md").read_text()
+    assert load_drafter(tmp_path).method == loaded
+    getattr(drafter, "model", drafter).config.drafting_options = {"method": now}
+    drafter.save_pretrained(tmp_path)
+    assert f"| Method | {now}" in (tmp_path / "README.md").read_text()
+    assert load_drafter(tmp_path).method == now
 
 
 def test_card_of_a_drafter_describes_it(drafter: DFlashDrafter) -> None:

@@ -261,6 +261,12 @@ def test_speculators_config_that_makes_no_sense_raises(
     ("make", "write", "change", "message"),
     [
         (make_dflash, as_zlab, {"mask_token_id": 2}, "mask_token_id is 2 at the top and 1 in dflash_config"),
+        (
+            make_dflash,
+            as_zlab,
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 4}},
+            "block_size is 5 at the top and 4 in dflash_config",
+        ),
         (make_specblock, as_specblock, {"block_size": 9}, "block_size is 9 and diffspec_draft_token_num 3"),
     ],
 )

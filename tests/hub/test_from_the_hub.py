@@ -139,6 +139,60 @@ def test_draft_model_beside_a_drafter_is_refused_without_all_its_weights(
         load_drafter(tmp_path / "pair")
 
 
+def test_draft_model_beside_a_drafter_is_fetched_as_the_drafter_is(
+    hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    pair = make_specbranch(target)
+    assert pair.draft_model is not None
+    pair.draft_model.save_pretrained(tmp_path / "draft")
+    hub.add("owner/draft", tmp_path / "draft", private=True)
+    pair.config.draft_model = "owner/draft"
+    pair.save_pretrained(tmp_path / "pair")
+    with pytest.raises(OSError, match="draft model of .*pair' cannot be had. .*'owner/draft'.*local_files_only=True"):
+        load_drafter(tmp_path / "pair", local_files_only=True, cache_dir=tmp_path / "mine")
+    assert not hub.requests
+    with pytest.raises(OSError, match="no repo of that id on the Hub that you may read"):
+        load_drafter(tmp_path / "pair", cache_dir=tmp_path / "mine")
+    first = load_drafter(tmp_path / "pair", token=TOKEN, cache_dir=tmp_path / "mine")
+    asked = len(hub.requests)
+    second = load_drafter(tmp_path / "pair", local_files_only=True, cache_dir=tmp_path / "mine")
+    assert len(hub.requests) == asked
+    assert first.draft_model.name_or_path == second.draft_model.name_or_path == "owner/draft"
+    assert same_weights(first.draft_model, pair.draft_model)
+    assert not Path(huggingface_hub.constants.HF_HUB_CACHE).exists()
+
+
+def test_draft_model_beside_a_drafter_that_was_changed_on_the_way_is_refused(
+    hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    pair = make_specbranch(target)
+    assert pair.draft_model is not None
+    pair.draft_model.save_pretrained(tmp_path / "draft")
+    hub.add("owner/draft", tmp_path / "draft")
+    pair.config.draft_model = "owner/draft"
+    pair.save_pretrained(tmp_path / "pair")
+    hub.altered = {"model.safetensors"}
+    with pytest.raises(OSError, match="arrived with the hash"):
+        load_drafter(tmp_path / "pair")
+
+
+def test_pushed_pair_takes_its_draft_model_along(hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path) -> None:
+    pair = make_specbranch(target)
+    assert pair.draft_model is not None
+    pair.draft_model.save_pretrained(tmp_path / "draft")
+    for place in ("../draft", str(tmp_path / "draft")):
+        pair.config.draft_model = place
+        pair.push_to_hub("me/pair", token=TOKEN)
+        files = hub.repos["me/pair"].files()
+        assert json.loads(files["config.json"])["draft_model"] == "draft_model"
+        assert str(tmp_path) not in files["README.md"].decode()
+        assert same_weights(load_drafter("me/pair", target).draft_model, pair.draft_model)
+        assert pair.config.draft_model == place
+    pair.config.draft_model = "owner/draft"
+    pair.push_to_hub("me/pair", token=TOKEN)
+    assert not [name for name in hub.repos["me/pair"].files() if name.startswith("draft_model/")]
+
+
 def test_revision_names_a_branch_or_a_commit(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
     first = hub.add("owner/drafter", folder)
     drafter.fc.weight.data.zero_()

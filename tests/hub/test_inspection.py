@@ -19,7 +19,7 @@ from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.hub.formats.base import _DEFAULTS, as_it_is, with_defaults
 from hf_specdec.hub.recognition import recognise
 from tests.hub.layouts import CASES, LAYERS, Case, as_medusa, build, save
-from tests.hub.loopback_hub import LoopbackHub
+from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.methods import METHODS, make_medusa
 from tests.targets import make_target
 
@@ -205,6 +205,20 @@ def test_weights_on_the_hub_are_not_downloaded(hub: LoopbackHub, folder: Path) -
     assert (found.format, found.problems) == ("dflash", [])
     assert found.tensors["fc.weight"] == (32, 64)
     assert not any("model.safetensors" in file.name for file in (folder.parent / "cache").rglob("*"))
+
+
+def test_draft_model_that_no_repo_can_hold_is_told(hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path) -> None:
+    pair = METHODS["specbranch"](target, h_rad=False)
+    pair.push_to_hub("me/pair", token=TOKEN)
+    assert inspect_drafter("me/pair").problems == []
+    assert load_drafter("me/pair", target).draft_model is not None
+    pair.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for place in ("../draft-lm", str(tmp_path / "draft_model")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"draft_model": place}))
+        hub.add("me/other", tmp_path)
+        [problem] = inspect_drafter("me/other").problems
+        assert f"the draft model should be in {place!r}, seen from the checkpoint, but it is not there" in problem
 
 
 @pytest.mark.parametrize("model_type", _DEFAULTS)

@@ -20,6 +20,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.registry import WEIGHTLESS
+from tests.hub.loopback_hub import LoopbackHub
 from tests.methods import METHODS
 from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer
 
@@ -275,8 +277,31 @@ def test_arguments_of_the_wrong_kind_raise(folder: Path) -> None:
     for dtype in ("int8", "nonsense", torch.int64):
         with pytest.raises(ValueError, match=f"dtype={dtype!r} is not a floating-point type"):
             load_drafter(folder, dtype=dtype)
+    for dtype in ("float8_e4m3fn", torch.float8_e5m2):
+        with pytest.raises(ValueError, match=f"dtype={dtype!r} is none that drafters run in: .* 'float64'"):
+            load_drafter("./absent", dtype=dtype)
+    assert load_drafter(folder, dtype="half").dtype == torch.float16
     with pytest.raises(ValueError, match="revision='main' was given, but '.*saved' is a local folder"):
         load_drafter(folder, revision="main")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", 99, 1.5])
+def test_device_that_is_not_here_raises_before_anything_is_read(device: Any) -> None:
+    with pytest.raises(ValueError, match=f"device={device!r} cannot be used here.*leave device out"):
+        load_drafter("./absent", device=device)
+
+
+def test_ngram_names_the_drafter_that_needs_no_checkpoint(
+    hub: LoopbackHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in WEIGHTLESS:
+        for look in (load_drafter, inspect_drafter):
+            with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*NGramDrafter()"):
+                look(name)
+    assert not hub.requests
+    monkeypatch.chdir(folder.parent)
+    folder.rename("ngram")
+    assert load_drafter("ngram").method == "ddtree"
 
 
 # Weights that are not there, not whole, or not of this network: an error, never random weights.

@@ -17,8 +17,17 @@ from hf_specdec import load_drafter
 from hf_specdec.drafters.card import MARKER
 from hf_specdec.drafters.custom_generate import CODE_FILE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
-from tests.methods import make_causal_lm, make_specbound
+from tests.methods import (
+    make_causal_lm,
+    make_ddtree,
+    make_eagle3,
+    make_medusa,
+    make_specblock,
+    make_specbound,
+    make_specbranch,
+)
 from tests.targets import one_prompt
 
 MEASUREMENTS: dict[str, Any] = {
@@ -130,11 +139,71 @@ def test_what_changed_since_is_written(tmp_path: Path) -> None:
     assert saved["rope_theta"] == saved["rope_parameters"]["rope_theta"] == 7e5
 
 
+def test_block_size_that_is_said_twice_stays_the_same_in_both_places(tmp_path: Path) -> None:
+    own = {"block_size": 5, "dflash_config": {"mask_token_id": 1, "block_size": 5}}
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | own))
+    drafter = DFlashDrafter(DFlashConfig.from_pretrained(tmp_path))
+    drafter.config.block_size = 4
+    drafter.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["block_size"] == saved["dflash_config"]["block_size"] == 4
+    assert load_drafter(tmp_path / "saved").block_size == 4
+
+
 def test_saving_where_it_was_loaded_from_keeps_the_weights(folder: Path, drafter: DFlashDrafter) -> None:
     loaded = load_drafter(folder)
     loaded.save_pretrained(folder)
     for name, tensor in load_drafter(folder).state_dict().items():
         torch.testing.assert_close(tensor, drafter.state_dict()[name], rtol=0, atol=0)
+
+
+def weights_of(drafter: Any) -> dict[str, torch.Tensor]:
+    return dict(getattr(drafter, "model", drafter).state_dict())
+
+
+@pytest.mark.parametrize("make", [make_ddtree, make_eagle3, make_medusa, make_specblock, make_causal_lm])
+def test_what_was_saved_last_is_loaded_whatever_shards_it_is_in(
+    make: Any, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    make(target, seed=0).save_pretrained(tmp_path)
+    for seed, size in ((1, "20KB"), (2, "50GB"), (3, "30KB"), (4, "20KB")):
+        drafter = make(target, seed=seed)
+        drafter.save_pretrained(tmp_path, max_shard_size=size)
+        sharded = size != "50GB"
+        assert (tmp_path / "model.safetensors").exists() is not sharded
+        assert (tmp_path / "model.safetensors.index.json").exists() is sharded
+        loaded = weights_of(load_drafter(tmp_path))
+        assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights_of(drafter).items())
+
+
+def test_draft_model_that_was_saved_last_is_loaded_whatever_shards_lay_there(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    shards = tmp_path / OWN_DRAFT_MODEL
+    make_causal_lm(target, seed=0).model.save_pretrained(shards, max_shard_size="20KB")
+    drafter = make_specbranch(target, seed=1)
+    drafter.save_pretrained(tmp_path)
+    assert drafter.draft_model is not None
+    assert [file.name for file in shards.glob("model*")] == ["model.safetensors"]
+    loaded: Any = load_drafter(tmp_path)
+    assert all(
+        torch.equal(tensor, loaded.draft_model.state_dict()[name])
+        for name, tensor in drafter.draft_model.state_dict().items()
+    )
+
+
+def test_a_save_that_fails_leaves_the_earlier_shards_loadable(
+    drafter: DFlashDrafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter.save_pretrained(tmp_path, max_shard_size="20KB")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    with pytest.raises(OSError, match="no space left"):
+        drafter.save_pretrained(tmp_path)
+    assert torch.equal(load_drafter(tmp_path).fc.weight, drafter.fc.weight)
 
 
 def test_saving_to_a_file_raises(drafter: DFlashDrafter, tmp_path: Path) -> None:
@@ -206,6 +275,28 @@ def test_measurements_of_a_replaced_draft_model_are_removed(target: PreTrainedMo
     assert "2.25x" not in (tmp_path / "README.md").read_text()
 
 
+def test_training_record_of_replaced_weights_is_removed(
+    folder: Path, drafter: DFlashDrafter, target: PreTrainedModel
+) -> None:
+    (folder / "training.json").write_text(json.dumps(TRAINING | {"license": "mit"}))
+    drafter.save_pretrained(folder)  # the same weights: it holds
+    assert load_drafter(folder).training_record is not None
+    further: Any = load_drafter(folder)
+    further.fc.weight.data += 1
+    further.save_pretrained(folder)  # trained further: its own
+    assert "own continuations of 9,000 functions" in (folder / "README.md").read_text()
+    with pytest.warns(UserWarning, match="training.json was removed: it tells of the weights that were replaced"):
+        make_ddtree(target, seed=5).save_pretrained(folder)
+    loaded: Any = load_drafter(folder)
+    assert loaded.training_record is None
+    assert "mit" not in (folder / "README.md").read_text()
+    own = make_ddtree(target, seed=6)
+    own.training_record = {"data": "mine"}
+    own.save_pretrained(folder)
+    loaded = load_drafter(folder)
+    assert loaded.training_record == {"data": "mine"}
+
+
 def test_record_that_is_no_json_is_left_aside_with_a_warning(folder: Path) -> None:
     (folder / "training.json").write_text("{'data'")
     with pytest.warns(UserWarning, match="training.json is left aside: it is not valid JSON"):
@@ -273,13 +364,32 @@ def test_pushing_leaves_no_records_of_earlier_weights(hub: LoopbackHub, drafter:
     assert (loaded.measurements, loaded.training_record) == (None, None)
 
 
+def test_pushing_leaves_no_files_of_another_family(hub: LoopbackHub, drafter: DFlashDrafter, target: Any) -> None:
+    make_specbound(target).push_to_hub("me/drafter", token=TOKEN)
+    make_specbranch(target).push_to_hub("me/drafter", token=TOKEN)
+    assert not [name for name in hub.repos["me/drafter"].files() if name.startswith("exit-layer-")]
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    assert set(hub.repos["me/drafter"].files()) == {"README.md", "config.json", "model.safetensors", CODE_FILE}
+
+
+def test_pushed_exit_heads_keep_the_options_of_the_moment(hub: LoopbackHub, target: PreTrainedModel) -> None:
+    drafter = make_specbound(target)
+    drafter.set_options(threshold=0.9, w_max=3)
+    drafter.push_to_hub("me/exits", token=TOKEN)
+    loaded: Any = load_drafter("me/exits")
+    assert (loaded.threshold, loaded.w_max) == (0.9, 3)
+    assert b"threshold 0.9, alpha 0.2, w_max 3" in hub.repos["me/exits"].files()["README.md"]
+
+
 def test_pushing_to_a_branch_of_a_private_repo(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
     drafter.push_to_hub("drafter", token=TOKEN, private=True, revision="trial")
     repo = hub.repos["me/drafter"]
     assert repo.private
     assert "model.safetensors" in repo.files("trial")
     assert not repo.files("main")
-    assert b'load_drafter("me/drafter", target)' in repo.files("trial")["README.md"]
+    card = repo.files("trial")["README.md"].decode()
+    assert 'load_drafter("me/drafter", target, revision="trial")' in card
+    assert "custom_generate=" not in card  # transformers takes that from the main branch alone
 
 
 def test_tag_names_the_pushed_commit(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
@@ -306,6 +416,33 @@ def test_interrupted_upload_leaves_the_repo_as_it_was_and_can_be_repeated(
     assert hub.repos["me/drafter"].files() == before
     drafter.push_to_hub("me/drafter", token=TOKEN)
     assert not load_drafter("me/drafter").fc.weight.any()
+
+
+def test_one_tag_for_the_card_is_one_tag(hub: LoopbackHub, drafter: DFlashDrafter) -> None:
+    drafter.push_to_hub("me/drafter", token=TOKEN, tags="code")
+    tags = ModelCard(hub.repos["me/drafter"].files()["README.md"].decode()).data.tags
+    assert tags[-1] == "code"
+    assert "c" not in tags
+    assert drafter.model_card(tags="code").data.tags == tags
+
+
+def test_saving_with_push_to_hub_hands_on_the_shard_size(
+    hub: LoopbackHub, drafter: DFlashDrafter, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/drafter", token=TOKEN, max_shard_size="20KB")
+    assert "model.safetensors.index.json" in hub.repos["me/drafter"].files()
+
+
+def test_card_that_is_not_in_utf_8_stays(hub: LoopbackHub, folder: Path, drafter: DFlashDrafter) -> None:
+    theirs = f"{MARKER}\nGrüße".encode("latin-1")
+    (folder / "README.md").write_bytes(theirs)
+    drafter.save_pretrained(folder)
+    assert (folder / "README.md").read_bytes() == theirs
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    repo = hub.repos["me/drafter"]
+    repo.commit(repo.files() | {"README.md": theirs})
+    drafter.push_to_hub("me/drafter", token=TOKEN)
+    assert repo.files()["README.md"] == theirs
 
 
 def test_saving_with_push_to_hub(hub: LoopbackHub, drafter: DFlashDrafter, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class CausalLMDrafter(PublishedDrafter):
     """
 
     fits = "It can draft for any target of the same vocabulary; the one it was trained for accepts most."
+    method = "causal_lm_tree"
     option_names: ClassVar[tuple[str, ...]] = (
         "method",
         "max_depth",
@@ -73,7 +74,6 @@ class CausalLMDrafter(PublishedDrafter):
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
         self.model = model
         self.tokenizer_folder: Path | None = None
-        self.method = "causal_lm_tree"
         self.max_depth = 5
         self.tree_budget: Any = 16
         self.width = 4
@@ -134,7 +134,7 @@ class CausalLMDrafter(PublishedDrafter):
     def card_facts(self) -> dict[str, str]:
         config = self.model.config.get_text_config(decoder=True)
         return {
-            "Method": self.method,
+            "Method": self.loaded_method(self.model.config),
             "Model": f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size "
             f"{config.hidden_size}",
             "Vocabulary": str(self.model.get_input_embeddings().num_embeddings),

@@ -209,6 +209,8 @@ class DFlashConfig(Qwen3Config):
         changed = {key: value for key, value in fields.items() if key not in before or before[key] != value}
         changed.pop("_name_or_path", None)
         written = copy.deepcopy(self._as_published)
+        if written.get("block_size") is not None:  # there may be another in dflash_config, and both are read
+            written["block_size"] = self.block_size
         if "dtype" in changed and "torch_dtype" in written:
             written["torch_dtype"] = changed["dtype"]
         if "rope_parameters" in changed:

@@ -101,6 +101,7 @@ class DFlashDrafter(PretrainedDrafter):
     config: DFlashConfig
     d2t: Tensor
     base_model_prefix = ""
+    method = "ddtree"
     _no_split_modules: ClassVar = ["DFlashLayer"]
     # Some savers write this buffer; it follows from the config.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
@@ -121,7 +122,6 @@ class DFlashDrafter(PretrainedDrafter):
         if config.maps_vocabulary:
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.method = "ddtree"
         self.tree_budget: Any = 64
         self.block_size: Any = config.block_size
         self.post_init()
@@ -192,7 +192,7 @@ class DFlashDrafter(PretrainedDrafter):
     def card_facts(self) -> dict[str, str]:
         config = self.config
         return {
-            "Method": f"{self.method}, on a DFlash drafter",
+            "Method": f"{self.loaded_method(config)}, on a DFlash drafter",
             "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
             "Block size": f"{config.block_size}, the root's slot included",
             "Target layers read": ", ".join(map(str, config.target_layer_ids)),

@@ -67,6 +67,7 @@ class MedusaDrafter(PretrainedDrafter):
     config_class = MedusaConfig
     config: MedusaConfig
     base_model_prefix = ""
+    method = "ddtree"
     _no_split_modules: ClassVar = ["MedusaHead"]
     option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget", "rank_accuracies")
 
@@ -74,7 +75,6 @@ class MedusaDrafter(PretrainedDrafter):
         config.check()
         super().__init__(config)
         self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
-        self.method = "ddtree"
         self.tree_budget: Any = 63
         self.rank_accuracies: list[list[float]] | None = None
         self.post_init()
@@ -127,7 +127,7 @@ class MedusaDrafter(PretrainedDrafter):
     def card_facts(self) -> dict[str, str]:
         config = self.config
         return {
-            "Method": f"{self.method}, on Medusa heads",
+            "Method": f"{self.loaded_method(config)}, on Medusa heads",
             "Heads": f"{config.medusa_num_heads}, each of {config.medusa_num_layers} layers",
             "Hidden size": str(config.hidden_size),
             "Vocabulary": "the target's" if config.vocab_size is None else str(config.vocab_size),

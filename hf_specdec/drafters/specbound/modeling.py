@@ -8,7 +8,8 @@ which of the target's it runs, and when, is in `candidates.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -256,10 +257,9 @@ class SpecBoundDrafter(PretrainedDrafter):
         return {name: tensor for name, tensor in self.state_dict().items() if ".lora_" not in name}
 
     def write_side_files(self, folder: Path) -> None:
-        if self.config.head != "lora":
-            return
-        remove_adapters(folder, keep=self.config.exit_layers)
-        for layer in self.config.exit_layers:
+        layers = self.config.exit_layers if self.config.head == "lora" else []
+        remove_adapters(folder, keep=layers)
+        for layer in layers:
             head: Any = self.heads[str(layer)]
             write_adapter(
                 folder / folder_of(layer),
@@ -269,11 +269,12 @@ class SpecBoundDrafter(PretrainedDrafter):
                 base_model=self.config.target_name_or_path,
             )
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As for every drafter; the drafting options of this moment become the checkpoint's defaults."""
+    @contextmanager
+    def config_for(self, folder: Path | None) -> Iterator[None]:
+        """The drafting options of this moment become the checkpoint's defaults."""
         for option in ("threshold", "alpha", "w_max", "d_max", "use_exit_layers", "learn_refusals"):
             setattr(self.config, option, getattr(self, option))
-        super().save_pretrained(save_directory, *args, **kwargs)
+        yield
 
     # What it says of itself, and what it refuses.
 

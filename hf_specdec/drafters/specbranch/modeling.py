@@ -6,22 +6,26 @@ How a call drafts is in `candidates.py` and `drafting.py`. Source: SpecBranch, S
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.loading import whole_model
-from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
@@ -123,10 +127,14 @@ class SpecBranchDrafter(PretrainedDrafter):
         "worker",
         "worker_threads",
     )
+    late_files: ClassVar[tuple[str, ...]] = (f"{OWN_DRAFT_MODEL}/*",)
+    _whereabouts: Tensor
 
     def __init__(self, config: SpecBranchConfig) -> None:
         config.check()
         super().__init__(config)
+        # Without an H-RAD there is nothing else of a device and dtype.
+        self.register_buffer("_whereabouts", torch.empty(0), persistent=False)
         self.h_rad = HRAD(config) if config.h_rad else None
         self.parallel = True
         self.k_max = 6
@@ -160,7 +168,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         """
         target_config = target.config.get_text_config(decoder=True)
         config = SpecBranchConfig(
-            draft_model=draft_model.name_or_path or OWN_DRAFT_MODEL,
+            draft_model=draft_model.name_or_path if is_hub_id(draft_model.name_or_path) else OWN_DRAFT_MODEL,
             h_rad=h_rad,
             target_hidden_size=target_config.hidden_size,
             num_target_layers=target_config.num_hidden_layers,
@@ -171,6 +179,22 @@ class SpecBranchDrafter(PretrainedDrafter):
         drafter.attach(draft_model)
         drafter.set_options(**drafting_options)
         return drafter.to(dtype=target.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Of H-RAD; without one, of the draft model."""
+        return self._parts.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of H-RAD; without one, of the draft model."""
+        return self._parts.dtype
+
+    @property
+    def _parts(self) -> Tensor | PreTrainedModel:
+        if self.h_rad is not None:
+            return self.h_rad.mean
+        return self._whereabouts if self.draft_model is None else self.draft_model
 
     @property
     def draft_model(self) -> PreTrainedModel | None:
@@ -197,7 +221,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
 
-    def load_beside(self, folder: Path, locate: Callable[[list[str]], Path]) -> None:
+    def load_beside(self, folder: Path, locate: Callable[[Sequence[str]], Path], fetch: Callable[[str], Path]) -> None:
         place = self.config.draft_model
         name = self.name_or_path
         if place is None:
@@ -207,27 +231,53 @@ class SpecBranchDrafter(PretrainedDrafter):
             )
         if place == OWN_DRAFT_MODEL or place.startswith("."):
             if place == OWN_DRAFT_MODEL and not (folder / place).is_dir():
-                folder = locate([f"{place}/*"])
+                folder = locate(self.late_files)
             found = (folder / place).resolve()
             if not found.is_dir():
                 raise FileNotFoundError(
                     f"The draft model of {name!r} should be in the folder {place!r}, seen from there, but it is not. "
                     "Put it there, or name another one as draft_model in config.json."
                 )
-            source = str(found)
+            place = str(found)
         else:
-            source = place
-        model = whole_model(source, source, dtype=self.dtype)
+            try:
+                found = fetch(place)
+            except (OSError, ValueError) as error:
+                kind = OSError if isinstance(error, OSError) else ValueError
+                raise kind(f"The draft model of {name!r} cannot be had. {error}") from error
+        model = whole_model(found, place, dtype=self.dtype, local_files_only=True)
+        model.name_or_path = model.config.name_or_path = place
         self.attach(model)
-        if not Path(source).is_dir():
-            commit = getattr(model.config, "_commit_hash", None)
-            self._pair.tokenizer_folder = Path(
-                snapshot_download(source, revision=commit, allow_patterns=list(TOKENIZER_FILES))
+        self._pair.tokenizer_folder = found
+
+    @contextmanager
+    def config_for(self, folder: Path | None) -> Iterator[None]:
+        """A draft model that would not be found from there goes along, into a folder of the checkpoint."""
+        place = self.config.draft_model
+        if _is_found(place, folder):
+            yield
+            return
+        if self.draft_model is None:
+            warnings.warn(
+                f"The draft model {place!r} is not found from {'the Hub' if folder is None else repr(str(folder))}, "
+                "and this drafter has none at hand that could go along: load it with load_drafter(), or call "
+                "attach(draft_model), and save it again.",
+                stacklevel=4,
             )
+            yield
+            return
+        self.config.draft_model = OWN_DRAFT_MODEL
+        try:
+            yield
+        finally:
+            self.config.draft_model = place
 
     def write_side_files(self, folder: Path) -> None:
+        if self.h_rad is None:  # transformers writes no file then, and would leave an earlier drafter's
+            save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
-            self.draft_model.save_pretrained(folder / OWN_DRAFT_MODEL)
+            with one_layout(folder / OWN_DRAFT_MODEL):
+                self.draft_model.save_pretrained(folder / OWN_DRAFT_MODEL)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.draft_model is not None:
@@ -384,6 +434,17 @@ class SpecBranchDrafter(PretrainedDrafter):
             refusal = process_refusal(self.draft_model.device)
             if refusal is not None:
                 raise ValueError(f"worker='process' cannot be used: {refusal}. Use worker='thread', or 'auto'.")
+
+
+def _is_found(place: str | None, folder: Path | None) -> bool:
+    """Whether what a config names as its draft model would be found from a folder; None for the Hub."""
+    if place is None:
+        return False
+    if place == OWN_DRAFT_MODEL or place.startswith("."):
+        return folder is not None and (folder / place).resolve().is_dir()
+    if Path(place).is_absolute():
+        return folder is not None and Path(place).is_dir()
+    return place.count("/") < 2 and not Path(place).exists()  # a Hub id
 
 
 def last_layers(model: PreTrainedModel, count: int) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hf_specdec.hub.files import StoredTensor
 
 if TYPE_CHECKING:  # a checkpoint is told by its config and headers alone, without torch
+    from pathlib import Path
+
     from torch import Tensor
 
 Config = dict[str, Any]
@@ -52,6 +54,8 @@ class Format:
             `inspect_drafter`, which has no network at hand. None for plain language models.
         problems: for layouts without `shapes`: what in the headers is not what the config says.
         own_files: for `inspect_drafter`: further safetensors files, and ends of names of tensors with their shapes.
+        missing: for `inspect_drafter`: what else the config names and is not there, seen from the checkpoint's folder;
+            None for one on the Hub, of which nothing else is known.
         refused: files without which a drafter of this layout would draft badly and that are not read, and why.
         training: what is known of how all drafters of this layout were trained, as in a training record.
     """
@@ -65,6 +69,7 @@ class Format:
     shapes: Callable[[Config], Shapes] | None = None
     problems: Callable[[Config, Headers], list[str]] = lambda fields, stored: []
     own_files: Callable[[Config], Mapping[str, Shapes]] = lambda fields: {}
+    missing: Callable[[Config, Path | None], list[str]] = lambda fields, folder: []
     refused: Mapping[str, str] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from hf_specdec.hub.files import CONFIG_FILE
 from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
 from hf_specdec.hub.formats.eagle3 import eagle3_shapes
 from hf_specdec.hub.formats.medusa import medusa_shapes
@@ -42,6 +43,20 @@ def specbound_files(fields: Config) -> dict[str, Shapes]:
     return {f"exit-layer-{layer:02d}/adapter_model.safetensors": parts for layer in fields["exit_layers"]}
 
 
+def missing_draft_model(fields: Config, folder: Path | None) -> list[str]:
+    """What keeps a SpecBranch drafter from its draft model; a Hub id is not looked for."""
+    place = fields.get("draft_model")
+    if not isinstance(place, str):
+        return [f"{CONFIG_FILE} names no draft model: draft_model is {place!r}"]
+    relative, absolute = place.startswith("."), Path(place).is_absolute()
+    if folder is None:
+        found = not relative and not absolute
+    else:
+        elsewhere = not relative and not absolute and place != "draft_model"
+        found = elsewhere or (folder / place).resolve().is_dir()
+    return [] if found else [f"the draft model should be in {place!r}, seen from the checkpoint, but it is not there"]
+
+
 _SHAPES = {"eagle3": eagle3_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
 
 
@@ -68,4 +83,5 @@ def own_format(config: Config, name: str) -> Format | None:
             "another version of hf_specdec, update hf_specdec."
         )
     files = specbound_files if family == "specbound" else lambda fields: {}
-    return Format(family, family, as_it_is, shapes=_SHAPES.get(family), own_files=files)
+    missing = missing_draft_model if family == "specbranch" else lambda fields, folder: []
+    return Format(family, family, as_it_is, shapes=_SHAPES.get(family), own_files=files, missing=missing)

@@ -10,6 +10,8 @@ from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, as_it_
 from hf_specdec.hub.formats.dflash import dflash_shapes
 
 _NESTED = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "own_embeddings", "own_head", "draft_vocab_size")
+# `DFlashConfig` reads it in either place.
+_EITHER = ("block_size",)
 
 
 def is_zlab(config: Config) -> bool:
@@ -23,11 +25,12 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     Raises:
         ValueError: a field is at the top and in `dflash_config`, with two values.
     """
-    top = {key: fields[key] for key in _NESTED if fields.get(key) is not None}
+    top = {key: fields[key] for key in (*_NESTED, *_EITHER) if fields.get(key) is not None}
     nested = dict(fields.get("dflash_config") or {})
     for key, value in top.items():
         if nested.get(key) is None:
-            nested[key] = value
+            if key in _NESTED:
+                nested[key] = value
         elif nested[key] != value:
             raise ValueError(
                 f"{key} is {value!r} at the top and {nested[key]!r} in dflash_config; remove the one that the drafter "

@@ -322,6 +322,15 @@ def test_saving_again_removes_adapters_of_layers_without_a_head(target: PreTrain
     assert load_drafter(tmp_path).config.exit_layers == [2]
 
 
+def test_full_heads_saved_over_adapters_are_loaded(target: PreTrainedModel, tmp_path: Path) -> None:
+    make_specbound(target).save_pretrained(tmp_path)
+    drafter = make_specbound(target, head="full")
+    drafter.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("exit-layer-*"))
+    loaded: Any = load_drafter(tmp_path, target)
+    assert torch.equal(loaded.heads["2"].weight, drafter.heads["2"].weight)
+
+
 def test_scaled_adapters_are_read_as_peft_would_apply_them(target: PreTrainedModel, tmp_path: Path) -> None:
     drafter = make_specbound(target)
     drafter.save_pretrained(tmp_path)

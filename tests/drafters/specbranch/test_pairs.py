@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec import load_drafter
+from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter, parallel_latency, serial_latency
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from tests.methods import make_causal_lm, make_specbranch
@@ -57,6 +57,80 @@ def test_a_checkpoint_without_its_draft_model_says_where_it_should_be(tmp_path: 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="names no draft model"):
         load_drafter(folder, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pair_without_h_rad_is_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    target, prompts = make_target("llama", "sdpa", dtype), PROMPTS["batch of one"]()
+    drafter = make_specbranch(target, h_rad=False)
+    assert (drafter.dtype, drafter.device.type) == (dtype, "cpu")
+    drafter.save_pretrained(tmp_path)
+    assert inspect_drafter(tmp_path).problems == []
+    alone = target.generate(**prompts, **GREEDY)
+    for given in (None, target):
+        loaded: Any = load_drafter(tmp_path, given, speed_ratio=4.0, worker="thread")
+        assert (loaded.dtype, loaded.draft_model.dtype, loaded.lengths) == (dtype, dtype, "confidence")
+        assert target.generate(**prompts, **GREEDY, assistant_model=loaded).tolist() == alone.tolist()
+    assert load_drafter(tmp_path, dtype="bfloat16").draft_model.dtype == torch.bfloat16
+
+
+def test_without_h_rad_or_draft_model_it_says_what_it_lacks(tmp_path: Path) -> None:
+    target = make_target("llama", "sdpa")
+    make_specbranch(target, h_rad=False).save_pretrained(tmp_path)
+    alone = SpecBranchDrafter.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no draft model yet"):
+        alone.check_target(target)
+
+
+def test_a_pair_saved_elsewhere_takes_its_draft_model_along(tmp_path: Path) -> None:
+    target, _, folder = saved(tmp_path, "../draft")
+    loaded: Any = load_drafter(folder)
+    loaded.save_pretrained(tmp_path / "beside")  # the same folder is found from there
+    assert json.loads((tmp_path / "beside" / "config.json").read_text())["draft_model"] == "../draft"
+    away = tmp_path / "far" / "away"
+    loaded.save_pretrained(away)
+    assert json.loads((away / "config.json").read_text())["draft_model"] == OWN_DRAFT_MODEL
+    assert f"| Draft model | `{OWN_DRAFT_MODEL}` |" in (away / "README.md").read_text()
+    assert loaded.config.draft_model == "../draft"
+    again: Any = load_drafter(away, target)
+    for name, tensor in loaded.draft_model.state_dict().items():
+        torch.testing.assert_close(again.draft_model.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_a_draft_model_from_a_folder_travels_with_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    monkeypatch.chdir(tmp_path)
+    make_causal_lm(target).model.save_pretrained("runs/draft")
+    for place in ("./runs/draft", "runs/draft", str(tmp_path / "runs" / "draft")):
+        model = AutoModelForCausalLM.from_pretrained(place)
+        drafter = SpecBranchDrafter.from_models(model, target, h_rad=True)
+        assert drafter.config.draft_model == OWN_DRAFT_MODEL
+        drafter.save_pretrained("pair")
+        load_drafter("pair", target)
+    model.name_or_path = "owner/draft"
+    assert SpecBranchDrafter.from_models(model, target).config.draft_model == "owner/draft"
+
+
+def test_a_pair_that_has_lost_its_draft_model_warns_when_it_is_saved_elsewhere(tmp_path: Path) -> None:
+    _, _, folder = saved(tmp_path, "../draft")
+    alone = SpecBranchDrafter.from_pretrained(folder)
+    for place in ("../draft", OWN_DRAFT_MODEL):
+        alone.config.draft_model = place
+        with pytest.warns(UserWarning, match=rf"draft model '{place}' is not found from .*attach\(draft_model\)"):
+            alone.save_pretrained(tmp_path / "far" / "away")
+
+
+@pytest.mark.parametrize("place", ["../draft", OWN_DRAFT_MODEL, None])
+def test_inspecting_a_pair_reports_a_draft_model_that_is_not_there(place: str | None, tmp_path: Path) -> None:
+    _, _, folder = saved(tmp_path, place or "../draft")
+    assert inspect_drafter(folder).problems == []
+    config = json.loads((folder / "config.json").read_text()) | {"draft_model": place}
+    (folder / "config.json").write_text(json.dumps(config))
+    for found in (tmp_path / "draft", folder / OWN_DRAFT_MODEL):
+        if found.is_dir():
+            found.rename(tmp_path / "elsewhere")
+    [problem] = inspect_drafter(folder).problems
+    assert (f"should be in {place!r}, seen from the checkpoint" if place else "names no draft model") in problem
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
