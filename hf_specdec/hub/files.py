@@ -21,7 +21,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Drafters that nobody need load, and what makes one; a folder may be named like them.
-WITHOUT_CHECKPOINT = {"ngram": "hf_specdec.NGramDrafter()"}
+WITHOUT_CHECKPOINT = {"ngram": "hf_specdec.drafters.ngram.NGramDrafter()"}
 MAX_JSON_BYTES = 2**26  # an index of a million tensors
 
 
