@@ -380,9 +380,16 @@ def go_on_from(drafter: PretrainedDrafter, folder: Path, target: PreTrainedModel
     The earlier one's vocabulary comes with its weights, and so do the drafting options that suit it.
 
     Raises:
-        ValueError: its tensors are others than the new one's, of other shapes, or made for other inputs.
+        OSError: there is no such folder.
+        ValueError: it is of another method, its tensors are others than the new one's, of other shapes, or made for
+            other inputs.
     """
-    earlier = type(drafter).from_pretrained(folder)
+    earlier = hf_specdec.load_drafter(folder)
+    if type(earlier) is not type(drafter):
+        raise ValueError(
+            f"The folder {str(folder)!r} holds a {type(earlier).__name__}, but a {type(drafter).__name__} is to be "
+            "trained: give its --method, or start from a drafter of the one to be trained."
+        )
     own, given = (_shape(each, target) for each in (drafter, earlier))
     unlike = [name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name)]
     if unlike:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.training import dflash
+from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import go_on_from, main, read_text
 from hf_specdec.training.specblock import new_drafter
 from tests.targets import fresh_target
@@ -56,6 +56,40 @@ def test_an_earlier_drafter_whose_weights_mean_something_else_raises(
     drafter = dflash.new_drafter(target, **settings | {field: here})
     with pytest.raises(ValueError, match=re.escape(f"{field} is {there} there and {here} here")):
         go_on_from(drafter, tmp_path, target)
+
+
+@pytest.mark.parametrize("settings", [{}, {"head": "full"}, {"vocabulary": torch.arange(0, 64, 2)}])
+def test_training_goes_on_from_exit_heads_that_lie_in_files_of_their_own(
+    target: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    shape = {"exit_layers": [1, 2], "lora_rank": 4} | settings
+    earlier = specbound.new_drafter(target, **shape)
+    with torch.no_grad():
+        for parameter in earlier.parameters():
+            parameter.normal_()
+    earlier.save_pretrained(tmp_path)
+    drafter = specbound.new_drafter(target, **shape)
+    go_on_from(drafter, tmp_path, target)
+    for name, tensor in earlier.state_dict().items():
+        assert torch.equal(drafter.state_dict()[name], tensor), name
+
+
+def test_training_goes_on_with_the_vocabulary_that_lies_beside_the_weights(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    earlier = new_drafter(target, torch.arange(32))
+    earlier.save_pretrained(tmp_path)
+    ids = torch.arange(0, 64, 2)
+    torch.save({"d2t": ids - torch.arange(32), "t2d": torch.arange(64) % 2 == 0}, tmp_path / "vocab_mapping.pt")
+    drafter = new_drafter(target, torch.arange(32))
+    go_on_from(drafter, tmp_path, target)
+    assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
+
+
+def test_an_earlier_drafter_of_another_method_raises(target: PreTrainedModel, tmp_path: Path) -> None:
+    new_drafter(target, torch.arange(0, 64, 2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds a SpecBlockDrafter, but a SpecBoundDrafter is to be trained"):
+        go_on_from(specbound.new_drafter(target, exit_layers=[1]), tmp_path, target)
 
 
 def test_documents_of_a_jsonl_file_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
