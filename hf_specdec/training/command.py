@@ -53,6 +53,7 @@ from hf_specdec.training import DrafterTrainer  # the package: it registers all 
 from hf_specdec.training.data import check_wanted, collate, mix, pack_text, write_continuations
 from hf_specdec.training.features import CachedStates, cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
+from hf_specdec.training.option_types import not_negative_float, positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
 from hf_specdec.training.step import TrainingStep
 
@@ -260,26 +261,30 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of these options")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_number, default=0)
     text = parser.add_argument_group("text")
     default = f"; default: {corpus.description}" if corpus else ""
     text.add_argument("--text", type=Path, required=corpus is None, help=f".jsonl (field text) or .txt{default}")
     text.add_argument("--rows", type=int, default=6144, help="continuations that the target writes")
-    text.add_argument("--write-minutes", type=float, default=12.0, help="stop writing after this time")
-    text.add_argument("--writers", type=int, default=None, help="processes; default: one per CPU core, one with a GPU")
+    text.add_argument("--write-minutes", type=not_negative_float, default=12.0, help="stop writing after this time")
+    text.add_argument(
+        "--writers", type=positive_int, default=None, help="processes; default: one per CPU core, one with a GPU"
+    )
     text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
-    text.add_argument("--new-tokens", type=int, default=192)
+    text.add_argument("--new-tokens", type=positive_int, default=192)
     text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
     training = parser.add_argument_group("training")
-    training.add_argument("--minutes", type=float, default=12.0, help="training time, turned into steps by a trial")
-    training.add_argument("--steps", type=int, help="instead of --minutes")
+    training.add_argument(
+        "--minutes", type=positive_float, default=12.0, help="training time, turned into steps by a trial"
+    )
+    training.add_argument("--steps", type=positive_int, help="instead of --minutes")
     training.add_argument("--start-from", type=Path, help="folder of a drafter of this shape to train further")
-    training.add_argument("--batch-size", type=int, default=8)
+    training.add_argument("--batch-size", type=positive_int, default=8)
     training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
-    training.add_argument("--learning-rate", type=float, default=3e-3)
+    training.add_argument("--learning-rate", type=positive_float, default=3e-3)
     training.add_argument("--schedule", choices=["linear", "cosine"], default="linear")
-    training.add_argument("--warmup", type=float, default=0.04, help="share of the steps")
-    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--warmup", type=share_of_all, default=0.04, help="share of the steps")
+    training.add_argument("--clip", type=not_negative_float, default=1.0, help="largest norm of the gradient")
     training.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     recipe.add_arguments(parser.add_argument_group(recipe.name))
     return parser
