@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import platform
 import shlex
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 import hf_specdec
 from hf_specdec.drafters.card import TRAINING_FILE, read_record
@@ -50,14 +51,24 @@ from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
-from hf_specdec.training.data import check_wanted, collate, mix, pack_text, write_continuations
-from hf_specdec.training.features import CachedStates, cache_states
+from hf_specdec.training.data import (
+    check_plain_share,
+    check_wanted,
+    collate,
+    documents_hash,
+    mix,
+    pack_text,
+    plain_rows,
+    write_continuations,
+)
+from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.option_types import not_negative_float, positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
 from hf_specdec.training.step import TrainingStep
 
 SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
+INPUTS_FILE = "inputs.json"
 DOCUMENT_LENGTH = 2000  # characters of a .txt file
 ROWS_PER_BATCH = 128  # that the target writes
 
@@ -84,12 +95,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         corpus: text to use without --text; None makes --text required.
 
     Raises:
-        ValueError: no such method, text that is too short, nothing to resume, or options that do not fit each other
-            or the target.
+        ValueError: no such method, text that is too short, nothing to resume or a run on another text or target, or
+            options that do not fit each other or the target.
     """
     recipe = recipe_of(_method(argv))
     arguments = _parser(recipe, program, corpus).parse_args(argv)
     check_wanted(arguments.rows, tuple(arguments.prompt_tokens))
+    check_plain_share(arguments.plain_share)
+    check_output(arguments.output)
     checkpoints = _checkpoints(arguments)
     last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
     if arguments.resume and last is None:
@@ -107,6 +120,23 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     train_ids, held_out_ids = tokenizer(train_texts)["input_ids"], tokenizer(held_out_texts)["input_ids"]
+    text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
+    inputs = _inputs(target, train_ids, held_out_ids)
+    begun_with = _begun_with(checkpoints)
+    if last is not None and begun_with != inputs:
+        named = {"text": f"text {text!r}", "target": f"target {arguments.target!r}"}
+        changed = [words for name, words in named.items() if begun_with.get(name) != inputs[name]]
+        raise ValueError(
+            f"--resume, but the {' and the '.join(changed)} is not what {str(checkpoints)!r} was trained on: the "
+            "drafter would not be one of what is there now. Put back what was there, or leave --resume out to begin "
+            "anew."
+        )
+    width = arguments.prompt_tokens[1] + arguments.new_tokens
+    plain = None
+    if arguments.plain_share:
+        plain = pack_text(train_ids, width, separator_id=tokenizer.eos_token_id)
+        # As many as are written, in whole batches, if the time suffices: better known now than afterwards.
+        plain_rows(-(-arguments.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(plain), arguments.plain_share)
 
     workers = arguments.writers or (1 if device == "cuda" else torch.get_num_threads())
     workers = min(workers, -(-arguments.rows // ROWS_PER_BATCH))
@@ -125,10 +155,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         held_out = write_continuations(
             target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
         )
-    width = len(own[0]["input_ids"])
-    rows = own
-    if arguments.plain_share:
-        rows = mix(own, pack_text(train_ids, width, separator_id=tokenizer.eos_token_id), arguments.plain_share)
+    rows = own if plain is None else mix(own, plain, arguments.plain_share)
     written_minutes = (time.time() - started) / 60
     written_tokens = sum(own["length"]) - sum(own["first_anchor"])
     ended = sum(row["input_ids"][row["length"] - 1] == tokenizer.eos_token_id for row in own)
@@ -151,7 +178,12 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
 
     if processes.is_main_process:
         checkpoints.mkdir(parents=True, exist_ok=True)
+        if begun_with != inputs:
+            # A later --resume would take them for this run's.
+            for stale in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                shutil.rmtree(stale)
         (checkpoints / "options.json").write_text(_options(arguments))
+        (checkpoints / INPUTS_FILE).write_text(json.dumps(inputs, indent=2) + "\n")
     if last is not None:
         steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
     elif arguments.steps is not None:
@@ -196,7 +228,6 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     if recipe.finish is not None:
         recipe.finish(drafter, target, held_out)
 
-    text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
     drafter.training_record = {
         "data": {
             "text": text,
@@ -237,6 +268,27 @@ def _checkpoints(arguments: argparse.Namespace) -> Path:
     name = hashlib.sha256(_options(arguments).encode()).hexdigest()[:12]
     folder: Path = arguments.work_dir / f"checkpoints-{name}"
     return folder
+
+
+def _inputs(target: PreTrainedModel, *documents: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Fingerprints of what a run reads: at the same path there may be something else the next time."""
+    return {
+        "text": [documents_hash(each) for each in documents],
+        "target": {"weights": fingerprint(target), "generation_config": settings_of(target.generation_config)},
+    }
+
+
+def _begun_with(checkpoints: Path) -> dict[str, Any]:
+    """The fingerprints of the run whose checkpoints these are; nothing where none were kept."""
+    file = checkpoints / INPUTS_FILE
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def check_output(folder: Path) -> None:
+    """Raises ValueError if nothing can be saved in `folder`, since it or what it should lie in is a file."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"--output {str(folder)!r} cannot be a folder: {str(nearest)!r} is a file. Give another name.")
 
 
 def _method(argv: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDra
 from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
-from hf_specdec.training.command import Corpus, read_text
+from hf_specdec.training.command import Corpus, check_output, read_text
 from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
 
 CLASSES = ("all reject", "partial", "all accept")
@@ -347,6 +347,7 @@ def main(
     parser.add_argument("--learning-rate", type=positive_float, default=Settings.learning_rate)
     parser.add_argument("--seed", type=seed_number, default=0)
     arguments = parser.parse_args(argv)
+    check_output(arguments.output)
     set_seed(arguments.seed)
     started = time.monotonic()
 

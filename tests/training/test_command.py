@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import go_on_from, main, read_text
 from hf_specdec.training.specblock import new_drafter
-from tests.targets import fresh_target
+from tests.targets import fresh_target, make_target, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,73 @@ def test_text_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, name: s
     [
         (["--rows", "0"], "^0 rows of the target's text were asked for"),
         (["--prompt-tokens", "6", "4"], "^Prompts of 6 to 4 tokens were asked for"),
+        (["--plain-share", "1"], r"^plain_share=1\.0 must be at least 0 and less than 1"),
+        (["--output", __file__], r"^--output '.*test_command\.py' cannot be a folder: '.*test_command\.py' is a file"),
+        (["--output", f"{__file__}/new"], r"^--output '.*new' cannot be a folder: '.*test_command\.py' is a file"),
     ],
 )
 def test_impossible_wishes_are_refused_before_the_target_is_loaded(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         main(["--target", "no/such", "--output", "no/such", "--text", "no/such.txt", *options])
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a target and text for it."""
+    pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
+    make_target("llama", dtype=torch.float32).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_text(folder: Path, first: int = 0) -> None:
+    """120 documents of 60 letters."""
+    texts = ["".join(chr(97 + (first + line * 7 + place * place) % 26) for place in range(60)) for line in range(120)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def train(*options: str) -> None:
+    main(
+        ["--target", "target", "--work-dir", "work", "--rows", "64", "--prompt-tokens", "8", "16", "--new-tokens", "16",
+         "--batch-size", "4", "--writers", "1", "--text", "text.jsonl", "--mask-token-id", "1", "--block-size", "4",
+         "--no-bf16", *options],
+    )  # fmt: skip
+
+
+def test_too_little_plain_text_is_refused_before_the_target_writes(place: Path) -> None:
+    with pytest.raises(ValueError, match="with 128 written rows needs 1152 rows of plain text, but there are 219"):
+        train("--steps", "2", "--plain-share", "0.9", "--output", "drafter")
+    assert not (place / "work").exists()
+
+
+@pytest.mark.parametrize("changed", ["text", "target"])
+def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, changed: str) -> None:
+    train("--steps", "2", "--output", "drafter")
+    if changed == "text":
+        write_text(place, first=3)
+    else:
+        make_target("llama", dtype=torch.float32, initializer_range=0.2).save_pretrained(place / "target")
+    named = {"text": r"text 'text\.jsonl'", "target": "target 'target'"}[changed]
+    with pytest.raises(ValueError, match=rf"--resume, but the {named} is not what 'work/checkpoints-\w+' was trained"):
+        train("--steps", "2", "--output", "other", "--resume")
+    train("--steps", "2", "--output", "other")  # anew
+    train("--steps", "2", "--output", "again", "--resume")
+    assert (place / "again/model.safetensors").read_bytes() == (place / "other/model.safetensors").read_bytes()
+
+
+def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    train("--steps", "2", "--output", "drafter")
+    write_text(place, first=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_specdec.training.command.DrafterTrainer.train", stopped)  # before its first checkpoint
+        with pytest.raises(KeyboardInterrupt):
+            train("--steps", "2", "--output", "drafter")
+    with pytest.raises(ValueError, match="--resume, but 'work' holds no checkpoint of a run with these options"):
+        train("--steps", "2", "--output", "drafter", "--resume")
