@@ -21,8 +21,11 @@ import json
 import multiprocessing
 import os
 import platform
+import reprlib
 import shlex
 import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -114,11 +117,11 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     started = time.time()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     # Before the target is loaded: each of several processes has its own GPU. They wait long while the first one writes.
     processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
     target = load_target(arguments.target)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     train_ids, held_out_ids = tokenizer(train_texts)["input_ids"], tokenizer(held_out_texts)["input_ids"]
     text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
     inputs = _inputs(target, train_ids, held_out_ids)
@@ -346,12 +349,20 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
     """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out.
 
     Raises:
-        ValueError: there is but one document, or none.
+        ValueError: the file is not UTF-8, a line is no JSON object with a text, or there is but one document, or none.
     """
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"Line {line} of {str(file)!r} is not UTF-8: byte 0x{error.object[error.start]:02x}. Convert the file "
+            "first, for example with iconv."
+        ) from error
     if file.suffix == ".jsonl":
         # Not splitlines(): JSON may hold what else that takes for the end of a line.
-        documents = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+        lines = enumerate(text.split("\n"), 1)
+        documents = [_document(line, f"Line {number} of {str(file)!r}") for number, line in lines if line.strip()]
     else:
         documents = [text[start : start + DOCUMENT_LENGTH] for start in range(0, len(text), DOCUMENT_LENGTH)]
     if len(documents) < 2:
@@ -361,6 +372,18 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
         )
     held_out = documents[::50]
     return [document for index, document in enumerate(documents) if index % 50], held_out
+
+
+def _document(line: str, place: str) -> str:
+    """The text of a line of JSON; `place` is for errors."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg}, column {error.colno}.") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+        raise ValueError(f'{place} must be a JSON object with a string "text", not {reprlib.repr(entry)}.')
+    text: str = entry["text"]
+    return text
 
 
 def trained_mode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> dict[str, bool]:
@@ -394,6 +417,8 @@ def load_target(path: str) -> PreTrainedModel:
 
 def _write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict[str, Any]) -> None:
     """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its writers
+    signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # in order: what the progress bar holds is given back
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -421,10 +446,16 @@ def _continuations(
             context.Process(target=_write_share, args=(rank, workers, target_path, file, settings), daemon=True)
             for rank in range(workers)
         ]
-        for share in shares:
-            share.start()
-        for share in shares:
-            share.join()
+        try:
+            for share in shares:
+                share.start()
+            for share in shares:
+                share.join()
+        finally:  # stopped from the keyboard, some still write
+            for share in shares:
+                if share.is_alive():
+                    share.terminate()
+                    share.join()
         if any(share.exitcode for share in shares):
             raise SystemExit("A process that wrote continuations failed; its error is above.")
         settings = settings | {"max_minutes": 0.0}  # read what is there

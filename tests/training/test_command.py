@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +117,29 @@ def test_text_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "one"}\n\n{"words": "two"}',
+            r"Line 3 of '.*a\.jsonl' .* \"text\", not {'words': 'two'}",
+        ),
+        ("a.jsonl", b'{"text": "one"}\n["two"]', r"Line 2 of '.*a\.jsonl' must be a JSON object .*, not \['two'\]"),
+        ("a.jsonl", b'{"text": 5}\n{"text": "two"}', r"Line 1 of '.*a\.jsonl' must .*, not {'text': 5}"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": ', r"Line 2 of '.*a\.jsonl' is not JSON: Expecting value, column 10"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "caf\xe9"}', r"Line 2 of '.*a\.jsonl' is not UTF-8: byte 0xe9"),
+        ("a.txt", b"one\ntwo\ncaf\xe9", r"Line 3 of '.*a\.txt' is not UTF-8: byte 0xe9"),
+    ],
+)
+def test_text_that_cannot_be_read_is_told_with_file_and_line(
+    tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--rows", "0"], "^0 rows of the target's text were asked for"),
@@ -186,3 +214,30 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
             train("--steps", "2", "--output", "drafter")
     with pytest.raises(ValueError, match="--resume, but 'work' holds no checkpoint of a run with these options"):
         train("--steps", "2", "--output", "drafter", "--resume")
+
+
+def test_ctrl_c_ends_the_writers_without_a_word_from_them(place: Path) -> None:
+    program = "import sys; from hf_specdec.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--target", "target", "--output", "drafter", "--work-dir", "work", "--text", "text.jsonl",
+               "--rows", "1000000", "--prompt-tokens", "8", "16", "--new-tokens", "16", "--plain-share", "0",
+               "--writers", "2", "--mask-token-id", "1"]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "train", *options],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a group of its own, which gets the signal as from a terminal
+        text=True,
+    )
+    try:
+        until = time.monotonic() + 120
+        while len(list(place.glob("work/continuations-*/part-00000[01]"))) < 2:  # one of each writer
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert errors.endswith("hf-specdec: stopped\n"), errors[-2000:]
