@@ -128,11 +128,12 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     begun_with = _begun_with(checkpoints)
     if last is not None and begun_with != inputs:
         named = {"text": f"text {text!r}", "target": f"target {arguments.target!r}"}
-        changed = [words for name, words in named.items() if begun_with.get(name) != inputs[name]]
+        changed = " or the ".join(words for name, words in named.items() if begun_with.get(name) != inputs[name])
         raise ValueError(
-            f"--resume, but the {' and the '.join(changed)} is not what {str(checkpoints)!r} was trained on: the "
-            "drafter would not be one of what is there now. Put back what was there, or leave --resume out to begin "
-            "anew."
+            f"--resume, but {str(checkpoints)!r} was begun with "
+            + (f"something else in place of the {changed}" if begun_with else f"no {INPUTS_FILE} to tell by")
+            + ": its weights might not be those of a drafter for what is there now. Put back what was there, or leave "
+            "--resume out to begin anew."
         )
     width = arguments.prompt_tokens[1] + arguments.new_tokens
     plain = None
@@ -472,7 +473,7 @@ def go_on_from(drafter: PretrainedDrafter, folder: Path, target: PreTrainedModel
         ValueError: it is of another method, its tensors are others than the new one's, of other shapes, or made for
             other inputs.
     """
-    earlier = hf_specdec.load_drafter(folder)
+    earlier = hf_specdec.load_drafter(folder)  # which knows all layouts, and files beside the weights
     if type(earlier) is not type(drafter):
         raise ValueError(
             f"The folder {str(folder)!r} holds a {type(earlier).__name__}, but a {type(drafter).__name__} is to be "

@@ -193,11 +193,20 @@ def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, cha
     else:
         make_target("llama", dtype=torch.float32, initializer_range=0.2).save_pretrained(place / "target")
     named = {"text": r"text 'text\.jsonl'", "target": "target 'target'"}[changed]
-    with pytest.raises(ValueError, match=rf"--resume, but the {named} is not what 'work/checkpoints-\w+' was trained"):
+    with pytest.raises(
+        ValueError, match=rf"'work/checkpoints-\w+' was begun with something else in place of the {named}:"
+    ):
         train("--steps", "2", "--output", "other", "--resume")
     train("--steps", "2", "--output", "other")  # anew
     train("--steps", "2", "--output", "again", "--resume")
     assert (place / "again/model.safetensors").read_bytes() == (place / "other/model.safetensors").read_bytes()
+
+
+def test_a_run_that_does_not_tell_its_text_and_target_is_not_gone_on_with(place: Path) -> None:
+    train("--steps", "2", "--output", "drafter")
+    next(place.glob("work/checkpoints-*/inputs.json")).unlink()
+    with pytest.raises(ValueError, match=r"was begun with no inputs\.json to tell by: .* leave --resume out"):
+        train("--steps", "2", "--output", "drafter", "--resume")
 
 
 def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(
