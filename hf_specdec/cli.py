@@ -5,8 +5,8 @@
     hf-specdec export <drafter> --to vllm               export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
-    hf-specdec train ...                                hf_specdec.training.command.main([...])
-    hf-specdec bench ...                                hf_specdec.benchmark.__main__.main([...])
+    hf-specdec train ...                                from hf_specdec.training.command import main; main([...])
+    hf-specdec bench ...                                from hf_specdec.benchmark.__main__ import main; main([...])
 
 Each subcommand imports what it needs and nothing else: `inspect` answers without torch.
 """
@@ -14,9 +14,11 @@ Each subcommand imports what it needs and nothing else: `inspect` answers withou
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -34,27 +36,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict),
-        or 130 where it was stopped from the keyboard.
+        130 where it was stopped from the keyboard, or 141 where nobody reads its output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return _reporting(lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int | None:
     # These two have parsers of their own.
     if arguments[:1] == ["train"]:
         from hf_specdec.training.command import main as train
 
-        return _reporting(lambda: train(arguments[1:]))
+        train(arguments[1:])
+        return 0
     if arguments[:1] == ["bench"]:
         from hf_specdec.benchmark.__main__ import main as bench
 
-        return _reporting(lambda: bench(arguments[1:]))
+        return bench(arguments[1:])
     chosen = _parser().parse_args(arguments)
-    return _reporting(lambda: chosen.run(chosen))
+    status: int | None = chosen.run(chosen)
+    return status
 
 
-def _reporting(run: Any) -> int:
+def _reporting(run: Callable[[], int | None]) -> int:
     """Runs a subcommand; what the user can mend is told in one line, without a traceback."""
     try:
-        return run() or 0
-    except (OSError, ValueError) as error:
+        status = run() or 0
+        sys.stdout.flush()  # at the interpreter's end it would be too late to report
+        return status
+    except BrokenPipeError:  # as in `hf-specdec inspect ... | head -1`
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (OSError, ValueError, ImportError) as error:
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -129,12 +143,19 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True, help="text; - reads it from stdin")
     generate.add_argument("--max-new-tokens", type=int, default=128)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=_seed, default=0)
     _where(generate)
 
     for name, text in (("train", "train a drafter for a target"), ("bench", "measure ways of decoding")):
         commands.add_parser(name, help=f"{text}; `hf-specdec {name} --help` lists its options", add_help=False)
     return parser
+
+
+def _seed(text: str) -> int:
+    """What torch.manual_seed takes."""
+    if not 0 <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} must be between 0 and {2**64 - 1}")
+    return int(text)
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +184,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> None:
     from hf_specdec.drafters.ngram import NGramDrafter
 
+    if arguments.dtype is not None:
+        _check_dtype(arguments.dtype)
     drafter: Any = _load(arguments, dtype=arguments.dtype)
     if isinstance(drafter, NGramDrafter):
         raise ValueError(f"{arguments.drafter!r} has no weights, so there is nothing to convert.")
@@ -199,10 +222,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoTokenizer, TextStreamer
 
+    text = _stdin() if arguments.prompt == "-" else arguments.prompt
     model = _load_target(arguments)
     drafter = _load(arguments, model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     settings: dict[str, Any] = {"do_sample": False}
     if arguments.temperature:
         settings = {"do_sample": True, "temperature": arguments.temperature}
@@ -220,6 +243,19 @@ def _generate(arguments: argparse.Namespace) -> None:
     print(drafter.stats, file=sys.stderr)
 
 
+def _stdin() -> str:
+    """What stdin holds, as UTF-8 whatever the locale; elsewhere bytes that are none would be passed on as they are."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt - reads UTF-8 from stdin, and byte {error.start + 1} of it is "
+            f"0x{error.object[error.start]:02x}, which is none: convert the text first, for example with iconv."
+        ) from error
+
+
 def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) -> Drafter:
     from hf_specdec.hub.loading import load_drafter
 
@@ -229,6 +265,11 @@ def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) ->
     if arguments.drafter == "ngram" and not Path("ngram").is_dir():
         from hf_specdec.drafters.ngram import NGramDrafter
 
+        if arguments.revision is not None:
+            raise ValueError(
+                f"--revision {arguments.revision!r} of 'ngram', which has no checkpoint: leave it out, or name a "
+                "drafter that has."
+            )
         return NGramDrafter(**options)
     return load_drafter(
         arguments.drafter,
@@ -251,21 +292,31 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value  # a word
 
 
+def _check_dtype(name: str) -> None:
+    """Raises ValueError if there is no such type, or models are not computed in it."""
+    from hf_specdec.hub.loading import floating_dtype
+    from hf_specdec.hub.tensors import DTYPES
+
+    if floating_dtype(name) not in DTYPES.values():
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+        raise ValueError(f"--dtype {name!r} cannot be computed in; choose one of {known}.")
+
+
 def _load_target(arguments: argparse.Namespace) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_specdec.hub.loading import floating_dtype
-
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        kind = torch.empty(0, device=device).device.type
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--device {device!r} cannot be used here ({reason}): use cpu, or leave it out.") from error
-    dtype = arguments.dtype or ("float32" if device == "cpu" else "auto")
+    if kind == "meta":
+        raise ValueError(f"--device {device!r} cannot be used here (it keeps no weights): use cpu, or leave it out.")
+    dtype = arguments.dtype or ("float32" if kind == "cpu" else "auto")
     if dtype != "auto":
-        floating_dtype(dtype)  # says which there are
+        _check_dtype(dtype)
     return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
 
 

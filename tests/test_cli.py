@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec import load_drafter
+from hf_specdec import cli, load_drafter
 from hf_specdec.cli import main
 from tests.methods import make_ddtree
 from tests.targets import make_target, tiny_tokenizer
@@ -92,6 +99,20 @@ def test_verify_prints_a_verdict(
         (["verify", "TARGET", "ngram", "--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
         (["verify", "TARGET", "ngram", "--dtype", "bogus"], "dtype='bogus' is not a floating-point type"),
         (["generate", "TARGET", "ngram", "--prompt", ""], "--prompt '' has no tokens"),
+        (
+            ["verify", "TARGET", "ngram", "--device", "meta"],
+            "--device 'meta' cannot be used here (it keeps no weights)",
+        ),
+        (["verify", "TARGET", "ngram", "--dtype", "float8_e4m3fn"], "--dtype 'float8_e4m3fn' cannot be computed in"),
+        (["convert", "DRAFTER", "OUT", "--dtype", "float8_e4m3fn"], "--dtype 'float8_e4m3fn' cannot be computed in"),
+        (
+            ["generate", "TARGET", "ngram", "--prompt", "a", "--revision", "v1"],
+            "--revision 'v1' of 'ngram', which has no",
+        ),
+        (
+            ["export", "DRAFTER", "--target-id", "a/b", "--num-target-layers", "0"],
+            "num_target_layers=0 must be at least 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(
@@ -114,6 +135,57 @@ def test_ctrl_c_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])
+def test_ctrl_c_while_a_command_is_imported_is_told_in_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    for name in ("hf_specdec.training.command", "hf_specdec.benchmark.__main__"):
+        monkeypatch.setitem(sys.modules, name, Interrupted(name))
+    assert main([command]) == 130
+    assert capsys.readouterr().err == "\nhf-specdec: stopped\n"
+
+
+def test_a_missing_package_is_told_in_one_line(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text " * 1000)
+    assert main(["train", "--target", "target", "--output", "out", "--text", "text.txt"]) == 1
+    assert "the package datasets is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_ends_quietly(drafter: Path) -> None:
+    command = [sys.executable, "-m", "hf_specdec.cli", "inspect", str(drafter), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()  # before anything is written
+    process.stdout = None
+    assert process.communicate(timeout=120)[1] == b""
+    assert process.returncode == 141  # as a shell says of what SIGPIPE ends
+
+
+def test_a_prompt_from_stdin_must_be_utf8(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(tmp_path / "target"), "ngram", "--prompt", "-", "--max-new-tokens", "2"]
+    for given, status in ((b"hello", 0), ("caf\u00e9".encode("latin1"), 1)):
+        stdin = io.TextIOWrapper(io.BytesIO(given), encoding="ascii", errors="surrogateescape")
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert main([*arguments, "--device", "cpu"]) == status
+    assert "hf-specdec: --prompt - reads UTF-8 from stdin, and byte 4 of it is 0xe9" in capsys.readouterr().err
+
+
+def test_a_seed_that_torch_cannot_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "target", "ngram", "--prompt", "a", "--seed", "99999999999999999999"])
+    assert "argument --seed: 99999999999999999999 must be between 0 and 18446744073709551615" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
 def test_train_and_bench_have_their_own_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
@@ -126,3 +198,10 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     for name in ("inspect", "convert", "export", "verify", "train", "generate", "bench"):
         assert f"\n    {name} " in printed or f"hf-specdec {name}" in printed
+
+
+def test_python_calls_named_in_the_help_can_be_imported() -> None:
+    imports = re.findall(r"from (hf_specdec\S*) import (\w+)", cli.__doc__ or "")
+    assert [module for module, _ in imports] == ["hf_specdec.training.command", "hf_specdec.benchmark.__main__"]
+    for module, name in imports:
+        assert callable(getattr(importlib.import_module(module), name))

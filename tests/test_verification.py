@@ -18,11 +18,12 @@ from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
 from hf_specdec.verification.replay import TreeReplay
 from tests.methods import METHODS, make_causal_lm_chain
 from tests.scripted import StubDrafter, fixed_tree
-from tests.targets import make_target, one_prompt
+from tests.targets import make_target, one_prompt, tiny_tokenizer
 
 PROMPT = one_prompt()["input_ids"]
 
@@ -56,6 +57,42 @@ def test_verdict_is_printed(target: PreTrainedModel, capsys: pytest.CaptureFixtu
     assert printed.startswith("LOSSLESS: DFlashDrafter (ddtree) drafting for LlamaForCausalLM")
     assert "1 prompts, 4 tokens" in printed
     assert "sigma (bound 4.75)" in printed
+
+
+def test_a_text_is_one_prompt(target: PreTrainedModel) -> None:
+    report = verify_lossless(
+        target, NGramDrafter(), "hello", tokenizer=tiny_tokenizer(), max_new_tokens=4, verbose=False
+    )
+    assert report.num_prompts == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts is empty, so there is nothing to compare"),
+        ([[5, 6, 7]], r"A prompt is a list, \[5, 6, 7\]; prompts must be texts or ids of shape \[1, seq\]"),
+        ([5, 6], "A prompt is a int, 5; prompts must be texts or ids"),
+        (
+            {"input_ids": PROMPT},
+            r"prompts is a dict; it must be a list of texts or of ids .* such as \[it\['input_ids'\]\]",
+        ),
+        ([PROMPT[0]], "A prompt has shape"),
+    ],
+)
+def test_prompts_that_cannot_be_compared_on_raise(target: PreTrainedModel, prompts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verify_lossless(target, NGramDrafter(), prompts, tokenizer=tiny_tokenizer(), verbose=False)
+
+
+def test_what_is_no_pair_of_target_and_drafter_raises(target: PreTrainedModel) -> None:
+    drafter: Any = NGramDrafter()
+    any_target: Any = target
+    with pytest.raises(TypeError, match="drafter='owner/drafter' is a str; it must be what load_drafter"):
+        verify_lossless(target, "owner/drafter")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="drafter is a LlamaForCausalLM; .* The target comes first"):
+        verify_lossless(drafter, any_target)
+    with pytest.raises(TypeError, match="model='target' is a str; it must be the loaded target model"):
+        verify_lossless("target", drafter)  # type: ignore[arg-type]
 
 
 def test_random_state_is_left_alone(target: PreTrainedModel) -> None:

@@ -12,6 +12,7 @@ Source: SpecBlock, Section 3.4 and Algorithm 1. The parts: `recording.py` keeps 
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,7 @@ class AdaptiveDrafter(Drafter):
     Raises:
         ValueError: the drafter's method cannot learn while it serves, an argument is out of range, or the drafter does
             not fit the target.
+        TypeError: `drafter` is no drafter.
     """
 
     def __init__(
@@ -126,6 +128,13 @@ class AdaptiveDrafter(Drafter):
         ):
             if value < least:
                 raise ValueError(f"{name}={value!r} must be at least {least}.")
+        given: Any = drafter
+        if not isinstance(given, Drafter):
+            shown = f"={given!r}" if isinstance(given, str | os.PathLike) else ""
+            raise TypeError(
+                f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns. The drafter "
+                "comes first, then the target."
+            )
         drafter.check_target(target)
         adapting = _adapting(drafter)
 

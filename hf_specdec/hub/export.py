@@ -10,11 +10,12 @@ from typing import Any, Literal, get_args
 
 from safetensors.torch import save_file
 
+import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, read_json
 from hf_specdec.hub.formats.speculators import write_dflash, write_eagle3
 
@@ -60,9 +61,16 @@ def export_drafter(
     Raises:
         ValueError: the engine cannot serve such a drafter, the target has no Hub id, the layout cannot say what the
             drafter does, or the folder holds another checkpoint; the message says which, and nothing is written.
+        TypeError: `drafter` is no drafter.
     """
+    given: Any = drafter
+    if not isinstance(given, Drafter):
+        shown = f"={given!r}" if isinstance(given, str | os.PathLike) else ""
+        raise TypeError(f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns.")
     if to not in get_args(Engine):
         raise unknown_name("engine", to, get_args(Engine))
+    if num_target_layers is not None and num_target_layers < 1:
+        raise ValueError(f"num_target_layers={num_target_layers} must be at least 1.")
     name = getattr(drafter, "name_or_path", "") or type(drafter).__name__
     write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
     if isinstance(drafter, Eagle3Drafter):
@@ -70,21 +78,23 @@ def export_drafter(
     elif isinstance(drafter, DFlashDrafter):
         write, fields = write_dflash, _dflash_fields(drafter)
     else:
-        family = type(drafter).__module__.split(".")[2]
+        family = _family(drafter)
         why = _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
         raise ValueError(f"{name!r} cannot be exported to {to}: {why}. EAGLE-3 and DFlash drafters can.")
-    target_id = target_id or drafter.config.target_name_or_path
+    target_id = drafter.config.target_name_or_path if target_id is None else target_id
     if target_id is None or not is_hub_id(target_id):
         raise ValueError(
             f"{name!r} names {target_id!r} as its target, but {to} loads the target by its Hub id, of the form "
-            "'owner/name': pass target_id."
+            "'owner/name': name it (target_id, or --target-id of the command)."
         )
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.state_dict().items()}
     fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
+    if num_target_layers is None:
+        num_target_layers = getattr(drafter.config, "num_target_layers", None)
     target = {
         "id": target_id,
         "architectures": [target_architecture] if target_architecture else [],
-        "num_layers": num_target_layers or getattr(drafter.config, "num_target_layers", None),
+        "num_layers": num_target_layers,
     }
     try:
         config = write(fields, target)
@@ -101,6 +111,13 @@ def export_drafter(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     return folder
+
+
+def _family(drafter: Drafter) -> str:
+    """What kind of drafter it is, also where a user derived its class; the class's name where it is of no kind here."""
+    kinds = {family.name: family.drafter for family in FAMILIES.values()}
+    kinds |= {name: make for name, make in WEIGHTLESS.items() if isinstance(make, type)}
+    return next((name for name, kind in kinds.items() if isinstance(drafter, kind)), type(drafter).__name__)
 
 
 def _in_the_way(folder: Path) -> list[str]:

@@ -21,7 +21,11 @@ import json
 import multiprocessing
 import os
 import platform
+import reprlib
 import shlex
+import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +46,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 import hf_specdec
 from hf_specdec.drafters.card import TRAINING_FILE, read_record
@@ -50,13 +54,24 @@ from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
-from hf_specdec.training.data import check_wanted, collate, mix, pack_text, write_continuations
-from hf_specdec.training.features import CachedStates, cache_states
+from hf_specdec.training.data import (
+    check_plain_share,
+    check_wanted,
+    collate,
+    documents_hash,
+    mix,
+    pack_text,
+    plain_rows,
+    write_continuations,
+)
+from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
 from hf_specdec.training.optimizer import MuonWithAdamW
+from hf_specdec.training.option_types import not_negative_float, positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
 from hf_specdec.training.step import TrainingStep
 
 SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
+INPUTS_FILE = "inputs.json"
 DOCUMENT_LENGTH = 2000  # characters of a .txt file
 ROWS_PER_BATCH = 128  # that the target writes
 
@@ -83,12 +98,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         corpus: text to use without --text; None makes --text required.
 
     Raises:
-        ValueError: no such method, text that is too short, nothing to resume, or options that do not fit each other
-            or the target.
+        ValueError: no such method, text that is too short, nothing to resume or a run on another text or target, or
+            options that do not fit each other or the target.
     """
     recipe = recipe_of(_method(argv))
     arguments = _parser(recipe, program, corpus).parse_args(argv)
     check_wanted(arguments.rows, tuple(arguments.prompt_tokens))
+    check_plain_share(arguments.plain_share)
+    check_output(arguments.output)
     checkpoints = _checkpoints(arguments)
     last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
     if arguments.resume and last is None:
@@ -100,12 +117,30 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     started = time.time()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     # Before the target is loaded: each of several processes has its own GPU. They wait long while the first one writes.
     processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
     target = load_target(arguments.target)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     train_ids, held_out_ids = tokenizer(train_texts)["input_ids"], tokenizer(held_out_texts)["input_ids"]
+    text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
+    inputs = _inputs(target, train_ids, held_out_ids)
+    begun_with = _begun_with(checkpoints)
+    if last is not None and begun_with != inputs:
+        named = {"text": f"text {text!r}", "target": f"target {arguments.target!r}"}
+        changed = " or the ".join(words for name, words in named.items() if begun_with.get(name) != inputs[name])
+        raise ValueError(
+            f"--resume, but {str(checkpoints)!r} was begun with "
+            + (f"something else in place of the {changed}" if begun_with else f"no {INPUTS_FILE} to tell by")
+            + ": its weights might not be those of a drafter for what is there now. Put back what was there, or leave "
+            "--resume out to begin anew."
+        )
+    width = arguments.prompt_tokens[1] + arguments.new_tokens
+    plain = None
+    if arguments.plain_share:
+        plain = pack_text(train_ids, width, separator_id=tokenizer.eos_token_id)
+        # As many as are written, in whole batches, if the time suffices: better known now than afterwards.
+        plain_rows(-(-arguments.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(plain), arguments.plain_share)
 
     workers = arguments.writers or (1 if device == "cuda" else torch.get_num_threads())
     workers = min(workers, -(-arguments.rows // ROWS_PER_BATCH))
@@ -124,10 +159,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         held_out = write_continuations(
             target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
         )
-    width = len(own[0]["input_ids"])
-    rows = own
-    if arguments.plain_share:
-        rows = mix(own, pack_text(train_ids, width, separator_id=tokenizer.eos_token_id), arguments.plain_share)
+    rows = own if plain is None else mix(own, plain, arguments.plain_share)
     written_minutes = (time.time() - started) / 60
     written_tokens = sum(own["length"]) - sum(own["first_anchor"])
     ended = sum(row["input_ids"][row["length"] - 1] == tokenizer.eos_token_id for row in own)
@@ -150,7 +182,12 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
 
     if processes.is_main_process:
         checkpoints.mkdir(parents=True, exist_ok=True)
+        if begun_with != inputs:
+            # A later --resume would take them for this run's.
+            for stale in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                shutil.rmtree(stale)
         (checkpoints / "options.json").write_text(_options(arguments))
+        (checkpoints / INPUTS_FILE).write_text(json.dumps(inputs, indent=2) + "\n")
     if last is not None:
         steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
     elif arguments.steps is not None:
@@ -195,7 +232,6 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     if recipe.finish is not None:
         recipe.finish(drafter, target, held_out)
 
-    text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
     drafter.training_record = {
         "data": {
             "text": text,
@@ -238,6 +274,27 @@ def _checkpoints(arguments: argparse.Namespace) -> Path:
     return folder
 
 
+def _inputs(target: PreTrainedModel, *documents: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Fingerprints of what a run reads: at the same path there may be something else the next time."""
+    return {
+        "text": [documents_hash(each) for each in documents],
+        "target": {"weights": fingerprint(target), "generation_config": settings_of(target.generation_config)},
+    }
+
+
+def _begun_with(checkpoints: Path) -> dict[str, Any]:
+    """The fingerprints of the run whose checkpoints these are; nothing where none were kept."""
+    file = checkpoints / INPUTS_FILE
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def check_output(folder: Path) -> None:
+    """Raises ValueError if nothing can be saved in `folder`, since it or what it should lie in is a file."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"--output {str(folder)!r} cannot be a folder: {str(nearest)!r} is a file. Give another name.")
+
+
 def _method(argv: Sequence[str]) -> str:
     # Before the others: which options there are depends on it.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -260,26 +317,30 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of these options")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_number, default=0)
     text = parser.add_argument_group("text")
     default = f"; default: {corpus.description}" if corpus else ""
     text.add_argument("--text", type=Path, required=corpus is None, help=f".jsonl (field text) or .txt{default}")
     text.add_argument("--rows", type=int, default=6144, help="continuations that the target writes")
-    text.add_argument("--write-minutes", type=float, default=12.0, help="stop writing after this time")
-    text.add_argument("--writers", type=int, default=None, help="processes; default: one per CPU core, one with a GPU")
+    text.add_argument("--write-minutes", type=not_negative_float, default=12.0, help="stop writing after this time")
+    text.add_argument(
+        "--writers", type=positive_int, default=None, help="processes; default: one per CPU core, one with a GPU"
+    )
     text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
-    text.add_argument("--new-tokens", type=int, default=192)
+    text.add_argument("--new-tokens", type=positive_int, default=192)
     text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
     training = parser.add_argument_group("training")
-    training.add_argument("--minutes", type=float, default=12.0, help="training time, turned into steps by a trial")
-    training.add_argument("--steps", type=int, help="instead of --minutes")
+    training.add_argument(
+        "--minutes", type=positive_float, default=12.0, help="training time, turned into steps by a trial"
+    )
+    training.add_argument("--steps", type=positive_int, help="instead of --minutes")
     training.add_argument("--start-from", type=Path, help="folder of a drafter of this shape to train further")
-    training.add_argument("--batch-size", type=int, default=8)
+    training.add_argument("--batch-size", type=positive_int, default=8)
     training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
-    training.add_argument("--learning-rate", type=float, default=3e-3)
+    training.add_argument("--learning-rate", type=positive_float, default=3e-3)
     training.add_argument("--schedule", choices=["linear", "cosine"], default="linear")
-    training.add_argument("--warmup", type=float, default=0.04, help="share of the steps")
-    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--warmup", type=share_of_all, default=0.04, help="share of the steps")
+    training.add_argument("--clip", type=not_negative_float, default=1.0, help="largest norm of the gradient")
     training.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     recipe.add_arguments(parser.add_argument_group(recipe.name))
     return parser
@@ -289,12 +350,20 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
     """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out.
 
     Raises:
-        ValueError: there is but one document, or none.
+        ValueError: the file is not UTF-8, a line is no JSON object with a text, or there is but one document, or none.
     """
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"Line {line} of {str(file)!r} is not UTF-8: byte 0x{error.object[error.start]:02x}. Convert the file "
+            "first, for example with iconv."
+        ) from error
     if file.suffix == ".jsonl":
         # Not splitlines(): JSON may hold what else that takes for the end of a line.
-        documents = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+        lines = enumerate(text.split("\n"), 1)
+        documents = [_document(line, f"Line {number} of {str(file)!r}") for number, line in lines if line.strip()]
     else:
         documents = [text[start : start + DOCUMENT_LENGTH] for start in range(0, len(text), DOCUMENT_LENGTH)]
     if len(documents) < 2:
@@ -304,6 +373,18 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
         )
     held_out = documents[::50]
     return [document for index, document in enumerate(documents) if index % 50], held_out
+
+
+def _document(line: str, place: str) -> str:
+    """The text of a line of JSON; `place` is for errors."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg}, column {error.colno}.") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+        raise ValueError(f'{place} must be a JSON object with a string "text", not {reprlib.repr(entry)}.')
+    text: str = entry["text"]
+    return text
 
 
 def trained_mode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> dict[str, bool]:
@@ -337,6 +418,8 @@ def load_target(path: str) -> PreTrainedModel:
 
 def _write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict[str, Any]) -> None:
     """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its writers
+    signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # in order: what the progress bar holds is given back
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -364,10 +447,16 @@ def _continuations(
             context.Process(target=_write_share, args=(rank, workers, target_path, file, settings), daemon=True)
             for rank in range(workers)
         ]
-        for share in shares:
-            share.start()
-        for share in shares:
-            share.join()
+        try:
+            for share in shares:
+                share.start()
+            for share in shares:
+                share.join()
+        finally:  # stopped from the keyboard, some still write
+            for share in shares:
+                if share.is_alive():
+                    share.terminate()
+                    share.join()
         if any(share.exitcode for share in shares):
             raise SystemExit("A process that wrote continuations failed; its error is above.")
         settings = settings | {"max_minutes": 0.0}  # read what is there
@@ -380,9 +469,16 @@ def go_on_from(drafter: PretrainedDrafter, folder: Path, target: PreTrainedModel
     The earlier one's vocabulary comes with its weights, and so do the drafting options that suit it.
 
     Raises:
-        ValueError: its tensors are others than the new one's, of other shapes, or made for other inputs.
+        OSError: there is no such folder.
+        ValueError: it is of another method, its tensors are others than the new one's, of other shapes, or made for
+            other inputs.
     """
-    earlier = type(drafter).from_pretrained(folder)
+    earlier = hf_specdec.load_drafter(folder)  # which knows all layouts, and files beside the weights
+    if type(earlier) is not type(drafter):
+        raise ValueError(
+            f"The folder {str(folder)!r} holds a {type(earlier).__name__}, but a {type(drafter).__name__} is to be "
+            "trained: give its --method, or start from a drafter of the one to be trained."
+        )
     own, given = (_shape(each, target) for each in (drafter, earlier))
     unlike = [name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name)]
     if unlike:

@@ -68,14 +68,7 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
     Raises:
         ValueError: the share is not in [0, 1), `plain` is too small for it, or rows differ in length.
     """
-    if not 0 <= plain_share < 1:
-        raise ValueError(f"plain_share={plain_share} must be at least 0 and less than 1.")
-    wanted = round(len(own) * plain_share / (1 - plain_share))
-    if wanted > len(plain):
-        raise ValueError(
-            f"plain_share={plain_share} of a mixture with {len(own)} written rows needs {wanted} rows of plain text, "
-            f"but there are {len(plain)}: give more text or a smaller share."
-        )
+    wanted = plain_rows(len(own), len(plain), plain_share)
     if wanted == 0:
         return own.shuffle(seed=seed)
     lengths = len(own[0]["input_ids"]), len(plain[0]["input_ids"])
@@ -85,6 +78,28 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
         )
     chosen = plain.shuffle(seed=seed).select(range(wanted))
     return _datasets().concatenate_datasets([own, chosen]).shuffle(seed=seed)
+
+
+def check_plain_share(plain_share: float) -> None:
+    """Raises ValueError if no mixture has this share of plain text."""
+    if not 0 <= plain_share < 1:
+        raise ValueError(f"plain_share={plain_share} must be at least 0 and less than 1.")
+
+
+def plain_rows(num_own: int, num_plain: int, plain_share: float) -> int:
+    """How many of `num_plain` rows of plain text make `plain_share` of a mixture with `num_own` written ones.
+
+    Raises:
+        ValueError: the share is not in [0, 1), or more rows than there are.
+    """
+    check_plain_share(plain_share)
+    wanted = round(num_own * plain_share / (1 - plain_share))
+    if wanted > num_plain:
+        raise ValueError(
+            f"plain_share={plain_share} of a mixture with {num_own} written rows needs {wanted} rows of plain text, "
+            f"but there are {num_plain}: give more text, a smaller share or fewer rows to write."
+        )
+    return wanted
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -115,6 +130,11 @@ def check_wanted(num_rows: int, prompt_lengths: tuple[int, int]) -> None:
             f"Prompts of {shortest} to {longest} tokens were asked for; the shortest must have at least 1 token and no "
             "more than the longest."
         )
+
+
+def documents_hash(documents: Sequence[Sequence[int]]) -> str:
+    """A hash of tokenized documents, to tell whether what was made from them belongs to these."""
+    return hashlib.sha256(json.dumps([list(map(int, d)) for d in documents]).encode()).hexdigest()
 
 
 def write_continuations(
@@ -176,7 +196,7 @@ def write_continuations(
     recipe = {
         "target": fingerprint(model),
         "generation_config": settings_of(model.generation_config),
-        "documents": hashlib.sha256(json.dumps([list(map(int, d)) for d in documents]).encode()).hexdigest(),
+        "documents": documents_hash(documents),
         "prompt_lengths": list(prompt_lengths),
         "new_tokens": new_tokens,
         "temperatures": list(temperatures),

@@ -30,6 +30,7 @@ from hf_specdec.training.losses import (
     draft_losses,
     position_weights,
 )
+from hf_specdec.training.option_types import not_negative_float, positive_int
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
 
@@ -164,7 +165,7 @@ def new_drafter(
         final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
         vocab_size=target.get_input_embeddings().num_embeddings,
         hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size or config.intermediate_size,
+        intermediate_size=config.intermediate_size if intermediate_size is None else intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
@@ -308,11 +309,13 @@ def _mask_token(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, cho
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
     add_shape_arguments(group)
-    group.add_argument("--block-size", type=int, default=8, help="the root's slot included")
+    group.add_argument("--block-size", type=positive_int, default=8, help="the root's slot included")
     group.add_argument("--mask-token-id", type=int, help="default: the tokenizer's, or an unused embedding row")
-    group.add_argument("--anchors", type=int, default=32, help="blocks per row and step")
+    group.add_argument("--anchors", type=positive_int, default=32, help="blocks per row and step")
     group.add_argument("--loss", choices=LOSS_NAMES, default="ce")
-    group.add_argument("--gamma", type=float, default=4.0, help="position weights exp(-(k-1)/gamma); 0: all alike")
+    group.add_argument(
+        "--gamma", type=not_negative_float, default=4.0, help="position weights exp(-(k-1)/gamma); 0: all alike"
+    )
 
 
 def _prepare(

@@ -40,7 +40,8 @@ from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDra
 from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
-from hf_specdec.training.command import Corpus, read_text
+from hf_specdec.training.command import Corpus, check_output, read_text
+from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
 
 CLASSES = ("all reject", "partial", "all accept")
 
@@ -328,21 +329,25 @@ def main(
     parser.add_argument("--with-draft-model", action="store_true", help="save the draft model inside the checkpoint")
     parser.add_argument("--push-to-hub", metavar="REPO", help="publish it too")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
-    parser.add_argument("--prompt-tokens", type=int, default=48)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--num-prompts", type=int, default=400)
+    parser.add_argument("--prompt-tokens", type=positive_int, default=48)
+    parser.add_argument("--new-tokens", type=positive_int, default=128)
+    parser.add_argument("--num-prompts", type=positive_int, default=400)
     parser.add_argument(
-        "--draft-length", type=int, default=8, help="of the drafts that are judged; about the speed ratio"
+        "--draft-length", type=positive_int, default=8, help="of the drafts that are judged; about the speed ratio"
     )
     parser.add_argument(
-        "--min-confidence", type=float, default=0.4, help="epsilon of this pair, the default of the drafting option"
+        "--min-confidence",
+        type=share_of_all,
+        default=0.4,
+        help="epsilon of this pair, the default of the drafting option",
     )
-    parser.add_argument("--max-minutes", type=float, help="of running the pair")
+    parser.add_argument("--max-minutes", type=positive_float, help="of running the pair")
     parser.add_argument("--examples", type=Path, help="keep what running the pair gave here, or use what is there")
-    parser.add_argument("--epochs", type=int, default=Settings.epochs)
-    parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=positive_int, default=Settings.epochs)
+    parser.add_argument("--learning-rate", type=positive_float, default=Settings.learning_rate)
+    parser.add_argument("--seed", type=seed_number, default=0)
     arguments = parser.parse_args(argv)
+    check_output(arguments.output)
     set_seed(arguments.seed)
     started = time.monotonic()
 

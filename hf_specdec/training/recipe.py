@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
 
@@ -76,6 +77,6 @@ def recipe_of(name: str) -> Recipe:
 
 def add_shape_arguments(group: argparse._ArgumentGroup) -> None:
     """The options of drafters that are a stack of decoder layers over tapped states of the target."""
-    group.add_argument("--layers", type=int, default=2)
+    group.add_argument("--layers", type=positive_int, default=2)
     group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: evenly spaced ones")
-    group.add_argument("--intermediate-size", type=int, help="default: the target's")
+    group.add_argument("--intermediate-size", type=positive_int, help="default: the target's")

@@ -20,6 +20,7 @@ from hf_specdec.drafters.specbound.configuration import HEAD_KINDS, PAPER_DEPTH_
 from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, ce_loss, kl_loss
+from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, register_recipe
 from hf_specdec.training.specblock import frequent_tokens
 from hf_specdec.training.step import StepOutput, TrainingStep
@@ -172,11 +173,13 @@ def new_drafter(
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--exit-layers", type=int, nargs="+", help="layers passed; default: three shallow ones")
+    group.add_argument("--exit-layers", type=positive_int, nargs="+", help="layers passed; default: three shallow ones")
     group.add_argument("--head", choices=HEAD_KINDS, default="lora")
-    group.add_argument("--lora-rank", type=int, default=64)
-    group.add_argument("--draft-vocab", type=int, help="most frequent tokens that the heads can say; default: all")
-    group.add_argument("--positions", type=int, default=64, help="per row and step")
+    group.add_argument("--lora-rank", type=positive_int, default=64)
+    group.add_argument(
+        "--draft-vocab", type=positive_int, help="most frequent tokens that the heads can say; default: all"
+    )
+    group.add_argument("--positions", type=positive_int, default=64, help="per row and step")
     group.add_argument("--loss", choices=LOSSES, default="ce")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chi_square import BOUND_SIGMA
@@ -126,7 +127,7 @@ class LosslessReport:
 def verify_lossless(
     model: PreTrainedModel,
     drafter: Drafter,
-    prompts: Sequence[str | Tensor] | None = None,
+    prompts: str | Sequence[str | Tensor] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 48,
@@ -141,8 +142,8 @@ def verify_lossless(
     Args:
         model: the target.
         drafter: any drafter, with or without weights.
-        prompts: texts, or [1, seq] int64 token ids. None for four short texts, or for random ids where no tokenizer of
-            the target is at hand.
+        prompts: a text, or a list of texts and of [1, seq] int64 token ids. None for four short texts, or for random
+            ids where no tokenizer of the target is at hand.
         tokenizer: for texts; None for the one that lies where the target was loaded from.
         max_new_tokens: of each greedy run.
         max_time_s: begins nothing new after so many seconds; a step that runs is finished. Half of it is for greedy.
@@ -150,7 +151,9 @@ def verify_lossless(
         verbose: prints the report.
 
     Raises:
-        ValueError: the drafter does not fit the target; a text was given and there is no tokenizer.
+        ValueError: the drafter does not fit the target; a text was given and there is no tokenizer; there is no prompt,
+            or one is neither text nor ids.
+        TypeError: `model` is no model, or `drafter` no drafter.
 
     Example:
         >>> from hf_specdec.drafters.ngram import NGramDrafter
@@ -161,6 +164,17 @@ def verify_lossless(
         True
     """
     began = time.perf_counter()
+    given: Any = drafter
+    if not isinstance(given, Drafter):
+        shown = f"={given!r}" if isinstance(given, str | os.PathLike) else ""
+        raise TypeError(
+            f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns. The target comes "
+            "first, then the drafter."
+        )
+    # A compiled or wrapped model is another module that generates.
+    given = model
+    if not (isinstance(given, nn.Module) and hasattr(given, "generate")):
+        raise TypeError(f"model={given!r} is a {type(given).__name__}; it must be the loaded target model itself.")
     drafter.check_all_options()
     drafter.check_target(model)
     inputs = _prompt_ids(model, prompts, tokenizer)
@@ -180,9 +194,18 @@ def verify_lossless(
 
 
 def _prompt_ids(
-    model: PreTrainedModel, prompts: Sequence[str | Tensor] | None, tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel, prompts: str | Sequence[str | Tensor] | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Tensor]:
     """[1, seq] int64 of every prompt, on the target's device."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, Mapping):  # such as what a tokenizer gives; its keys are texts
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}; it must be a list of texts or of ids of shape [1, seq], such as "
+            "[it['input_ids']]."
+        )
+    if prompts is not None and not len(prompts):
+        raise ValueError("prompts is empty, so there is nothing to compare: give a text, or None for four short ones.")
     tokenizer = tokenizer or tokenizer_at_hand(model.name_or_path)
     vocab_size = model.get_input_embeddings().num_embeddings
     if prompts is None and tokenizer is not None:
@@ -199,6 +222,10 @@ def _prompt_ids(
                     "tokenizer=, or prompts as [1, seq] token ids."
                 )
             prompt = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        if not isinstance(prompt, Tensor):
+            raise ValueError(
+                f"A prompt is a {type(prompt).__name__}, {prompt!r}; prompts must be texts or ids of shape [1, seq]."
+            )
         if prompt.dim() != 2 or len(prompt) != 1 or not prompt.shape[1]:
             raise ValueError(
                 f"A prompt has shape {list(prompt.shape)}; prompts must be texts or ids of shape [1, seq]."

@@ -603,3 +603,11 @@ def test_a_setting_out_of_range_raises(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         AdaptiveDrafter(drafter, target, **settings)
+
+
+def test_what_is_no_drafter_raises(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    swapped: list[Any] = [target, drafter]
+    with pytest.raises(TypeError, match="drafter is a LlamaForCausalLM; .* The drafter comes first, then the target"):
+        AdaptiveDrafter(*swapped)
+    with pytest.raises(TypeError, match="drafter='owner/drafter' is a str; it must be what load_drafter"):
+        AdaptiveDrafter("owner/drafter", target)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.specblock import SpecBlockDrafter
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
 from tests.methods import (
@@ -24,6 +25,7 @@ from tests.methods import (
     make_specbound,
     make_specbranch,
 )
+from tests.scripted import StubDrafter
 from tests.targets import make_target
 
 TARGET = {"target_id": "owner/target", "target_architecture": "LlamaForCausalLM", "num_target_layers": LAYERS}
@@ -32,6 +34,17 @@ TARGET = {"target_id": "owner/target", "target_architecture": "LlamaForCausalLM"
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS)
+
+
+def make_specblock_of_ones_own(target: PreTrainedModel) -> SpecBlockDrafter:
+    """Of a class that a user derived."""
+
+    class OnesOwn(SpecBlockDrafter):
+        __module__ = "script"
+
+    drafter = make_specblock(target)
+    drafter.__class__ = OnesOwn
+    return drafter
 
 
 def exported(drafter: Any, folder: Path, **settings: Any) -> dict[str, Any]:
@@ -222,6 +235,15 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
         (make_specbound, {}, {}, "SpecBound changes how the target itself runs"),
         (make_specbranch, {}, {}, "SpecBranch drafts while the target runs"),
         (lambda target: NGramDrafter(), {}, {}, "vLLM has its own"),
+        (make_specblock_of_ones_own, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
+        (lambda target: StubDrafter(lambda context: None), {}, {}, "vLLM has no drafters of the kind 'StubDrafter'"),
+        (make_eagle3, {}, {"num_target_layers": 0}, "num_target_layers=0 must be at least 1"),
+        (
+            make_dflash,
+            {},
+            {"target_id": "elsewhere"},
+            "its Hub id, of the form 'owner/name': name it \\(target_id, or --target-id",
+        ),
         (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
     ],
 )
@@ -230,6 +252,14 @@ def test_what_cannot_be_exported_raises_and_writes_nothing(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         export_drafter(make(target, **settings), tmp_path / "out", **{**TARGET, **arguments})
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_drafter_raises(target: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="drafter='owner/drafter' is a str; it must be what load_drafter"):
+        export_drafter("owner/drafter", tmp_path / "out", **TARGET)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="drafter is a LlamaForCausalLM; it must be what load_drafter"):
+        export_drafter(target, tmp_path / "out", **TARGET)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +16,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.training import dflash
+from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import go_on_from, main, read_text
 from hf_specdec.training.specblock import new_drafter
-from tests.targets import fresh_target
+from tests.targets import fresh_target, make_target, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,40 @@ def test_an_earlier_drafter_whose_weights_mean_something_else_raises(
         go_on_from(drafter, tmp_path, target)
 
 
+@pytest.mark.parametrize("settings", [{}, {"head": "full"}, {"vocabulary": torch.arange(0, 64, 2)}])
+def test_training_goes_on_from_exit_heads_that_lie_in_files_of_their_own(
+    target: PreTrainedModel, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    shape = {"exit_layers": [1, 2], "lora_rank": 4} | settings
+    earlier = specbound.new_drafter(target, **shape)
+    with torch.no_grad():
+        for parameter in earlier.parameters():
+            parameter.normal_()
+    earlier.save_pretrained(tmp_path)
+    drafter = specbound.new_drafter(target, **shape)
+    go_on_from(drafter, tmp_path, target)
+    for name, tensor in earlier.state_dict().items():
+        assert torch.equal(drafter.state_dict()[name], tensor), name
+
+
+def test_training_goes_on_with_the_vocabulary_that_lies_beside_the_weights(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    earlier = new_drafter(target, torch.arange(32))
+    earlier.save_pretrained(tmp_path)
+    ids = torch.arange(0, 64, 2)
+    torch.save({"d2t": ids - torch.arange(32), "t2d": torch.arange(64) % 2 == 0}, tmp_path / "vocab_mapping.pt")
+    drafter = new_drafter(target, torch.arange(32))
+    go_on_from(drafter, tmp_path, target)
+    assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
+
+
+def test_an_earlier_drafter_of_another_method_raises(target: PreTrainedModel, tmp_path: Path) -> None:
+    new_drafter(target, torch.arange(0, 64, 2)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds a SpecBlockDrafter, but a SpecBoundDrafter is to be trained"):
+        go_on_from(specbound.new_drafter(target, exit_layers=[1]), tmp_path, target)
+
+
 def test_documents_of_a_jsonl_file_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
     texts = [f"one{mark}two" for mark in "\u2028\u2029\u0085\u000b\n"]
     file = tmp_path / "text.jsonl"
@@ -78,12 +117,136 @@ def test_text_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "one"}\n\n{"words": "two"}',
+            r"Line 3 of '.*a\.jsonl' .* \"text\", not {'words': 'two'}",
+        ),
+        ("a.jsonl", b'{"text": "one"}\n["two"]', r"Line 2 of '.*a\.jsonl' must be a JSON object .*, not \['two'\]"),
+        ("a.jsonl", b'{"text": 5}\n{"text": "two"}', r"Line 1 of '.*a\.jsonl' must .*, not {'text': 5}"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": ', r"Line 2 of '.*a\.jsonl' is not JSON: Expecting value, column 10"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "caf\xe9"}', r"Line 2 of '.*a\.jsonl' is not UTF-8: byte 0xe9"),
+        ("a.txt", b"one\ntwo\ncaf\xe9", r"Line 3 of '.*a\.txt' is not UTF-8: byte 0xe9"),
+    ],
+)
+def test_text_that_cannot_be_read_is_told_with_file_and_line(
+    tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--rows", "0"], "^0 rows of the target's text were asked for"),
         (["--prompt-tokens", "6", "4"], "^Prompts of 6 to 4 tokens were asked for"),
+        (["--plain-share", "1"], r"^plain_share=1\.0 must be at least 0 and less than 1"),
+        (["--output", __file__], r"^--output '.*test_command\.py' cannot be a folder: '.*test_command\.py' is a file"),
+        (["--output", f"{__file__}/new"], r"^--output '.*new' cannot be a folder: '.*test_command\.py' is a file"),
     ],
 )
 def test_impossible_wishes_are_refused_before_the_target_is_loaded(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         main(["--target", "no/such", "--output", "no/such", "--text", "no/such.txt", *options])
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a target and text for it."""
+    pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
+    make_target("llama", dtype=torch.float32).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    write_text(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_text(folder: Path, first: int = 0) -> None:
+    """120 documents of 60 letters."""
+    texts = ["".join(chr(97 + (first + line * 7 + place * place) % 26) for place in range(60)) for line in range(120)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def train(*options: str) -> None:
+    main(
+        ["--target", "target", "--work-dir", "work", "--rows", "64", "--prompt-tokens", "8", "16", "--new-tokens", "16",
+         "--batch-size", "4", "--writers", "1", "--text", "text.jsonl", "--mask-token-id", "1", "--block-size", "4",
+         "--no-bf16", *options],
+    )  # fmt: skip
+
+
+def test_too_little_plain_text_is_refused_before_the_target_writes(place: Path) -> None:
+    with pytest.raises(ValueError, match="with 128 written rows needs 1152 rows of plain text, but there are 219"):
+        train("--steps", "2", "--plain-share", "0.9", "--output", "drafter")
+    assert not (place / "work").exists()
+
+
+@pytest.mark.parametrize("changed", ["text", "target"])
+def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, changed: str) -> None:
+    train("--steps", "2", "--output", "drafter")
+    if changed == "text":
+        write_text(place, first=3)
+    else:
+        make_target("llama", dtype=torch.float32, initializer_range=0.2).save_pretrained(place / "target")
+    named = {"text": r"text 'text\.jsonl'", "target": "target 'target'"}[changed]
+    with pytest.raises(
+        ValueError, match=rf"'work/checkpoints-\w+' was begun with something else in place of the {named}:"
+    ):
+        train("--steps", "2", "--output", "other", "--resume")
+    train("--steps", "2", "--output", "other")  # anew
+    train("--steps", "2", "--output", "again", "--resume")
+    assert (place / "again/model.safetensors").read_bytes() == (place / "other/model.safetensors").read_bytes()
+
+
+def test_a_run_that_does_not_tell_its_text_and_target_is_not_gone_on_with(place: Path) -> None:
+    train("--steps", "2", "--output", "drafter")
+    next(place.glob("work/checkpoints-*/inputs.json")).unlink()
+    with pytest.raises(ValueError, match=r"was begun with no inputs\.json to tell by: .* leave --resume out"):
+        train("--steps", "2", "--output", "drafter", "--resume")
+
+
+def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    train("--steps", "2", "--output", "drafter")
+    write_text(place, first=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_specdec.training.command.DrafterTrainer.train", stopped)  # before its first checkpoint
+        with pytest.raises(KeyboardInterrupt):
+            train("--steps", "2", "--output", "drafter")
+    with pytest.raises(ValueError, match="--resume, but 'work' holds no checkpoint of a run with these options"):
+        train("--steps", "2", "--output", "drafter", "--resume")
+
+
+def test_ctrl_c_ends_the_writers_without_a_word_from_them(place: Path) -> None:
+    program = "import sys; from hf_specdec.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--target", "target", "--output", "drafter", "--work-dir", "work", "--text", "text.jsonl",
+               "--rows", "1000000", "--prompt-tokens", "8", "16", "--new-tokens", "16", "--plain-share", "0",
+               "--writers", "2", "--mask-token-id", "1"]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "train", *options],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a group of its own, which gets the signal as from a terminal
+        text=True,
+    )
+    try:
+        until = time.monotonic() + 120
+        while len(list(place.glob("work/continuations-*/part-00000[01]"))) < 2:  # one of each writer
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert errors.endswith("hf-specdec: stopped\n"), errors[-2000:]

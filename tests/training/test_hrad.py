@@ -153,3 +153,18 @@ def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(tmp_p
         target.generate(prompt, assistant_model=drafter, **settings), target.generate(prompt, **settings)
     )
     assert drafter.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--epochs", "0"], "argument --epochs: 0 must be at least 1"),
+        (["--min-confidence", "2"], "argument --min-confidence: 2 must be between 0 and 1"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused_with_their_option(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--target", "no", "--draft-model", "no", "--output", "no", "--text", "no.txt", *options])
+    assert message in capsys.readouterr().err

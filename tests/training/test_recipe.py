@@ -37,6 +37,38 @@ def test_text_is_required_where_no_corpus_is_given(capsys):
 
 
 @pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("dflash", "--steps -5", "argument --steps: -5 must be at least 1"),
+        ("dflash", "--steps 0", "argument --steps: 0 must be at least 1"),
+        ("dflash", "--steps some", "argument --steps: invalid positive_int value: 'some'"),
+        ("dflash", "--layers 0", "argument --layers: 0 must be at least 1"),
+        ("dflash", "--intermediate-size 0", "argument --intermediate-size: 0 must be at least 1"),
+        ("dflash", "--warmup 3", "argument --warmup: 3 must be between 0 and 1"),
+        ("dflash", "--warmup nan", "argument --warmup: nan must be between 0 and 1"),
+        ("dflash", "--clip -1", "argument --clip: -1 must be a finite number of at least 0"),
+        ("dflash", "--minutes 0", "argument --minutes: 0 must be a finite number above 0"),
+        ("dflash", "--write-minutes inf", "argument --write-minutes: inf must be a finite number of at least 0"),
+        ("dflash", "--batch-size 0", "argument --batch-size: 0 must be at least 1"),
+        ("dflash", "--new-tokens 0", "argument --new-tokens: 0 must be at least 1"),
+        ("dflash", "--writers 0", "argument --writers: 0 must be at least 1"),
+        ("dflash", "--learning-rate nan", "argument --learning-rate: nan must be a finite number above 0"),
+        ("dflash", "--seed 99999999999999999999", "--seed: 99999999999999999999 must be between 0 and 4294967295"),
+        ("dflash", "--anchors 0", "argument --anchors: 0 must be at least 1"),
+        ("dflash", "--gamma -1", "argument --gamma: -1 must be a finite number of at least 0"),
+        ("specblock", "--rank-budget 0", "argument --rank-budget: 0 must be at least 1"),
+        ("specblock", "--window 0", "argument --window: 0 must be at least 1"),
+        ("specbound", "--lora-rank 0", "argument --lora-rank: 0 must be at least 1"),
+        ("specbound", "--exit-layers 1 0", "argument --exit-layers: 0 must be at least 1"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused_with_their_option(method, options, message, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--method", method, "--target", "no", "--output", "no", "--text", "no.txt", *options.split()])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("documents", "record"),
     [
         (["hello"] * 3, {"chat_template": False}),

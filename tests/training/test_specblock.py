@@ -387,6 +387,7 @@ def test_new_drafter_takes_the_shape_of_its_target() -> None:
         ({"rank_start_step": -1}, "rank_start_step=-1 must be at least 0"),
         ({"rank_loss": "focal"}, "rank_loss='focal' is not known"),
         ({"slot_weights": "none"}, "slot_weights='none' is not known"),
+        ({"rank_budget": 0}, "rank_budget=0 must be at least 1"),
         ({"window": 4}, "window=4 must be at least 5"),
     ],
 )

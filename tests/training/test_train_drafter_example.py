@@ -66,7 +66,7 @@ def test_example_writes_text_trains_and_saves_a_drafter(tiny, tmp_path):
     train(tiny, tmp_path, "--writers", "2", *options)
     assert len(list((tmp_path / "work").glob("continuations-*/part-*"))) == 2 + 1, "two of training text, one held out"
     (checkpoints,) = (tmp_path / "work").glob("checkpoints-*")
-    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-4", "options.json"}
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-4", "inputs.json", "options.json"}
     weights = (tmp_path / "drafter" / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"--resume, but '.*work' holds no checkpoint of a run with these options"):
         main(arguments(tiny, tmp_path, "--resume", *options, "--learning-rate", "1"))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec.decoding.slices import decoder_layers
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
+from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
 from hf_specdec.training.specblock.step import SpecBlockStep
@@ -88,7 +89,7 @@ def new_drafter(
         target_layer_ids=list(target_layer_ids or default_target_layer_ids(config.num_hidden_layers)),
         target_name_or_path=target.name_or_path or None,
         hidden_size=config.hidden_size,
-        intermediate_size=intermediate_size or config.intermediate_size,
+        intermediate_size=config.intermediate_size if intermediate_size is None else intermediate_size,
         num_hidden_layers=num_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
@@ -132,18 +133,20 @@ def _pass_states_on(drafter: SpecBlockDrafter) -> None:
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
     add_shape_arguments(group)
-    group.add_argument("--block-size", type=int, default=4, help="tokens that a block drafts")
-    group.add_argument("--draft-vocab", type=int, default=32000, help="tokens that the drafter can say")
+    group.add_argument("--block-size", type=positive_int, default=4, help="tokens that a block drafts")
+    group.add_argument("--draft-vocab", type=positive_int, default=32000, help="tokens that the drafter can say")
     group.add_argument("--prefix-broadcast", action=switch, default=True)
     group.add_argument("--layer-wise-shift", action=switch, default=True)
     group.add_argument("--warm-start", action=switch, default=False, help="begin with the target's head")
-    group.add_argument("--window", type=int, help="positions of a row to train on, drawn anew each step; default: all")
-    group.add_argument("--blocks", type=int, default=2, help="chained blocks of a start")
+    group.add_argument(
+        "--window", type=positive_int, help="positions of a row to train on, drawn anew each step; default: all"
+    )
+    group.add_argument("--blocks", type=positive_int, default=2, help="chained blocks of a start")
     group.add_argument("--valid-prefix", action=switch, default=True)
     group.add_argument("--slot-weights", choices=get_args(SlotWeights), default="alike", help="by_count: small batches")
     group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
     group.add_argument("--rank-loss", choices=get_args(RankLoss), default="paper")
-    group.add_argument("--rank-budget", type=int, help="most examples of a rank class per slot and batch")
+    group.add_argument("--rank-budget", type=positive_int, help="most examples of a rank class per slot and batch")
 
 
 def _prepare(

@@ -71,6 +71,7 @@ class SpecBlockStep(AdaptiveStep):
         for name, value, least in (
             ("num_blocks", num_blocks, 1),
             ("rank_start_step", rank_start_step, 0),
+            ("rank_budget", rank_budget, 1),
             ("window", window, drafter.config.block_size + 2),
         ):
             if value is not None and value < least:
