@@ -184,8 +184,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> None:
     from hf_specdec.drafters.ngram import NGramDrafter
 
-    if arguments.dtype is not None:
-        _check_dtype(arguments.dtype)
     drafter: Any = _load(arguments, dtype=arguments.dtype)
     if isinstance(drafter, NGramDrafter):
         raise ValueError(f"{arguments.drafter!r} has no weights, so there is nothing to convert.")
@@ -292,31 +290,17 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value  # a word
 
 
-def _check_dtype(name: str) -> None:
-    """Raises ValueError if there is no such type, or models are not computed in it."""
-    from hf_specdec.hub.loading import floating_dtype
-    from hf_specdec.hub.tensors import DTYPES
-
-    if floating_dtype(name) not in DTYPES.values():
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-        raise ValueError(f"--dtype {name!r} cannot be computed in; choose one of {known}.")
-
-
 def _load_target(arguments: argparse.Namespace) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM
 
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        kind = torch.empty(0, device=device).device.type
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"--device {device!r} cannot be used here ({reason}): use cpu, or leave it out.") from error
-    if kind == "meta":
-        raise ValueError(f"--device {device!r} cannot be used here (it keeps no weights): use cpu, or leave it out.")
-    dtype = arguments.dtype or ("float32" if kind == "cpu" else "auto")
+    from hf_specdec.hub.loading import floating_dtype, usable_device
+
+    device = usable_device(arguments.device)
+    if device.type == "meta":
+        raise ValueError("device='meta' keeps no weights: use 'cpu', or leave it out.")
+    dtype = arguments.dtype or ("float32" if device.type == "cpu" else "auto")
     if dtype != "auto":
-        _check_dtype(dtype)
+        floating_dtype(dtype)  # says which there are
     return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
 
 

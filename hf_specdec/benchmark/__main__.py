@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
 from hf_specdec.benchmark import records, speed, ways
-from hf_specdec.benchmark.device import dtype_on, usable_device
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
 from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, check_chat, load_prompts, render
 from hf_specdec.benchmark.records import Environment, Note, Picture, Record
@@ -31,6 +30,7 @@ from hf_specdec.benchmark.report import markdown, page
 from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenise
 from hf_specdec.benchmark.ways import BUNDLED, Way
 from hf_specdec.decoding.trace import Trace
+from hf_specdec.hub.loading import floating_dtype, usable_device
 from hf_specdec.visualize.page import pictures
 
 
@@ -227,7 +227,9 @@ def _prompts(arguments: argparse.Namespace, target: str, bundled: bool) -> tuple
 
 def _load_target(arguments: argparse.Namespace, name: str) -> tuple[Any, Any]:
     device = usable_device(arguments.device)
-    dtype = arguments.dtype if arguments.dtype == "auto" else dtype_on(device, arguments.dtype)
+    dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    if dtype != "auto":
+        floating_dtype(dtype)  # says which there are
     attention = {} if arguments.attention is None else {"attn_implementation": arguments.attention}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention).to(device).eval()
     return model, AutoTokenizer.from_pretrained(name)

@@ -34,7 +34,6 @@ import transformers
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.benchmark.device import dtype_on, usable_device
 from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
 from hf_specdec.benchmark.judged import judged
 from hf_specdec.benchmark.reference import reference_ddtree
@@ -50,6 +49,7 @@ from hf_specdec.benchmark.speed_bundled import auto, exact, host
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.base import COMPILE_MODES
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.hub.loading import floating_dtype, usable_device
 
 DEPTH = 15
 Row = dict[str, Any]
@@ -104,7 +104,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.device = usable_device(options.device)
-        self.dtype = dtype_on(self.device, options.dtype)
+        default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = floating_dtype(options.dtype) or default
         self.modes = options.modes or (COMPILE_MODES if self.device.type == "cuda" else COMPILE_MODES[:1])
         self.bandwidth = copy_bandwidth(self.device)
         self._target: PreTrainedModel | None = None

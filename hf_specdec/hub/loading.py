@@ -80,7 +80,8 @@ def load_drafter(
             f"target={target!r} is a {type(target).__name__}; it must be the loaded target model itself, or left out."
         )
     asked_dtype = floating_dtype(dtype)
-    check_device(device)
+    if device is not None:  # else it is the target's
+        usable_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats())
@@ -247,21 +248,24 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         raise ValueError(f"dtype={dtype!r} is not a floating-point type; use for example torch.bfloat16 or 'float32'.")
     if found not in DTYPES.values():
         names = ", ".join(repr(str(each).removeprefix("torch.")) for each in reversed(DTYPES.values()))
-        raise ValueError(f"dtype={dtype!r} is none that drafters run in: use one of {names}.")
+        raise ValueError(f"dtype={dtype!r} is none that models run in here: use one of {names}.")
     return found
 
 
-def check_device(device: torch.device | str | int | None) -> None:
-    """Raises ValueError, naming it, if there is no such device here; None is one that is there."""
+def usable_device(device: torch.device | str | int | None) -> torch.device:
+    """That device; CUDA where there is one, else the CPU, for None.
+
+    Raises:
+        ValueError: there is none of that name here.
+    """
     if device is None:
-        return
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:  # unknown, not there, or torch was built without it
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"device={device!r} cannot be used here ({reason}): use 'cpu' or one that torch lists, or leave device "
-            "out for the target's."
+            f"device={device!r} cannot be used here ({reason}): use 'cpu' or one that torch lists, or leave it out."
         ) from error
 
 

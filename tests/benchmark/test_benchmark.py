@@ -186,7 +186,7 @@ def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_s
         (["--drafter", "ngram", "--prompts", "gsm"], "Unknown prompt set 'gsm'"),
         (["--drafter", "ngram", "--chat", "on"], "has no chat template"),
         (["--from-records", "nothing.jsonl"], "nothing.jsonl"),
-        (["--drafter", "ngram", "--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
+        (["--drafter", "ngram", "--device", "cuda:99"], "device='cuda:99' cannot be used here"),
         (["--drafter", "ngram", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
     ],
 )

@@ -175,8 +175,8 @@ def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
-        (["--device", "bogus"], "--device 'bogus' cannot be used here (Expected one of"),
+        (["--device", "cuda:99"], "device='cuda:99' cannot be used here"),
+        (["--device", "bogus"], "device='bogus' cannot be used here (Expected one of"),
         (["--device", "cpu", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
         (["--device", "cpu", "--part", "exact", "--ways", "ddtre"], "Did you mean 'ddtree'"),
     ],
