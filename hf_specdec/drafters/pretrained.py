@@ -91,6 +91,9 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     def write_side_files(self, folder: Path) -> None:
         """Writes `side_files` beside weights that were just saved; most formats have none."""
 
+    def remove_side_files(self, folder: Path) -> None:
+        """Removes what an earlier `write_side_files` has written there, which would be read in place of the weights."""
+
     def main_tensors(self) -> dict[str, Tensor] | None:
         """What goes into the main weight files; None for all there is."""
         return None
@@ -153,8 +156,10 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             return
         with self.config_for(folder), self.replacing_weights(folder):
             super().save_pretrained(folder, state_dict=tensors, **kwargs)
-            if state_dict is None:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
+            if state_dict is None:
                 self.write_side_files(folder)
+            else:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
+                self.remove_side_files(folder)
         self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)

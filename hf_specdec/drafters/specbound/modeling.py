@@ -269,6 +269,9 @@ class SpecBoundDrafter(PretrainedDrafter):
                 base_model=self.config.target_name_or_path,
             )
 
+    def remove_side_files(self, folder: Path) -> None:
+        remove_adapters(folder, keep=())
+
     @contextmanager
     def config_for(self, folder: Path | None) -> Iterator[None]:
         """The drafting options of this moment become the checkpoint's defaults."""

@@ -331,6 +331,15 @@ def test_full_heads_saved_over_adapters_are_loaded(target: PreTrainedModel, tmp_
     assert torch.equal(loaded.heads["2"].weight, drafter.heads["2"].weight)
 
 
+def test_weights_of_the_callers_choice_saved_over_adapters_are_loaded(target: PreTrainedModel, tmp_path: Path) -> None:
+    make_specbound(target, seed=1).save_pretrained(tmp_path)
+    drafter = make_specbound(target, seed=2)
+    drafter.save_pretrained(tmp_path, state_dict=drafter.state_dict())
+    loaded = load_drafter(str(tmp_path))
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor.to(loaded.dtype)), name
+
+
 def test_scaled_adapters_are_read_as_peft_would_apply_them(target: PreTrainedModel, tmp_path: Path) -> None:
     drafter = make_specbound(target)
     drafter.save_pretrained(tmp_path)
