@@ -167,6 +167,8 @@ def _best_first(
             mask[node * nodes : node * nodes + node] = mask[parent * nodes : parent * nodes + node]
         children[parent, token] = node
         path_logprobs.append(-negative)
+        if node == nodes - 1:
+            return  # what follows is for nodes that there is no room for
         rank += 1
         if rank == len(siblings):
             position = left[depth - 1]
