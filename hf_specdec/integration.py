@@ -28,6 +28,8 @@ _EXPECTED = {
     "_assisted_decoding": ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
     "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
     "_prefill": ("self", "input_ids", "generation_config", "model_kwargs"),
+    "_update_model_kwargs_for_generation": ("self", "outputs", "model_kwargs", "is_encoder_decoder"),
+    "prepare_inputs_for_generation": ("self", "input_ids", "next_sequence_length"),
 }
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 import hf_specdec
+from hf_specdec import integration
 from tests.methods import METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target
@@ -61,7 +62,7 @@ def test_wrapped_functions_keep_the_signature_that_generate_inspects(name: str) 
     assert inspect.signature(getattr(GenerationMixin, name)) == own
 
 
-@pytest.mark.parametrize("name", [*WRAPPED, "_prefill"])
+@pytest.mark.parametrize("name", integration._EXPECTED)
 def test_a_host_function_of_another_shape_is_refused_with_the_version(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
