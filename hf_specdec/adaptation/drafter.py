@@ -12,7 +12,6 @@ Source: SpecBlock, Section 3.4 and Algorithm 1. The parts: `recording.py` keeps 
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Poli
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.training.recipe import RECIPES  # importing the package registers all recipes
@@ -128,13 +127,7 @@ class AdaptiveDrafter(Drafter):
         ):
             if value < least:
                 raise ValueError(f"{name}={value!r} must be at least {least}.")
-        given: Any = drafter
-        if not isinstance(given, Drafter):
-            shown = f"={given!r}" if isinstance(given, str | os.PathLike) else ""
-            raise TypeError(
-                f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns. The drafter "
-                "comes first, then the target."
-            )
+        check_is_drafter(drafter, "The drafter comes first, then the target.")
         drafter.check_target(target)
         adapting = _adapting(drafter)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -169,6 +170,19 @@ class Drafter(ABC):
             for name, value in before.items():
                 setattr(self, name, value)
             raise
+
+
+def check_is_drafter(given: object, order: str = "") -> None:
+    """Raises TypeError, naming what it is, if something is passed as a drafter that is none.
+
+    Args:
+        given: what was passed.
+        order: a sentence on the order of arguments, where another object may have come first.
+    """
+    if not isinstance(given, Drafter):
+        shown = f"={given!r}" if isinstance(given, (str, os.PathLike)) else ""
+        message = f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns."
+        raise TypeError(f"{message} {order}".rstrip())
 
 
 COMPILE_MODES = ("none", "reduce-overhead")

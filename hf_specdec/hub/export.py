@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from safetensors.torch import save_file
 
 import hf_specdec.drafters  # noqa: F401 (registers the families)
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
@@ -63,10 +63,7 @@ def export_drafter(
             drafter does, or the folder holds another checkpoint; the message says which, and nothing is written.
         TypeError: `drafter` is no drafter.
     """
-    given: Any = drafter
-    if not isinstance(given, Drafter):
-        shown = f"={given!r}" if isinstance(given, str | os.PathLike) else ""
-        raise TypeError(f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns.")
+    check_is_drafter(drafter)
     if to not in get_args(Engine):
         raise unknown_name("engine", to, get_args(Engine))
     if num_target_layers is not None and num_target_layers < 1:

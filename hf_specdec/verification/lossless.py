@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chi_square import BOUND_SIGMA
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.fingerprint import tokenizer_at_hand
 from hf_specdec.verification.differences import Difference, first_difference
 from hf_specdec.verification.replay import TEMPERATURE, TOP_K, FrozenRound, TreeReplay, drawn_sigma, listening, replay
@@ -164,15 +163,8 @@ def verify_lossless(
         True
     """
     began = time.perf_counter()
-    given: Any = drafter
-    if not isinstance(given, Drafter):
-        shown = f"={given!r}" if isinstance(given, str | os.PathLike) else ""
-        raise TypeError(
-            f"drafter{shown} is a {type(given).__name__}; it must be what load_drafter returns. The target comes "
-            "first, then the drafter."
-        )
-    # A compiled or wrapped model is another module that generates.
-    given = model
+    check_is_drafter(drafter, "The target comes first, then the drafter.")
+    given: Any = model  # a compiled or wrapped model is another module that generates
     if not (isinstance(given, nn.Module) and hasattr(given, "generate")):
         raise TypeError(f"model={given!r} is a {type(given).__name__}; it must be the loaded target model itself.")
     drafter.check_all_options()
