@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from tests.hub.layouts import as_medusa, save
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.methods import make_medusa, make_specbranch
@@ -139,15 +140,23 @@ def test_draft_model_beside_a_drafter_is_refused_without_all_its_weights(
         load_drafter(tmp_path / "pair")
 
 
+def pair_of_a_published_draft_model(
+    hub: LoopbackHub, target: PreTrainedModel, folder: Path, *, private: bool = False
+) -> SpecBranchDrafter:
+    """A pair whose draft model is owner/draft on the Hub, saved to `folder`/pair."""
+    pair = make_specbranch(target)
+    assert pair.draft_model is not None
+    pair.draft_model.save_pretrained(folder / "draft")
+    hub.add("owner/draft", folder / "draft", private=private)
+    pair.config.draft_model = "owner/draft"
+    pair.save_pretrained(folder / "pair")
+    return pair
+
+
 def test_draft_model_beside_a_drafter_is_fetched_as_the_drafter_is(
     hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    pair = make_specbranch(target)
-    assert pair.draft_model is not None
-    pair.draft_model.save_pretrained(tmp_path / "draft")
-    hub.add("owner/draft", tmp_path / "draft", private=True)
-    pair.config.draft_model = "owner/draft"
-    pair.save_pretrained(tmp_path / "pair")
+    pair = pair_of_a_published_draft_model(hub, target, tmp_path, private=True)
     with pytest.raises(OSError, match="draft model of .*pair' cannot be had. .*'owner/draft'.*local_files_only=True"):
         load_drafter(tmp_path / "pair", local_files_only=True, cache_dir=tmp_path / "mine")
     assert not hub.requests
@@ -165,12 +174,7 @@ def test_draft_model_beside_a_drafter_is_fetched_as_the_drafter_is(
 def test_draft_model_beside_a_drafter_that_was_changed_on_the_way_is_refused(
     hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    pair = make_specbranch(target)
-    assert pair.draft_model is not None
-    pair.draft_model.save_pretrained(tmp_path / "draft")
-    hub.add("owner/draft", tmp_path / "draft")
-    pair.config.draft_model = "owner/draft"
-    pair.save_pretrained(tmp_path / "pair")
+    pair_of_a_published_draft_model(hub, target, tmp_path)
     hub.altered = {"model.safetensors"}
     with pytest.raises(OSError, match="arrived with the hash"):
         load_drafter(tmp_path / "pair")
