@@ -125,14 +125,14 @@ class _Loop:
         block_ids = torch.tensor([[root] + [drafter.config.mask_token_id] * (block - 1)], device=device)
         positions = torch.arange(start - features.shape[1], start + block, device=device).unsqueeze(0)
         logits = drafter(
-            self.target.get_input_embeddings()(block_ids),
+            block_ids,
             features,
             positions,
+            embed_tokens=self.target.get_input_embeddings(),
             cache=self.draft_cache,
             lm_head=self.target.get_output_embeddings(),
         )
         self.draft_cache.crop(start - self.draft_cache.get_seq_length())
-        logits[..., drafter.config.mask_token_id] = -torch.inf
         return logits[0]
 
     def _verify(self, tokens: list[int], parents: list[int]) -> tuple[list[int], Tensor]:

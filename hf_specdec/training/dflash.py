@@ -238,14 +238,13 @@ def block_hidden(
     parameter = next(model.parameters())
     block_ids = anchors.new_full((batch, num_anchors, block_size), mask_token_id)
     block_ids[:, :, 0] = input_ids.gather(1, anchors)
-    with torch.no_grad():
-        embeddings = embed_tokens(block_ids.flatten(1)).to(parameter.dtype)
     context = torch.arange(features.shape[1], device=anchors.device).expand(batch, -1)
     slots = anchors.unsqueeze(-1) + torch.arange(block_size, device=anchors.device)
     return model(
-        embeddings,
+        block_ids.flatten(1),
         features.to(parameter.dtype),
         torch.cat([context, slots.flatten(1)], dim=1),
+        embed_tokens=embed_tokens,
         masks=block_masks(config, anchors, features.shape[1], _attention_dtype(parameter)),
     )
 

@@ -35,11 +35,10 @@ class DFlashMarginals(BlockMarginals):
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
         # A config takes its time to answer, too much for every round.
-        self.mask_token_ids = torch.tensor([own.mask_token_id], device=self.device)
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
-        self.block: Tensor  # [batch, block, hidden]: the root's embedding of this round, then the mask's
+        self.mask_ids: Tensor  # [batch, block - 1] int64, what follows the root in each block
         self.pending: RoundOutcome | None = None
         self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
@@ -53,7 +52,7 @@ class DFlashMarginals(BlockMarginals):
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
             self.cache.keep_rows(rows)
-            self.block = self.block[: len(rows)]
+            self.mask_ids = self.mask_ids[: len(rows)]
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
     @in_inference_mode  # cheaper than no_grad, and nothing made here outlives the round but our own cache
@@ -72,15 +71,13 @@ class DFlashMarginals(BlockMarginals):
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
                 device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
-            masks = self.mask_token_ids.to(context.root_ids.device).expand(batch, self.block_size)
-            self.block = self.embed_tokens(masks).to(device=device, dtype=dtype)
+            mask_ids = torch.tensor([[config.mask_token_id]], device=context.root_ids.device)
+            self.mask_ids = mask_ids.expand(batch, self.block_size - 1)
         if self.static is not None and self.static.fits(pending):
             logits = self.static(self.cache, context, pending, self.block_size)
             self.pending = None
             return logits
         self.cache.reserve(new + self.block_size)
-
-        self.block[:, :1] = self.embed_tokens(context.root_ids.unsqueeze(1))
         if pending.valid is None:  # all places from the first new one to the block's last
             places = count_up(new + self.block_size, pending.position_ids.device)
             positions = (pending.position_ids[:, :1] + places).to(device)
@@ -88,9 +85,10 @@ class DFlashMarginals(BlockMarginals):
             block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
             positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
         logits = self.drafter(
-            self.block,
+            torch.cat([context.root_ids.unsqueeze(1), self.mask_ids], dim=1),
             pending.features.to(device=device, dtype=dtype),
             positions,
+            embed_tokens=self.embed_tokens,
             masks=self._masks(pending, new),
             cache=self.cache,
             lm_head=self.lm_head,
@@ -102,8 +100,7 @@ class DFlashMarginals(BlockMarginals):
         else:
             self.cache.commit_first(pending.num_committed)
         self.pending = None
-        # The mask may be an id that the target can emit; a draft of it would be a guess about nothing.
-        return logits.index_fill_(-1, self.mask_token_ids, -torch.inf)
+        return logits
 
     def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""

@@ -128,10 +128,11 @@ class DFlashDrafter(PretrainedDrafter):
 
     def forward(
         self,
-        block_embeddings: Tensor,
+        block_ids: Tensor,
         features: Tensor,
         position_ids: Tensor,
         *,
+        embed_tokens: nn.Module,
         masks: Sequence[Tensor | None] | None = None,
         cache: TreeCache | None = None,
         lm_head: nn.Module | None = None,
@@ -139,9 +140,10 @@ class DFlashDrafter(PretrainedDrafter):
         """Predicts the tokens at a block's positions.
 
         Args:
-            block_embeddings: [batch, block, hidden], the target's embeddings of root, mask, mask, ...
+            block_ids: [batch, block] int64, root, mask, mask, ...; where `embed_tokens` is.
             features: [batch, new, taps * hidden], raw target features of the tokens committed since the last forward.
             position_ids: [batch, new + block] int64, of the new features and then of the block's slots.
+            embed_tokens: the embedding to read them with, the target's as a rule.
             masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no mask at all.
             cache: holds earlier features' keys and values; receives those of the new features and of the block.
             lm_head: the head to apply, the target's as a rule.
@@ -149,11 +151,12 @@ class DFlashDrafter(PretrainedDrafter):
         Returns:
             [batch, block, hidden] after the final norm, or with `lm_head` [batch, block - 1, vocab] float32 logits of
             slots 1, 2, ...: slot k is for the token k places after the root. With `sample_from_anchor` [batch, block,
-            vocab] logits of all slots: slot k is for the token k + 1 places after the root.
+            vocab] logits of all slots: slot k is for the token k + 1 places after the root. -inf at the mask token: a
+            target may be able to emit it, but a draft of it would be a guess about nothing.
         """
         context = self.hidden_norm(self.fc(features))
-        rotary = self.rotary_emb(block_embeddings, position_ids)
-        hidden = block_embeddings
+        hidden = embed_tokens(block_ids).to(self.norm.weight)
+        rotary = self.rotary_emb(hidden, position_ids)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, context, rotary, masks[index] if masks else None, cache, index)
         hidden = self.norm(hidden)
@@ -164,11 +167,12 @@ class DFlashDrafter(PretrainedDrafter):
         cap = self.config.final_logit_softcapping
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        if not self.config.maps_vocabulary:
-            return logits
-        target_ids = torch.arange(self.config.draft_vocab_size, device=logits.device) + self.d2t.to(logits.device)
-        everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return everywhere.index_copy_(-1, target_ids, logits)
+        if self.config.maps_vocabulary:
+            target_ids = torch.arange(self.config.draft_vocab_size, device=logits.device) + self.d2t.to(logits.device)
+            everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+            logits = everywhere.index_copy_(-1, target_ids, logits)
+        logits.select(-1, self.config.mask_token_id).fill_(-torch.inf)
+        return logits
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)

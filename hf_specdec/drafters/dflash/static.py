@@ -97,14 +97,14 @@ def _block_logits(
     block_ids = root_ids.unsqueeze(1).where(slots == 0, mask_token_id)
     block_positions = root_positions.unsqueeze(1) + slots
     logits = drafter(
-        source.embed_tokens(block_ids).to(source.dtype),
+        block_ids,
         features.to(source.dtype),
         torch.cat([position_ids, block_positions], dim=1),
+        embed_tokens=source.embed_tokens,
         masks=_masks(source, at, slots, lengths, counts, position_ids.shape[1]),
         cache=source.cache,
         lm_head=source.lm_head,
     )
-    logits.select(-1, mask_token_id).fill_(-torch.inf)
     return (logits,)
 
 
