@@ -87,8 +87,8 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     masks = [bytearray(_roots_and_selves(nodes)) for _ in roots]
     finite = []
     for row, firsts in enumerate(likeliest):
-        left = list(logprobs[row])
-        ranked = [[(position.item(token), token)] for position, token in zip(left, firsts, strict=True)]
+        left = logprobs[row]
+        ranked = [[(left.item(position, token), token)] for position, token in enumerate(firsts)]
         finite.append(all(math.isfinite(first[0]) for (first,) in ranked))
         if finite[row]:
             _best_first(
@@ -126,7 +126,7 @@ def _first_nodes(sizes: tuple[int, ...], nodes: int) -> Tensor:
 
 
 def _best_first(
-    left: list[np.ndarray],
+    left: np.ndarray,
     ranked: list[list[tuple[float, int]]],
     token_ids: list[int],
     parents: list[int],
@@ -141,7 +141,7 @@ def _best_first(
     of all positions. Trees of hundreds of nodes take somewhat longer, which the forward that verifies them dwarfs.
 
     Args:
-        left: per depth [vocab] float32 log-probabilities; -inf is written over those of tokens already ranked.
+        left: [depth, vocab] float32 log-probabilities; -inf is written over those of tokens already ranked.
         ranked: per depth (log-probability, token) of the likeliest tokens, at first of one; lengthened as needed.
         token_ids: this and what follows, see `DraftTree`.
         parents: with the number of nodes that there may be.
