@@ -490,7 +490,5 @@ def _is_spoilt(output: TargetOutput) -> bool:
 
     One number tells, since NaN in a hidden state is NaN in all logits. On a GPU the host would have to wait for it.
     """
-    if output.logits.device.type != "cpu":
-        return False
-    on_host = output.logits.numpy()
-    return any(math.isnan(on_host.item(row, 0, 0)) for row in range(len(on_host)))
+    logits = output.logits
+    return logits.device.type == "cpu" and any(map(math.isnan, logits.numpy()[:, 0, 0].tolist()))

@@ -12,6 +12,8 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
+
 
 def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
     """Inference mode on a CPU: what autograd notes of every small operation costs percents there, even under no_grad.
@@ -19,7 +21,7 @@ def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
     Nothing elsewhere, where hooks of modules that are spread over devices may not bear it.
     """
     if device.type != "cpu" or torch.is_inference_mode_enabled():
-        return nullcontext()
+        return _NOTHING
     return torch.inference_mode()
 
 
