@@ -2,8 +2,8 @@
 
 Ours and the reference loop's (`reference.py`), on the same pair and prompts, in turn. Small tensors, look-ups and
 bookkeeping: what a target of any size pays for. What a forward is can be read in two ways, so there are two clocks:
-the bare `forward` of either model; or the target's `forward` and all of drafting up to the marginals, with the block's
-embeddings, its positions and the drafter's cache, as the published loop's own timers divide a round.
+the bare `forward` of either model, from token ids to logits; or the target's `forward` and all of drafting up to the
+marginals, with positions and the drafter's cache, as the published loop's own timers divide a round.
 """
 
 from __future__ import annotations
