@@ -35,10 +35,10 @@ class DFlashMarginals(BlockMarginals):
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
         # A config takes its time to answer, too much for every round.
+        self.mask_ids = torch.tensor([[own.mask_token_id]], device=self.device)  # [batch, block - 1] from the first on
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
-        self.mask_ids: Tensor  # [batch, block - 1] int64, what follows the root in each block
         self.pending: RoundOutcome | None = None
         self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
@@ -71,8 +71,7 @@ class DFlashMarginals(BlockMarginals):
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
                 device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
-            mask_ids = torch.tensor([[config.mask_token_id]], device=context.root_ids.device)
-            self.mask_ids = mask_ids.expand(batch, self.block_size - 1)
+            self.mask_ids = self.mask_ids.to(context.root_ids.device).expand(batch, self.block_size - 1)
         if self.static is not None and self.static.fits(pending):
             logits = self.static(self.cache, context, pending, self.block_size)
             self.pending = None
