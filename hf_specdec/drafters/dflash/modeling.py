@@ -140,7 +140,7 @@ class DFlashDrafter(PretrainedDrafter):
         """Predicts the tokens at a block's positions.
 
         Args:
-            block_ids: [batch, block] int64, root, mask, mask, ...; where `embed_tokens` is.
+            block_ids: [batch, block] int64, root, mask, mask, ..., on the device of `embed_tokens`.
             features: [batch, new, taps * hidden], raw target features of the tokens committed since the last forward.
             position_ids: [batch, new + block] int64, of the new features and then of the block's slots.
             embed_tokens: the embedding to read them with, the target's as a rule.
