@@ -149,7 +149,8 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         hub = {}
         if push_to_hub:
             hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
-            hub |= {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}  # of both
+            if "max_shard_size" in kwargs:  # of both
+                hub["max_shard_size"] = kwargs["max_shard_size"]
         tensors = self.main_tensors() if state_dict is None else state_dict
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)

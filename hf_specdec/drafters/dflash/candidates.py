@@ -35,7 +35,7 @@ class DFlashMarginals(BlockMarginals):
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
         # A config takes its time to answer, too much for every round.
-        self.mask_ids = torch.tensor([[own.mask_token_id]], device=self.device)  # [batch, block - 1] from the first on
+        self.mask_token_id = own.mask_token_id
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
@@ -52,7 +52,6 @@ class DFlashMarginals(BlockMarginals):
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
             self.cache.keep_rows(rows)
-            self.mask_ids = self.mask_ids[: len(rows)]
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
     @in_inference_mode  # cheaper than no_grad, and nothing made here outlives the round but our own cache
@@ -71,7 +70,6 @@ class DFlashMarginals(BlockMarginals):
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
                 device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
-            self.mask_ids = self.mask_ids.to(context.root_ids.device).expand(batch, self.block_size - 1)
         if self.static is not None and self.static.fits(pending):
             logits = self.static(self.cache, context, pending, self.block_size)
             self.pending = None
@@ -84,7 +82,7 @@ class DFlashMarginals(BlockMarginals):
             block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
             positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
         logits = self.drafter(
-            torch.cat([context.root_ids.unsqueeze(1), self.mask_ids], dim=1),
+            torch.constant_pad_nd(context.root_ids.unsqueeze(1), (0, self.block_size - 1), self.mask_token_id),
             pending.features.to(device=device, dtype=dtype),
             positions,
             embed_tokens=self.embed_tokens,
