@@ -226,7 +226,12 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
 
 
 def test_ctrl_c_ends_the_writers_without_a_word_from_them(place: Path) -> None:
-    program = "import sys; from hf_specdec.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = (
+        "import signal, sys; from hf_specdec.cli import main\n"
+        # As in a terminal: a shell's background jobs, whose children these tests may be, are deaf to Ctrl-C.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
     options = ["--target", "target", "--output", "drafter", "--work-dir", "work", "--text", "text.jsonl",
                "--rows", "1000000", "--prompt-tokens", "8", "16", "--new-tokens", "16", "--plain-share", "0",
                "--writers", "2", "--mask-token-id", "1"]  # fmt: skip
@@ -247,6 +252,7 @@ def test_ctrl_c_ends_the_writers_without_a_word_from_them(place: Path) -> None:
         errors = process.communicate(timeout=60)[1]
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert errors.endswith("hf-specdec: stopped\n"), errors[-2000:]
