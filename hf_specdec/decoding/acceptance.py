@@ -12,10 +12,13 @@ Leviathan et al., arXiv 2211.17192, Section 2.3.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -36,7 +39,7 @@ from transformers.generation import (
 )
 
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.decoding.transfer import ToHost, works_ahead
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
 
 if TYPE_CHECKING:
@@ -71,7 +74,8 @@ class Acceptance:
             at least the longest accepted path, root included.
         path_ids: [batch, steps] int64, their tokens.
         bonus_ids: [batch] int64, the target's choice after the last accepted node.
-        tokens: the same for the host: per row the accepted tokens, root excluded, and then the bonus token.
+        tokens: the same for the host: per row the accepted tokens, root excluded, and then the bonus token. Nothing at
+            all where the target gave NaN for the root (`FollowTarget`).
         num_drafted: valid nodes per row, root excluded.
         finite: per row, whether the drafter's output was finite.
         leading: the host knows that the accepted nodes of every row are the first of the tree, in order.
@@ -90,11 +94,15 @@ class Acceptance:
     @property
     def num_accepted(self) -> list[int]:
         """Drafted nodes kept per row; root and bonus excluded."""
-        return [len(row) - 1 for row in self.tokens]
+        return [max(0, len(row) - 1) for row in self.tokens]
 
 
 class FollowTarget:
     """The acceptance rule of one `generate` call.
+
+    A node that the target gives NaN for is not followed: its token may be chosen, as a bonus, and is the root of the
+    next round. NaN at a root says nothing of it while there are other nodes: masks let NaN pass, they only multiply by
+    0. Such a row accepts nothing, and is to be verified again without its drafts. A root alone is taken as it is.
 
     Args:
         logits_processor: of the call, warpers included.
@@ -134,19 +142,10 @@ class FollowTarget:
         drawn = ahead.drawn if ahead is not None and self.do_sample else None
         if not self.prefix_free:
             return self._walk_step_by_step(tree, logits, sequences, drawn)
-        logits = self._processed(tree, logits)
-        if tree.children is not None and not self.do_sample and logits.device.type == "cpu":
-            # Only nodes on the path are asked. NumPy and torch agree on ties (the first) and on NaN (the largest).
-            on_host = logits.numpy()
-            acceptance = _walk(tree, lambda row, node: int(on_host[row, node].argmax()))
+        if tree.children is not None and not self.do_sample and not self.processors and logits.device.type == "cpu":
+            acceptance = _walk(tree, functools.partial(_likeliest, logits.numpy()))
         else:
-            if self.do_sample and tree.draft_probs is not None:
-                choices = coupled_choices(logits, *_drafts_below(tree))
-            else:
-                choices = self._choose(logits)
-            if drawn is not None:
-                leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
-                choices[leaf] = coupled_choices(logits[leaf], drawn.token_ids, drawn.draft_probs, drawn.drafted)
+            logits, choices = self._choices(tree, logits, drawn)
             if tree.children is not None:
                 listed = choices.tolist()
                 acceptance = _walk(tree, lambda row, node: listed[row][node])
@@ -163,7 +162,22 @@ class FollowTarget:
             tree: the tree that was verified; drafted, not drawn, and nothing of it known to the host.
             logits: [batch, nodes, vocab] float32, the target's. May be written to.
         """
-        return Walk(tree, *follow(tree, self._choose(self._processed(tree, logits))))
+        return Walk(tree, *follow(tree, self._choices(tree, logits, None)[1]))
+
+    def _choices(self, tree: DraftTree, logits: Tensor, drawn: DrawnCandidates | None) -> tuple[Tensor, Tensor]:
+        """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
+        unknown = _unknown(tree, logits)
+        if unknown is not None and self.do_sample and (works_ahead(logits.device) or bool(unknown.any())):
+            logits = logits.masked_fill(unknown.unsqueeze(-1), 0)  # drawing from NaN is an error
+        logits = self._processed(tree, logits)
+        if self.do_sample and tree.draft_probs is not None:
+            choices = coupled_choices(logits, *_drafts_below(tree))
+        else:
+            choices = self._choose(logits)
+        if drawn is not None:
+            leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
+            choices[leaf] = coupled_choices(logits[leaf], drawn.token_ids, drawn.draft_probs, drawn.drafted)
+        return logits, choices if unknown is None else choices.masked_fill(unknown, -1)
 
     def _processed(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """[batch, nodes, vocab], all nodes through the processors at once."""
@@ -196,6 +210,9 @@ class FollowTarget:
         node = torch.zeros(batch, dtype=torch.int64, device=device)
         sequences.reserve(tree.max_depth + 1)
         walking = [row for row, active in enumerate(sequences.active) if active]
+        unknown = _unknown(tree, logits)
+        if unknown is not None and bool(unknown[walking, 0].any()):  # no processor should see that
+            return _read(tree, *follow(tree, torch.full_like(tree.token_ids, -1)))
         drafts = _drafts_below(tree) if self.do_sample and tree.draft_probs is not None else None
         for depth in range(tree.max_depth + 1):
             at_node = logits[rows, node]
@@ -299,33 +316,52 @@ def _drafts_below(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
     return token_ids.unsqueeze(-1), laws.unsqueeze(-2), drafted.unsqueeze(-1)
 
 
+def _unknown(tree: DraftTree, logits: Tensor) -> Tensor | None:
+    """[batch, nodes] bool: where the target gives NaN; None for a root alone, which plain decoding would run too.
+
+    One number tells, since NaN in a hidden state is NaN in all logits.
+    """
+    return None if tree.num_nodes == 1 else logits[..., 0].isnan()
+
+
+def _likeliest(logits: np.ndarray, row: int, node: int) -> int:
+    """The token with the largest of the logits [batch, nodes, vocab] after a node, -1 where a draft tree has NaN there.
+
+    As torch finds it: of equals the first, and NaN is the largest.
+    """
+    scores = logits[row, node]
+    best = int(scores.argmax())
+    return -1 if logits.shape[1] > 1 and math.isnan(scores.item(best)) else best
+
+
 def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Walks every row of a tree by the target's choice at each node, all nodes at once and without a host sync.
 
-    A node is accepted when it and all its ancestors carry the token chosen at their parent.
+    A node is accepted when it and all its ancestors carry the token chosen at their parent, and have a choice.
 
     Args:
         tree: the tree.
-        choices: [batch, nodes] int64, the token the target chose after each node.
+        choices: [batch, nodes] int64, the token the target chose after each node, -1 where it gave none.
 
     Returns:
         path [batch, max_depth + 1], number of accepted nodes [batch], root excluded, and bonus_ids [batch], all int64.
+        Without a choice after the root -1 nodes are accepted, and what the others hold is of no use.
 
     Example:
         >>> tree = DraftTree.from_parents(torch.tensor([[7, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), max_depth=2)
         >>> follow(tree, torch.tensor([[2, 9, 3, 5]]))
         (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
     """
-    rejected = (choices.gather(1, tree.parents[:, 1:]) != tree.token_ids[:, 1:]) | ~tree.valid[:, 1:]
-    # The root has no column here: it is always accepted.
-    blocked = (rejected.unsqueeze(1) & tree.ancestor_mask[:, :, 1:]).any(-1)
+    rejected = choices < 0
+    rejected[:, 1:] |= (choices.gather(1, tree.parents[:, 1:]) != tree.token_ids[:, 1:]) | ~tree.valid[:, 1:]
+    blocked = (rejected.unsqueeze(1) & tree.ancestor_mask).any(-1)
     # Accepted nodes form one path, since siblings differ in their token; each is written at its depth, the rest aside.
     slots = tree.depths.masked_fill(blocked, tree.max_depth + 1)
     batch, nodes = choices.shape
     index = count_up(nodes, choices.device).expand(batch, nodes)
     path = choices.new_zeros(batch, tree.max_depth + 2).scatter_(1, slots, index)[:, :-1]
     num_accepted = nodes - 1 - blocked.sum(1, keepdim=True)
-    bonus_ids = choices.gather(1, path.gather(1, num_accepted))
+    bonus_ids = choices.gather(1, path.gather(1, num_accepted.clamp(min=0)))
     return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)
 
 
@@ -354,7 +390,7 @@ class Walk:
             path=self.path,
             path_ids=self.path_ids,
             bonus_ids=self.bonus_ids,
-            tokens=[[*row[first : first + row[0]], row[1]] for row in rows],
+            tokens=[[*row[first : first + row[0]], row[1]] if row[0] >= 0 else [] for row in rows],
             num_drafted=[sum(row[3 : first - 1]) - 1 for row in rows],
             finite=[bool(row[2]) for row in rows],
             leading=False,  # only the device knows
@@ -370,20 +406,24 @@ def _read(tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor
 def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:
     """`follow` for a tree whose children are known to the host: one look-up per accepted token.
 
-    `choose(row, node)` is the target's choice after a node.
+    `choose(row, node)` is the target's choice after a node, -1 where it gave none.
     """
     assert tree.children is not None
-    paths, tokens = [], []
+    paths: list[list[int]] = []
+    tokens: list[list[int]] = []
     leading = True
     for row, children in enumerate(tree.children):
-        walked, chosen = [0], [choose(row, 0)]
-        while (child := children.get((walked[-1], chosen[-1]))) is not None:
-            leading &= child == len(walked)
-            walked.append(child)
-            chosen.append(choose(row, child))
+        walked: list[int] = []
+        chosen: list[int] = []
+        node: int | None = 0
+        while node is not None and (choice := choose(row, node)) >= 0:
+            leading &= node == len(walked)
+            walked.append(node)
+            chosen.append(choice)
+            node = children.get((node, choice))
         paths.append(walked)
         tokens.append(chosen)
-    steps = max(map(len, paths))
+    steps = max(1, *map(len, paths))
     device = tree.token_ids.device
     if leading:
         path, path_ids = count_up(steps, device).expand(len(paths), -1), tree.token_ids[:, :steps]
@@ -393,7 +433,7 @@ def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:
     return Acceptance(
         path=path,
         path_ids=path_ids,
-        bonus_ids=from_host([chosen[-1] for chosen in tokens], device),
+        bonus_ids=from_host([chosen[-1] if chosen else -1 for chosen in tokens], device),
         tokens=tokens,
         num_drafted=[len(children) for children in tree.children],
         finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),

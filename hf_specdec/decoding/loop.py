@@ -8,7 +8,6 @@ host reads it when the next draft, or all of the next round, has been launched.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -120,6 +119,7 @@ class SpeculativeDecoding:
         self.row_ids: Tensor  # the same on the device: a list would be sent there, and waited for, at every use
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
+        self.spoilt = False  # whether a round that was read late has to be made again without its drafts
         self.launched: Launched | None = None  # the latest round, if the host has yet to read what came of it
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
@@ -196,7 +196,8 @@ class SpeculativeDecoding:
         token_ids = prompt[:, -new:]
         if prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
             token_ids = torch.nn.functional.pad(token_ids, (new - prompt_length, 0))
-        acceptance = self.judge(DraftTree.root_only(token_ids[:, -1]), output)  # the first token goes out here
+        tree = DraftTree.root_only(token_ids[:, -1])
+        _, _, acceptance = self.judge(tree, output, [True] * batch)  # the first token goes out here
         # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
         self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
         generator.observe(
@@ -216,6 +217,10 @@ class SpeculativeDecoding:
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify while the drafter may go on, accept, commit."""
+        if self.spoilt:
+            self.leave_drafts_out()
+            if self.sequences.done:
+                return
         active = self.live(self.sequences.active)
         began = time.perf_counter()
         layers_run = self.target.num_layers_run
@@ -229,12 +234,7 @@ class SpeculativeDecoding:
             drafts = self.budget is None or self.budget.drafting
             pending = generator.draft_ahead(tree) if drafts else None
             busy_from = self.clock() if pending is not None else 0.0
-            output = self.target.verify(
-                tree,
-                self.root_positions,
-                output_attentions=self.records.keeps_attentions,
-                output_hidden_states=self.records.keeps_hidden_states,
-            )
+            output = self.verify(tree)
         ahead = None
         if pending is not None:
             if tree.token_ids.is_cuda:  # else the target's own time would be that of its launch
@@ -242,17 +242,13 @@ class SpeculativeDecoding:
             busy_s = self.clock() - busy_from
             ahead = pending.result()
             self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - launched)
-        if tree.num_nodes > 1 and _is_spoilt(output):
-            tree, ahead = replace(tree.first_nodes(0), finite=torch.zeros_like(tree.valid[:, 0]), pending=None), None
-            output = self.verify_anew(tree)
         self.lap("verify")
-        self.stats.num_target_forwards += 1
         self.stats.num_layers_run += self.target.num_layers_run - layers_run
         if self.may_draft_early(generator, tree):
             self.draft_before_reading(generator, tree, output, active)
             return
         roots = self.root_ids
-        acceptance = self.judge(tree, output, ahead)
+        tree, output, acceptance = self.judge(tree, output, active, ahead)
         self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(from_host(active, roots.device), roots)
@@ -272,17 +268,33 @@ class SpeculativeDecoding:
             self.outcomes[-1] = self.outcomes[-1].lasting()
         self.drop_finished_rows(generator)
 
-    def verify_anew(self, root: DraftTree) -> TargetOutput:
-        """A round without its drafts, because of one of which the target has given no numbers."""
-        self.target.cache.wipe()
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """One forward of the target over a tree."""
         self.stats.num_target_forwards += 1
+        return self.target.verify(
+            tree,
+            self.root_positions,
+            output_attentions=self.records.keeps_attentions,
+            output_hidden_states=self.records.keeps_hidden_states,
+        )
+
+    def verify_anew(self, root: DraftTree) -> TargetOutput:
+        """A round without its drafts, because of one of which the target has given NaN for the root too."""
+        self.target.cache.wipe()
+        layers_run = self.target.num_layers_run
         with inference_on_cpu(root.token_ids.device):
-            return self.target.verify(
-                root,
-                self.root_positions,
-                output_attentions=self.records.keeps_attentions,
-                output_hidden_states=self.records.keeps_hidden_states,
-            )
+            output = self.verify(root)
+        self.stats.num_layers_run += self.target.num_layers_run - layers_run
+        return output
+
+    def leave_drafts_out(self) -> None:
+        """The same where the host has learned it late: the next round, drafted meanwhile, is made one of its roots."""
+        if self.launched is not None:
+            self.read(self.launched)  # has made nothing of these rows either, or is what the target says after all
+            self.launched = None
+        self.target.cache.wipe()
+        self.early_tree = None if self.early_tree is None else _without_drafts(self.early_tree)
+        self.spoilt = False
 
     def may_draft_early(self, generator: TreeCandidateGenerator, tree: DraftTree) -> bool:
         """Whether nothing that the host must know stands between this round and the next draft."""
@@ -304,14 +316,17 @@ class SpeculativeDecoding:
         going = from_host(active, self.root_ids.device)
         counts = (walk.num_accepted + 1) * going
         order = count_up(walk.path.shape[1], walk.path.device)
+        valid = order < counts.unsqueeze(1)
         features = output.features
         if features is not None:
             features = pick(features, walk.path.to(features.device))
+            # NaN of a round that comes to nothing would stay in the drafter's cache.
+            features = torch.where(valid.to(features.device).unsqueeze(-1), features, 0)
         outcome = RoundOutcome(
             token_ids=walk.path_ids,
             features=features,
             position_ids=self.root_positions.unsqueeze(1) + order,
-            valid=order < counts.unsqueeze(1),
+            valid=valid,
             num_committed=[],
             num_accepted=[],
             target_logits=output.logits,
@@ -322,7 +337,7 @@ class SpeculativeDecoding:
         self.target.cache.commit_unread(walk.path, counts, lambda: outcome.num_committed)
         generator.observe(outcome)
         self.lap("commit")
-        self.root_ids = walk.bonus_ids.where(going, self.root_ids)
+        self.root_ids = walk.bonus_ids.where(counts > 0, self.root_ids)
         self.root_positions = self.target.root_positions()
         with inference_on_cpu(self.root_ids.device):
             self.early_tree = self.draft(generator, active)
@@ -340,12 +355,13 @@ class SpeculativeDecoding:
         """Waits for what came of a round. Rows that the round before has ended get nothing of it."""
         outcome, acceptance = launched.outcome, launched.walk.read()
         outcome.num_accepted += acceptance.num_accepted
-        counts = zip(acceptance.num_accepted, launched.active, strict=True)
-        outcome.num_committed += [kept + 1 if on else 0 for kept, on in counts]
+        counts = [len(tokens) if on else 0 for tokens, on in zip(acceptance.tokens, launched.active, strict=True)]
+        outcome.num_committed += counts
         outcome.tokens += acceptance.tokens
         active = self.live(self.sequences.active)
+        self.spoilt |= _is_spoilt(acceptance, active)
         self.append(acceptance, None)
-        self.count(acceptance, active)
+        self.count(acceptance, [on and bool(new) for on, new in zip(active, acceptance.tokens, strict=True)])
         self.lap("accept")
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
@@ -402,15 +418,25 @@ class SpeculativeDecoding:
         self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
         self.early_tree = None if self.early_tree is None else self.early_tree.of_rows(kept)
 
-    def judge(self, tree: DraftTree, output: TargetOutput, ahead: DraftsAhead | None = None) -> Acceptance:
-        """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here."""
+    def judge(
+        self, tree: DraftTree, output: TargetOutput, active: list[bool], ahead: DraftsAhead | None = None
+    ) -> tuple[DraftTree, TargetOutput, Acceptance]:
+        """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here.
+
+        Returns:
+            What was accepted, behind the tree and the output that it was accepted of: those given, or their roots alone
+            where the target gave NaN for one of these (`FollowTarget`).
+        """
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
         acceptance = self.accept(tree, output.logits, self.sequences, ahead)
+        if _is_spoilt(acceptance, active):
+            roots = _without_drafts(tree)
+            return self.judge(roots, self.verify_anew(roots), active)
         self.root_ids = acceptance.bonus_ids
         kept = self.append(acceptance, acceptance.scores)
         if self.rows is None:
             self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
-        return acceptance
+        return tree, output, acceptance
 
     def append(self, acceptance: Acceptance, scores: Tensor | None) -> list[int]:
         """Appends what the target chose to the sequences; returns how many tokens of each row were kept."""
@@ -424,7 +450,7 @@ class SpeculativeDecoding:
     def commit(self, acceptance: Acceptance, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
         """Keeps root and accepted nodes in the target's cache, and tells what was kept."""
         num_accepted = acceptance.num_accepted
-        counts = [kept + 1 if going else 0 for kept, going in zip(num_accepted, active, strict=True)]
+        counts = [len(tokens) if going else 0 for tokens, going in zip(acceptance.tokens, active, strict=True)]
         steps = max(counts)
         path = acceptance.path[:, :steps]
         order = count_up(steps, path.device)
@@ -485,10 +511,11 @@ class SpeculativeDecoding:
         cache.to_dynamic(self.model_kwargs["past_key_values"], entries)
 
 
-def _is_spoilt(output: TargetOutput) -> bool:
-    """Whether the target gave NaN for a root, as it does when any node of the row is NaN: masks only multiply by 0.
+def _is_spoilt(acceptance: Acceptance, active: list[bool]) -> bool:
+    """Whether the target gave NaN for the root of a row that goes on."""
+    return any(on and not tokens for on, tokens in zip(active, acceptance.tokens, strict=True))
 
-    One number tells, since NaN in a hidden state is NaN in all logits. On a GPU the host would have to wait for it.
-    """
-    logits = output.logits
-    return logits.device.type == "cpu" and any(map(math.isnan, logits.numpy()[:, 0, 0].tolist()))
+
+def _without_drafts(tree: DraftTree) -> DraftTree:
+    """The roots of a tree, whose drafts count as those of a drafter that had nothing finite to say."""
+    return replace(tree.first_nodes(0), finite=torch.zeros_like(tree.valid[:, 0]), pending=None)

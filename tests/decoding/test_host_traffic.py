@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding import loop
+from hf_specdec.decoding import acceptance, loop
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.ddtree import candidates, level_tree
 from tests.decoding.test_finished_rows import drafter_of, settings_of
@@ -80,7 +80,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
         return value
 
     monkeypatch.setattr(loop.SpeculativeDecoding, "round", counted)
-    monkeypatch.setattr(loop, "_is_spoilt", lambda output: False)  # asked only where logits lie in host memory
+    monkeypatch.setattr(acceptance, "works_ahead", lambda device: True)  # a look at host memory is no transfer
     return lambda: rounds
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import graphs, loop
+from hf_specdec.decoding import acceptance, graphs, loop
 from hf_specdec.decoding.candidates import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.transfer import ToHost
 from hf_specdec.decoding.tree import DraftTree
@@ -24,7 +24,7 @@ from tests.decoding.test_graphs import EARLY, capture_on_cpu, compiling
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
 from tests.scripted import StubDrafter
-from tests.targets import PROMPTS, make_target
+from tests.targets import PROMPTS, fresh_target, make_target
 
 NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
@@ -174,6 +174,60 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
         assisted = target.generate(**five_prompts(), **settings, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("batch", PROMPTS)
+def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
+    batch: str, settings: dict[str, Any], attention: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "works_ahead", lambda device: late)
+    monkeypatch.setattr(acceptance, "works_ahead", lambda device: late)
+    # The host's own eager attention makes NaN of left padding in float64.
+    target = fresh_target("llama", attention, torch.float32 if attention == "eager" else torch.float64)
+    prompts, settings = PROMPTS[batch](), GREEDY | settings
+    alone = target.generate(**prompts, **settings)
+    script = alone.sequences
+    wrong = (script[:, prompts["input_ids"].shape[1] + 3 :] + 7) % 64  # what `Planted` drafts beside
+    unseen = sorted(set(wrong.flatten().tolist()) - set(script.flatten().tolist()))
+    target.get_input_embeddings().weight.data[unseen[:2]] = torch.nan
+    drafter = early(prompts, script, [3, 0, 2])
+    for _ in range(2):  # the second call finds the buffers of the first
+        assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+        assert assisted.sequences.tolist() == script.tolist()
+        if attention == "sdpa":
+            assert_same_cache(assisted.past_key_values, alone.past_key_values)
+        stats = drafter.stats
+        assert stats is not None
+        assert stats.num_plain_steps > 0
+        assert stats.num_accepted_draft_tokens > 0
+        assert stats.num_spec_steps < stats.num_target_forwards * len(script)  # a spoilt round is no step
+        assert sum(kept + 1 for kept in stats.per_step_accepted[0]) >= NEW - 1
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", EARLY)
+def test_methods_that_draft_early_bear_tokens_that_the_target_has_no_numbers_for(
+    method: str, batch: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "works_ahead", lambda device: late)
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS[batch]()
+    drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
+    settings = GREEDY | {"max_new_tokens": 40}
+    alone = target.generate(**prompts, **settings)
+    target.generate(**prompts, **settings, assistant_model=drafter)  # pairs are tried once, on whatever tokens
+    unseen = sorted(set(range(64)) - set(alone.sequences.flatten().tolist()))
+    target.get_input_embeddings().weight.data[unseen[::4]] = torch.nan
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    target.get_input_embeddings().weight.data[unseen[::4]] = 0.0
+    plain = drafter.stats.num_plain_steps
+    target.generate(**prompts, **settings, assistant_model=drafter)
+    assert drafter.stats.num_plain_steps < max(1, plain), "NaN stayed in a buffer that calls share"
 
 
 class Columns(BaseStreamer):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specdec.decoding.acceptance import FollowTarget, coupled_choices
 from hf_specdec.decoding.candidates import DraftContext
@@ -78,6 +79,55 @@ def test_a_law_that_is_not_a_number_is_not_believed() -> None:
     target_probs = torch.tensor(LAWS["close"][0])
     _, choices = couple(target_probs, torch.full((4,), float("nan")))
     assert_follows(Counter(choices.flatten().tolist()), dict(enumerate(target_probs.tolist())))
+
+
+SCORES = [0.4, 0.3, 0.2, 0.1]
+
+
+def judged(tree: DraftTree, logits: Tensor, *, do_sample: bool) -> list[list[int]]:
+    """Per row the tokens that the rule accepts."""
+    rule = FollowTarget(LogitsProcessorList(), do_sample=do_sample, keep_scores=False)
+    rows = Sequences(tree.token_ids[:, :1], StoppingCriteriaList(), None, None)
+    return rule(tree, logits.clone(), rows).tokens
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_node_that_the_target_gives_nan_for_is_chosen_but_not_followed(known: bool, do_sample: bool) -> None:
+    logits = torch.full((3, 4, 8), -torch.inf)
+    logits[:, torch.arange(4), torch.tensor([5, 6, 7, 1])] = 0.0  # 5, then 6, then 7, then 1 for certain
+    logits[1, 2], logits[2, 0] = torch.nan, torch.nan
+    token_ids, parents = [[2, 5, 6, 7]] * 3, [[-1, 0, 1, 2]] * 3
+    tree = DraftTree.from_lists(token_ids, parents)
+    if not known:
+        tree = replace(tree, children=None)
+    assert judged(tree, logits, do_sample=do_sample) == [[5, 6, 7, 1], [5, 6], []]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_nan_behind_a_draft_leaves_the_law_of_its_token_as_it_is(drawn: bool) -> None:
+    laws = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(DRAWS, 1, -1)
+    drafts = torch.multinomial(laws[:, 0], 1)
+    tree = DraftTree.chain(
+        torch.cat([torch.zeros_like(drafts), drafts], 1), draft_probs=laws.contiguous() if drawn else None
+    )
+    logits = torch.tensor(SCORES).log().repeat(DRAWS, 2, 1)
+    # What follows is unknown for two of the tokens: rows that ended there would be told by their token.
+    logits[:, 1] = logits[:, 1].masked_fill(drafts % 2 == 0, torch.nan)
+    tokens = judged(tree, logits, do_sample=True)
+    assert_follows(Counter(row[0] for row in tokens), dict(enumerate(SCORES)))
+    assert {len(row) for row in tokens if row[0] % 2 == 0} == {1}
+    assert_follows(Counter(row[1] for row in tokens if len(row) > 1), dict(enumerate(SCORES)))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_for_a_root_alone_is_what_plain_decoding_makes_of_it(do_sample: bool) -> None:
+    tree, logits = DraftTree.root_only(torch.tensor([2])), torch.full((1, 1, 8), torch.nan)
+    if do_sample:
+        with pytest.raises(RuntimeError, match="nan"):
+            judged(tree, logits, do_sample=True)
+    else:
+        assert judged(tree, logits, do_sample=False) == [[int(logits[0, 0].argmax())]]
 
 
 def drawn_chains(depth: int, *, lengths: tuple[int, ...] = (), honest: bool = True) -> StubDrafter:
