@@ -316,17 +316,14 @@ class SpeculativeDecoding:
         going = from_host(active, self.root_ids.device)
         counts = (walk.num_accepted + 1) * going
         order = count_up(walk.path.shape[1], walk.path.device)
-        valid = order < counts.unsqueeze(1)
         features = output.features
         if features is not None:
             features = pick(features, walk.path.to(features.device))
-            # NaN of a round that comes to nothing would stay in the drafter's cache.
-            features = torch.where(valid.to(features.device).unsqueeze(-1), features, 0)
         outcome = RoundOutcome(
             token_ids=walk.path_ids,
             features=features,
             position_ids=self.root_positions.unsqueeze(1) + order,
-            valid=valid,
+            valid=order < counts.unsqueeze(1),
             num_committed=[],
             num_accepted=[],
             target_logits=output.logits,
