@@ -28,7 +28,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -418,7 +419,7 @@ def load_target(path: str) -> PreTrainedModel:
 
 def _write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict[str, Any]) -> None:
     """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its writers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not inherited from `_ctrl_c_ignored`
     signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # in order: what the progress bar holds is given back
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -431,6 +432,22 @@ def _write_share(rank: int, workers: int, target_path: str, documents: Path, set
     torch.set_num_threads(1)
     ids = json.loads(documents.read_text())
     write_continuations(load_target(target_path), ids, worker=(rank, workers), **settings)
+
+
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing to processes started here: it reaches their parent too, which ends them.
+
+    From their first instruction on: while they import, they could not yet say so themselves.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _continuations(
@@ -448,8 +465,9 @@ def _continuations(
             for rank in range(workers)
         ]
         try:
-            for share in shares:
-                share.start()
+            with _ctrl_c_ignored():
+                for share in shares:
+                    share.start()
             for share in shares:
                 share.join()
         finally:  # stopped from the keyboard, some still write

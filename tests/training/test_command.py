@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -225,7 +226,8 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
-def test_ctrl_c_ends_the_writers_without_a_word_from_them(place: Path) -> None:
+@pytest.mark.parametrize("moment", ["they start", "they write"])
+def test_ctrl_c_ends_the_writers_without_a_word_from_them(moment: str, place: Path) -> None:
     program = (
         "import signal, sys; from hf_specdec.cli import main\n"
         # As in a terminal: a shell's background jobs, whose children these tests may be, are deaf to Ctrl-C.
@@ -242,12 +244,19 @@ def test_ctrl_c_ends_the_writers_without_a_word_from_them(place: Path) -> None:
         start_new_session=True,  # a group of its own, which gets the signal as from a terminal
         text=True,
     )
+
+    def num_writers() -> int:
+        if moment == "they write":
+            return len(list(place.glob("work/continuations-*/part-00000[01]")))  # one of each
+        return sum("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process(process.pid).children())
+
     try:
         until = time.monotonic() + 120
-        while len(list(place.glob("work/continuations-*/part-00000[01]"))) < 2:  # one of each writer
+        while num_writers() < 2:
             assert process.poll() is None
             assert time.monotonic() < until
-            time.sleep(0.1)
+            time.sleep(0.1 if moment == "they write" else 0.01)
+        time.sleep(1 if moment == "they start" else 0)  # they import
         os.killpg(process.pid, signal.SIGINT)
         errors = process.communicate(timeout=60)[1]
     finally:
