@@ -353,7 +353,8 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
     """
     rejected = choices < 0
-    rejected[:, 1:] |= (choices.gather(1, tree.parents[:, 1:]) != tree.token_ids[:, 1:]) | ~tree.valid[:, 1:]
+    strays = choices.gather(1, tree.parents[:, 1:]) != tree.token_ids[:, 1:]
+    rejected[:, 1:].logical_or_(strays | ~tree.valid[:, 1:])
     blocked = (rejected.unsqueeze(1) & tree.ancestor_mask).any(-1)
     # Accepted nodes form one path, since siblings differ in their token; each is written at its depth, the rest aside.
     slots = tree.depths.masked_fill(blocked, tree.max_depth + 1)

@@ -51,6 +51,27 @@ def test_captured_rounds_give_the_tokens_of_plain_decoding(family: str, method: 
             assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist(), mode
 
 
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_that_the_target_has_no_numbers_for_change_no_token(
+    method: str, batch: str, sampling: dict[str, Any]
+) -> None:
+    target = fresh_target("llama", "sdpa", torch.float64).to("cuda")
+    prompts = {name: part.to("cuda") for name, part in PROMPTS[batch]().items()}
+    drafter: Any = METHODS[method](target)
+    if hasattr(drafter, "to"):
+        drafter.to("cuda", torch.float64)
+    settings = {**prompts, **GREEDY, **sampling}
+    alone = target.generate(**settings)
+    target.generate(**settings, assistant_model=drafter)  # pairs are tried once, on whatever tokens
+    unseen = sorted(set(range(64)) - set(alone.flatten().tolist()))
+    target.get_input_embeddings().weight.data[unseen[::4]] = torch.nan
+    for mode in ("none", "reduce-overhead", "reduce-overhead"):
+        drafter.set_options(compile_mode=mode)
+        assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist(), mode
+
+
 def test_a_capture_that_fails_leaves_stream_and_random_numbers_as_they_were() -> None:
     values, stream = torch.rand(3, device="cuda"), torch.cuda.current_stream()
     torch.manual_seed(0)
