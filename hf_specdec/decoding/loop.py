@@ -119,7 +119,6 @@ class SpeculativeDecoding:
         self.row_ids: Tensor  # the same on the device: a list would be sent there, and waited for, at every use
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
-        self.spoilt = False  # whether a round that was read late has to be made again without its drafts
         self.launched: Launched | None = None  # the latest round, if the host has yet to read what came of it
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
@@ -217,10 +216,6 @@ class SpeculativeDecoding:
 
     def round(self, generator: TreeCandidateGenerator) -> None:
         """Draft, verify while the drafter may go on, accept, commit."""
-        if self.spoilt:
-            self.leave_drafts_out()
-            if self.sequences.done:
-                return
         active = self.live(self.sequences.active)
         began = time.perf_counter()
         layers_run = self.target.num_layers_run
@@ -289,12 +284,9 @@ class SpeculativeDecoding:
 
     def leave_drafts_out(self) -> None:
         """The same where the host has learned it late: the next round, drafted meanwhile, is made one of its roots."""
-        if self.launched is not None:
-            self.read(self.launched)  # has made nothing of these rows either, or is what the target says after all
-            self.launched = None
+        assert self.early_tree is not None
         self.target.cache.wipe()
-        self.early_tree = None if self.early_tree is None else _without_drafts(self.early_tree)
-        self.spoilt = False
+        self.early_tree = _without_drafts(self.early_tree)
 
     def may_draft_early(self, generator: TreeCandidateGenerator, tree: DraftTree) -> bool:
         """Whether nothing that the host must know stands between this round and the next draft."""
@@ -340,26 +332,32 @@ class SpeculativeDecoding:
             self.early_tree = self.draft(generator, active)
         self.lap("tree")
         before, self.launched = self.launched, Launched(walk, outcome, active)
-        if before is not None:
-            self.read(before)
-        if self.sequences.done or (works_ahead(self.root_ids.device) and self.sequences.can_wait):
+        spoilt = before is not None and self.read(before)
+        may_wait = works_ahead(self.root_ids.device) and self.sequences.can_wait and not spoilt
+        if self.sequences.done or may_wait:
             return
-        self.read(self.launched)
+        spoilt |= self.read(self.launched)
         self.launched = None
+        if spoilt:
+            self.leave_drafts_out()
         self.drop_finished_rows(generator)
 
-    def read(self, launched: Launched) -> None:
-        """Waits for what came of a round. Rows that the round before has ended get nothing of it."""
+    def read(self, launched: Launched) -> bool:
+        """Waits for what came of a round. Rows that the round before has ended get nothing of it.
+
+        Returns:
+            Whether it came to nothing for some row, because the target gave NaN for its root (`FollowTarget`).
+        """
         outcome, acceptance = launched.outcome, launched.walk.read()
         outcome.num_accepted += acceptance.num_accepted
         counts = [len(tokens) if on else 0 for tokens, on in zip(acceptance.tokens, launched.active, strict=True)]
         outcome.num_committed += counts
         outcome.tokens += acceptance.tokens
         active = self.live(self.sequences.active)
-        self.spoilt |= _is_spoilt(acceptance, active)
         self.append(acceptance, None)
         self.count(acceptance, [on and bool(new) for on, new in zip(active, acceptance.tokens, strict=True)])
         self.lap("accept")
+        return _is_spoilt(acceptance, active)
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
         """The tree of this round, or a root alone where drafting does not pay."""
