@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("drafter", help="Hub id or folder")
     export.add_argument("--to", default="vllm", choices=["vllm"], help="the engine")
     export.add_argument("--output", type=Path, help="folder to write; the drafter's name and -vllm by default")
-    export.add_argument("--target-id", help="Hub id of the target; what the drafter names by default")
+    export.add_argument("--target-id", help="Hub id or folder of the target; what the drafter names by default")
     export.add_argument("--target-architecture", help="class of the target, such as LlamaForCausalLM")
     export.add_argument("--num-target-layers", type=int, help="layers of the target")
     _where(export)
@@ -202,7 +202,7 @@ def _export(arguments: argparse.Namespace) -> None:
         target_architecture=arguments.target_architecture,
         num_target_layers=arguments.num_target_layers,
     )
-    print(f"Wrote {folder}; after `hf upload <repo> {folder}`: vllm serve <repo>")
+    print(f"Wrote {folder}: vllm serve {folder}, or after `hf upload <repo> {folder}`: vllm serve <repo>")
 
 
 def _verify(arguments: argparse.Namespace) -> int:

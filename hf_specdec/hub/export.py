@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,7 +42,7 @@ def export_drafter(
     target_architecture: str | None = None,
     num_target_layers: int | None = None,
 ) -> Path:
-    """Writes a drafter so that another engine serves it: `vllm serve <repo of this folder>` brings the target itself.
+    """Writes a drafter so that another engine serves it: `vllm serve <folder or repo>` brings the target itself.
 
     EAGLE-3 and DFlash drafters are written in the speculators layout; `load_drafter` reads it, too.
 
@@ -50,7 +51,8 @@ def export_drafter(
         folder: where to; made if needed. It may hold an earlier export, which is overwritten. Upload it with
             `hf upload`.
         to: the engine.
-        target_id: Hub id of the target, which the engine loads; None for the one that the drafter names.
+        target_id: the target, which the engine loads: a Hub id, or the path of a folder, which is written in full and
+            must be the same where the engine runs (a warning says so). None for the one that the drafter names.
         target_architecture: class of the target, such as "LlamaForCausalLM"; engines only report it.
         num_target_layers: layers of the target; needed where the drafter reads EAGLE-3's default layers, and elsewhere
             to refuse layers that engines read differently.
@@ -59,8 +61,9 @@ def export_drafter(
         The folder.
 
     Raises:
-        ValueError: the engine cannot serve such a drafter, the target has no Hub id, the layout cannot say what the
-            drafter does, or the folder holds another checkpoint; the message says which, and nothing is written.
+        ValueError: the engine cannot serve such a drafter, the target has no Hub id and no path, the layout cannot say
+            what the drafter does, or the folder holds another checkpoint; the message says which, and nothing is
+            written.
         TypeError: `drafter` is no drafter.
     """
     check_is_drafter(drafter)
@@ -79,17 +82,19 @@ def export_drafter(
         why = _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
         raise ValueError(f"{name!r} cannot be exported to {to}: {why}. EAGLE-3 and DFlash drafters can.")
     target_id = drafter.config.target_name_or_path if target_id is None else target_id
-    if target_id is None or not is_hub_id(target_id):
+    place = _target_place(target_id)
+    if place is None:
         raise ValueError(
             f"{name!r} names {target_id!r} as its target, but {to} loads the target by its Hub id, of the form "
-            "'owner/name': name it (target_id, or --target-id of the command)."
+            "'owner/name', or by the path of its folder, and there is no folder of that path here: name it (target_id, "
+            "or --target-id of the command)."
         )
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.state_dict().items()}
     fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
     if num_target_layers is None:
         num_target_layers = getattr(drafter.config, "num_target_layers", None)
     target = {
-        "id": target_id,
+        "id": place,
         "architectures": [target_architecture] if target_architecture else [],
         "num_layers": num_target_layers,
     }
@@ -104,10 +109,28 @@ def export_drafter(
             f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or {to} would "
             "load more than the export. Clear it, or give another folder."
         )
+    if Path(place).is_absolute():
+        warnings.warn(
+            f"The export names its target by the folder {place!r}: the target has to be there on the machine that "
+            f"serves, or {to} does not find it. Where others are to serve the export, name the target's Hub id "
+            "(target_id, or --target-id of the command).",
+            stacklevel=2,
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     return folder
+
+
+def _target_place(target_id: str | None) -> str | None:
+    """What an engine finds the target by, a Hub id or the full path of a folder; None where it is neither.
+
+    A path in full may be one of another machine; any other is seen from here.
+    """
+    if target_id is None or (is_hub_id(target_id) and not target_id.startswith((".", "~"))):
+        return target_id
+    path = Path(target_id).expanduser()
+    return str(path.resolve()) if path.is_dir() else target_id if path.is_absolute() else None
 
 
 def _family(drafter: Drafter) -> str:

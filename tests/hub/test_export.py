@@ -212,8 +212,8 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
 @pytest.mark.parametrize(
     ("make", "settings", "arguments", "message"),
     [
-        (make_eagle3, {}, {"target_id": None}, "names None as its target, but vllm loads the target by its Hub id"),
-        (make_eagle3, {}, {"target_id": "/here/target"}, "names '/here/target' as its target"),
+        (make_eagle3, {}, {"target_id": None}, "names None as its target, but vllm loads the target by its Hub id, of"),
+        (make_eagle3, {}, {"target_id": "./absent"}, "names './absent' as its target.*no folder of that path here"),
         (make_eagle3, {"target_layer_ids": None}, {"num_target_layers": None}, "layers of the target: pass num_target"),
         (make_eagle3, {"target_layer_ids": [7]}, {}, "reads target layers .7. of 8, and engines disagree"),
         (make_eagle3, {"norm_before_head": False}, {}, "norm_before_head is false, and this layout always norms"),
@@ -242,7 +242,7 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
             make_dflash,
             {},
             {"target_id": "elsewhere"},
-            "its Hub id, of the form 'owner/name': name it \\(target_id, or --target-id",
+            "its Hub id, of the form 'owner/name', or.*: name it \\(target_id, or --target-id",
         ),
         (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
     ],
@@ -253,6 +253,27 @@ def test_what_cannot_be_exported_raises_and_writes_nothing(
     with pytest.raises(ValueError, match=message):
         export_drafter(make(target, **settings), tmp_path / "out", **{**TARGET, **arguments})
     assert not (tmp_path / "out").exists()
+
+
+def test_target_in_a_folder_is_exported_with_a_note_on_its_path(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_eagle3(target)
+    (tmp_path / "models" / "target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    # Also where it looks like a Hub id: transformers, too, takes the folder first.
+    for given in ("./models/target", "models/target"):
+        with pytest.warns(UserWarning, match="names its target by the folder '.*/models/target'.* has to be there"):
+            config = exported(drafter, tmp_path / "out", target_id=given)
+        verifier = config["speculators_config"]["verifier"]["name_or_path"]
+        assert verifier == str((tmp_path / "models" / "target").resolve())
+    # Of the machine that serves; nothing is known of it here.
+    with pytest.warns(UserWarning, match="names its target by the folder '/there/target'"):
+        config = exported(drafter, tmp_path / "out", target_id="/there/target")
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "/there/target"
+    drafter.config.target_name_or_path = str(tmp_path / "models" / "target")
+    with pytest.warns(UserWarning, match="--target-id"):
+        exported(drafter, tmp_path / "out", target_id=None)
 
 
 def test_what_is_no_drafter_raises(target: PreTrainedModel, tmp_path: Path) -> None:
