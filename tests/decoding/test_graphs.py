@@ -293,7 +293,7 @@ SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_wind
 VARIANTS: dict[str, dict[str, Any]] = {
     "as published": {},
     "windows": SLIDING,
-    "causal": {"is_causal": True},
+    "causal, as JetSpec": {"dflash_config": {"causal_head": True}},
     "anchor, own head": {"dflash_config": {"sample_from_anchor": True, "own_head": True, "own_embeddings": True}},
     "soft cap": {"final_logit_softcapping": 3.0},
 }

@@ -263,6 +263,11 @@ CASES = {
         ours={"is_causal": True, "dflash_config": {"target_layer_ids": [1, 5]}},
         written={"block_size": 5, "is_causal": True},
     ),
+    "JetSpec, full layers said to be causal": Case(
+        **ZLAB,
+        ours={"is_causal": True, "dflash_config": {"target_layer_ids": [1, 5]}},
+        written={"block_size": 5, "dflash_config": {"causal_head": True}},
+    ),
     "z-lab, use_swa": Case(
         **ZLAB,
         ours=SLIDING | {"is_causal": False, "dflash_config": {"target_layer_ids": [1, 5]}},

@@ -176,6 +176,9 @@ TRAPS: dict[str, Trap] = {
     "A6 causality: is_causal true for full layers, left aside": Trap(
         "z-lab, full layers said to be causal", {"is_causal": False}, says="place", place=2
     ),
+    "A6 causality: causal_head of JetSpec, left aside": Trap(
+        "JetSpec, full layers said to be causal", {"is_causal": False}, says="place", place=2
+    ),
     "A6 causality: use_swa is not causal, read as causal": Trap(
         "z-lab, use_swa", {"is_causal": True}, says="place", place=2
     ),

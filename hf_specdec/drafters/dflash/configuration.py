@@ -33,9 +33,9 @@ class DFlashConfig(Qwen3Config):
     Args:
         dflash_config: `mask_token_id` (id in the target's vocabulary, written into the slots to be filled),
             `target_layer_ids` (0-based target layers whose outputs are joined in this order; -1 is what enters the
-            first) and, in newer checkpoints, `block_size`; also `causal`, `use_swa`, `swa_window_size`. Not z-lab's,
-            but of drafters that come from other layouts: `sample_from_anchor`, `own_embeddings`, `own_head`,
-            `draft_vocab_size`.
+            first) and, in newer checkpoints, `block_size`; also `causal`, JetSpec's `causal_head`, `use_swa`,
+            `swa_window_size`. Not z-lab's, but of drafters that come from other layouts: `sample_from_anchor`,
+            `own_embeddings`, `own_head`, `draft_vocab_size`.
         block_size: slots of a block, the root's included, where it is not in `dflash_config`.
         num_target_layers: depth of the target, needed only where `target_layer_ids` is absent.
         is_causal: attention inside a block for every layer; None applies the rule of `block_is_causal`.
@@ -170,9 +170,9 @@ class DFlashConfig(Qwen3Config):
         An explicit setting wins; else sliding layers are causal inside the block and full layers are not, as the
         drafters were trained; `use_swa` without `layer_types` means sliding and not causal.
         """
-        explicit = self.is_causal if self.is_causal is not None else self.dflash_config.get("causal")
-        if explicit is not None:
-            return bool(explicit)
+        for explicit in (self.is_causal, self.dflash_config.get("causal"), self.dflash_config.get("causal_head")):
+            if explicit is not None:
+                return bool(explicit)
         return self.layer_types[layer] == "sliding_attention"
 
     @classmethod
