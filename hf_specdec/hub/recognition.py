@@ -15,6 +15,7 @@ from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH, DEEPSPEC_EAGLE3, is_deepspec_dflash, is_deepspec_eagle3
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.medusa import MEDUSA
+from hf_specdec.hub.formats.muse import MUSE, is_muse
 from hf_specdec.hub.formats.own import PREFIX, own_format
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specblock import SPECBLOCK, is_specblock
@@ -134,8 +135,9 @@ _BY_CONFIG: list[Rule] = [
     (_speculators("mtp"), Unread("speculators mtp", _MTP.missing)),
     (_speculators("eagle"), Unread("speculators eagle", "a reader for EAGLE-1, whose drafters have no head")),
     (lambda config: speculators_type(config) is not None, Unread("speculators", "a kind that is named and known")),
+    (is_muse, MUSE),
     (
-        _model_type("_assistant"),
+        lambda config: config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"),
         Unread(
             "transformers assistant",
             "the target's own keys and values, which it attends to: give it to stock generate without hf_specdec",

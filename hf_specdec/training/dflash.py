@@ -20,7 +20,7 @@ from hf_specdec.drafters.dflash.configuration import (
     DFlashConfig,
     default_target_layer_ids,
 )
-from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import (
     LK_ETA,
@@ -81,7 +81,7 @@ class DFlashStep(TrainingStep):
         self.num_anchors, self.loss, self.eta = num_anchors, loss, eta
         self.block_size, _ = _block(drafter.config)
         self.weights = position_weights(self.block_size, gamma)
-        self.embed_tokens = target.get_input_embeddings()
+        self.embed_tokens = block_embeddings(target)
         self.mask_token = torch.tensor([drafter.config.mask_token_id])
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
@@ -271,7 +271,7 @@ def block_masks(config: DFlashConfig, anchors: Tensor, context: int, dtype: torc
             own = own & (slot.unsqueeze(1) >= slot)
         if window is not None:
             past = past & (anchor + slot.unsqueeze(1) - entries < window)
-            own = own & (slot.unsqueeze(1) - slot < window)
+            own = own & ((slot.unsqueeze(1) - slot).abs() < window)
         visible = torch.cat([past, own.expand(batch, -1, -1)], dim=-1)
         lowest = torch.finfo(dtype).min
         built[window, causal] = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(

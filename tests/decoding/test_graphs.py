@@ -295,7 +295,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": SLIDING,
     "causal, as JetSpec": {"dflash_config": {"causal_head": True}},
     "anchor, own head": {"dflash_config": {"sample_from_anchor": True, "own_head": True, "own_embeddings": True}},
-    "soft cap": {"final_logit_softcapping": 3.0},
+    "soft cap, window in both directions": {
+        "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 3,
+        "is_causal": False,
+    },
 }
 
 

@@ -472,7 +472,6 @@ def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder:
         ({"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}, "speculators dflash2"),
         ({"speculators_model_type": "mtp"}, "speculators mtp"),
         ({"speculators_model_type": "eagle"}, "speculators eagle"),
-        ({"model_type": "muse_glimmer_assistant", "block_size": 16}, "transformers assistant"),
         ({"model_type": "gemma4_unified_assistant"}, "transformers assistant"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "DFlash 2"),
         ({"architectures": ["Lfm2DSparkDraftModel"]}, "DSpark"),

@@ -15,7 +15,7 @@ from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
-from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
 from hf_specdec.drafters.dflash.static import StaticBlocks
 
 
@@ -30,7 +30,7 @@ class DFlashMarginals(BlockMarginals):
         self.drafter = drafter
         self.block_size = drafter.block_size
         own = drafter.config
-        self.embed_tokens = drafter.embed_tokens if own.own_embeddings else target.model.get_input_embeddings()
+        self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
         self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
@@ -122,7 +122,7 @@ class DFlashMarginals(BlockMarginals):
             block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
             if window is not None:
                 context = context & (root[:, None, None] + slots.unsqueeze(1) - places.unsqueeze(1) < window)
-                block = block & (ahead < window)
+                block = block & (ahead.abs() < window)
             seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
             mask = torch.zeros(seen.shape, dtype=self.dtype, device=device)
             masks[window, causal] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -27,10 +28,12 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
     return [round(1 + index * span / (num_taps - 1)) for index in range(num_taps)]
 
 
+@strict  # for the type of vocab_size
 class DFlashConfig(Qwen3Config):
     """A Qwen3 decoder shape plus what DFlash adds.
 
     Args:
+        vocab_size: rows of the target's embedding; None where the checkpoint does not say, which is then not compared.
         dflash_config: `mask_token_id` (id in the target's vocabulary, written into the slots to be filled),
             `target_layer_ids` (0-based target layers whose outputs are joined in this order; -1 is what enters the
             first) and, in newer checkpoints, `block_size`; also `causal`, JetSpec's `causal_head`, `use_swa`,
@@ -44,6 +47,8 @@ class DFlashConfig(Qwen3Config):
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
+
+    vocab_size: int | None = 151936
 
     def __init__(
         self,
@@ -99,7 +104,13 @@ class DFlashConfig(Qwen3Config):
         for key in ("is_neox_style", "rope_is_neox_style"):
             if getattr(self, key, True) is False:  # keys of some published files, unknown to Qwen3Config
                 raise ValueError(f"{key} is false in this DFlash config: interleaved rotary positions are unsupported.")
-        if not 1 <= self.draft_vocab_size <= self.vocab_size or (self.maps_vocabulary and not self.own_head):
+        if self.vocab_size is None:
+            if self.own_embeddings or self.own_head or self.draft_vocab_size is not None:
+                raise ValueError(
+                    "This DFlash config has no vocab_size, and embeddings or a head of the drafter's own need it: add "
+                    "the target's to its config.json."
+                )
+        elif not 1 <= (self.draft_vocab_size or 0) <= self.vocab_size or (self.maps_vocabulary and not self.own_head):
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}, own_head {self.own_head} and vocab_size "
                 f"{self.vocab_size} in this DFlash config; a draft vocabulary is a part of the target's, and "
@@ -148,10 +159,9 @@ class DFlashConfig(Qwen3Config):
         return bool(self.dflash_config.get("own_head"))
 
     @property
-    def draft_vocab_size(self) -> int:
-        """Rows of the head."""
-        size: Any = self.dflash_config.get("draft_vocab_size", self.vocab_size)
-        return int(size)
+    def draft_vocab_size(self) -> Any:
+        """Rows of the head; None where it is the target's and the config has no vocabulary."""
+        return self.dflash_config.get("draft_vocab_size", self.vocab_size)
 
     @property
     def maps_vocabulary(self) -> bool:

@@ -34,6 +34,18 @@ from hf_specdec.drafters.vocabulary import check_draft_to_target
 MAX_TREE_BUDGET = 1024
 
 
+def block_embeddings(model: PreTrainedModel) -> nn.Module:
+    """What reads the tokens of a block, for drafters that borrow it from the target.
+
+    That is the target's own embedding, scaled where it scales (Gemma), but without a norm that it has behind its table
+    (Muse Glimmer's `embed_norm`): all DFlash drafters of that target were trained on the table itself.
+    """
+    embeddings = model.get_input_embeddings()
+    if not hasattr(embeddings, "embed_norm"):
+        return embeddings
+    return nn.Embedding.from_pretrained(embeddings.weight.detach())  # shares the memory
+
+
 class DFlashAttention(HeadProjections):
     """Attention of block slots over [cached context ; new context ; block]."""
 
@@ -116,6 +128,7 @@ class DFlashDrafter(PretrainedDrafter):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         if config.own_embeddings:
+            assert config.vocab_size is not None, "check() asks for it"
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -200,7 +213,7 @@ class DFlashDrafter(PretrainedDrafter):
             "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
             "Block size": f"{config.block_size}, the root's slot included",
             "Target layers read": ", ".join(map(str, config.target_layer_ids)),
-            "Vocabulary": f"{config.vocab_size}, mask token id {config.mask_token_id}",
+            "Vocabulary": f"{config.vocab_size or 'of the target'}, mask token id {config.mask_token_id}",
         }
 
     def check_options(self) -> None:
@@ -226,11 +239,12 @@ class DFlashDrafter(PretrainedDrafter):
             first_layer=-1,
         )
         name = self.name_or_path or type(self).__name__
+        vocab_size = config.vocab_size or model.get_input_embeddings().num_embeddings
         if config.maps_vocabulary:
-            check_draft_to_target(self.d2t, config.vocab_size, name)
-        if not 0 <= config.mask_token_id < config.vocab_size:
+            check_draft_to_target(self.d2t, vocab_size, name)
+        if not 0 <= config.mask_token_id < vocab_size:
             target_name = model.name_or_path or type(model).__name__
             raise ValueError(
                 f"Drafter {name!r} writes mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
-                f"{config.vocab_size} embeddings. {way_out(self)}"
+                f"{vocab_size} embeddings. {way_out(self)}"
             )

@@ -125,7 +125,7 @@ def _masks(
         if window is not None:
             first = (lengths.unsqueeze(1) + distance - (window - 1)).clamp(min=0)
             fresh = fresh & (distance.unsqueeze(-1) - new < window)
-            block = block & (ahead < window)
+            block = block & (ahead.abs() < window)
         context = (cached >= first.unsqueeze(-1)) & (cached < lengths[:, None, None])
         seen = torch.cat([context, fresh, block.expand(batch, -1, -1)], dim=-1)
         mask = torch.zeros(seen.shape, dtype=source.dtype, device=device)

@@ -128,6 +128,18 @@ _DEFAULTS: dict[str, Config] = {
         "initializer_range": 0.02,
         "attention_bias": False,
     },
+    "muse_glimmer_assistant": {
+        "hidden_size": 6656,
+        "intermediate_size": 19968,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "sliding_window": 2048,
+    },
 }
 
 
@@ -151,7 +163,7 @@ def with_defaults(fields: Config, model_type: str) -> Config:
         raise ValueError(f"model_type of the draft layers is {model_type!r}; known are {sorted(_DEFAULTS)}.")
     shape = _DEFAULTS[model_type] | {name: fields[name] for name in _SHAPE if fields.get(name) is not None}
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if type(shape[name]) is not int or shape[name] < 1:
+        if name in shape and (type(shape[name]) is not int or shape[name] < 1):
             raise ValueError(f"{name} is {shape[name]!r}; it must be a positive integer.")
     shape.setdefault("num_key_value_heads", shape["num_attention_heads"])
     shape.setdefault("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
@@ -186,8 +198,12 @@ def mlp_shapes(layer: str, shape: Config) -> Shapes:
     return found
 
 
-def rope_parameters(fields: Config) -> Config:
-    """The rotary settings of a config, old or new; a base that is named nowhere is 10000, as in Llama code.
+def rope_parameters(fields: Config, base: float = 10000.0) -> Config:
+    """The rotary settings of a config, old or new.
+
+    Args:
+        fields: of the config.
+        base: where it names none; that of Llama code.
 
     Example:
         >>> rope_parameters({"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
@@ -196,7 +212,7 @@ def rope_parameters(fields: Config) -> Config:
     parameters = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     parameters.setdefault("rope_type", parameters.get("type", "default"))
     theta = fields.get("rope_theta")
-    parameters.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    parameters.setdefault("rope_theta", base if theta is None else theta)
     return parameters
 
 

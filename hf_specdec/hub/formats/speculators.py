@@ -130,6 +130,11 @@ def write_dflash(fields: Config, target: Config) -> Config:
     ):
         if block.get(key):
             raise ValueError(f"{key} is {block[key]!r}, and {why}.")
+    if fields["vocab_size"] is None:
+        raise ValueError(
+            "vocab_size is None, and this layout names the target's vocabulary: set drafter.config.vocab_size to the "
+            "number of rows of the target's embedding first."
+        )
     if fields.get("final_logit_softcapping") is not None:
         raise ValueError("final_logit_softcapping is set, and this layout has no cap on logits.")
     kinds = {(fields["windows"][layer], fields["causal"][layer]) for layer in range(layers)}

@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "sliding, not causal": {
         "layer_types": ["sliding_attention", "sliding_attention"],
-        "sliding_window": 6,
+        "sliding_window": 3,  # shorter than the block
         "use_sliding_window": True,
         "is_causal": False,
     },
@@ -62,7 +62,7 @@ def reference_logits(drafter: DFlashDrafter, target: PreTrainedModel, ids: Tenso
         for slot in range(config.block_size):
             for entry in range(len(positions)):
                 ahead = entry - (length - 1) > slot
-                too_far = window is not None and length - 1 + slot - int(positions[entry]) >= window
+                too_far = window is not None and abs(length - 1 + slot - int(positions[entry])) >= window
                 if (causal and ahead) or too_far:
                     mask[slot, entry] = -1e9
         masks.append(mask[None, None])
