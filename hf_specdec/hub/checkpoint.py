@@ -5,12 +5,15 @@ Needs neither torch nor transformers, so that `inspect_drafter` and `load_drafte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.host_keys import CODE, without_host_keys
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_headers, read_json, weight_files
 from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.formats.keys import check_keys
 from hf_specdec.hub.formats.medusa import MEDUSA
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.recognition import recognise
@@ -37,23 +40,35 @@ _COUNTS = ("num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
 
 
 def read_config(
-    folder: Path, source: Source, families: Iterable[tuple[Callable[[dict[str, Any]], bool], Format]] = ()
+    folder: Path,
+    source: Source,
+    families: Iterable[tuple[Callable[[dict[str, Any]], bool], Format]] = (),
+    defaults: Callable[[Format], Mapping[str, Any]] = lambda format: {},
 ) -> tuple[Format, dict[str, Any]]:
-    """The format of a checkpoint, and its `config.json`.
+    """The format of a checkpoint, and its `config.json`; warns of keys that are dropped or mean nothing here.
 
     Args:
         folder: where `config.json` is.
         source: what the user asked for; the headers of weights are fetched from it where the config leaves doubt.
         families: as for `recognise`.
+        defaults: gives what missing fields mean to the host's config class of a format's drafters.
 
     Raises:
         OSError: a file is not there.
-        ValueError: it is no drafter, is quantised, has a field or a file that cannot be read, or is of a size that no
-            drafter has.
+        ValueError: it is no drafter, is quantised, has a field, a key or a file that cannot be read, or is of a size
+            that no drafter has.
     """
     name = source.name
     fields = read_json(folder / CONFIG_FILE, name)
     _check_kinds(fields, name)
+    config = f"{CONFIG_FILE} of {name!r}"
+    fields, dropped = without_host_keys(fields)
+    if dropped:
+        warnings.warn(
+            f"{config} has {', '.join(dropped)}, by which transformers would load or run what the checkpoint names: "
+            "dropped.",
+            stacklevel=3,
+        )
 
     def tensor_names() -> Collection[str]:
         others = [*SAFEAILAB.other_weights, *MEDUSA.other_weights]
@@ -64,7 +79,7 @@ def read_config(
             return ()  # no weights: what the config lacks is the better thing to say
 
     format = recognise(fields, name, tensor_names, families)
-    if "quantization_config" in fields:
+    if fields.get("quantization_config") is not None:
         raise ValueError(
             f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
             "load the checkpoint that it was made from."
@@ -76,8 +91,12 @@ def read_config(
                 raise ValueError(
                     f"{name!r} has a file {file}: {why}. Without it few drafts would be accepted: use another drafter."
                 )
-    fields.pop("transformers_weights", None)  # would have the host look for weights in a file of its choice
+    fields.pop("quantization_config", None)
     _check_counts(fields, name)
+    if format.keys is not None:
+        known = {key: value for key, value in fields.items() if key not in CODE}
+        for note in check_keys(format.keys, known, defaults(format), config, format.name):
+            warnings.warn(note, stacklevel=3)
     return format, fields
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
 from hf_specdec.hub.formats.base import Format
@@ -43,6 +45,7 @@ class Inspection:
         tensors: name in the file -> shape.
         dtypes: number type, by safetensors' name -> tensors stored in it.
         files: weight files.
+        notes: keys of its config that are dropped, not acted on, or mean nothing here.
         problems: why it would not load, or would draft badly; empty where nothing was found.
     """
 
@@ -55,6 +58,7 @@ class Inspection:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, int] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -78,6 +82,8 @@ class Inspection:
             rows["largest"] = ", ".join(f"{name} {list(shape)}" for name, shape in largest)
         width = max(map(len, rows)) + 2
         lines = [self.name, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
+        if self.notes:
+            lines += ["notes:", *(f"  - {note}" for note in self.notes)]
         if not self.problems:
             return "\n".join([*lines, "  no problems found"])
         return "\n".join([*lines, "problems:", *(f"  - {problem}" for problem in self.problems)])
@@ -108,9 +114,20 @@ def inspect_drafter(
     source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir)
     found = Inspection(source.name)
     folder = source.locate([CONFIG_FILE])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _look(found, source, folder)
+    found.notes += [str(warning.message) for warning in said]
+    return found
+
+
+def _look(found: Inspection, source: Source, folder: Path) -> None:
+    """Fills in what the files tell; warns of what is no problem."""
     try:
         format, fields = read_config(folder, source)
         found.format, found.family = format.name, format.family
+        for key in (key for key in CODE if fields.get(key)):
+            warnings.warn(f"{CONFIG_FILE} names Python code ({key}), which is never run here.", stacklevel=2)
         headers = _headers(source, folder, format)
         beside = source.locate(list(format.beside), revision=folder.name) if format.beside else folder
         held = {name for file, names in format.beside.items() if (beside / file).is_file() for name in names}
@@ -121,7 +138,6 @@ def inspect_drafter(
             found.problems += _own_files(source, folder, format, fields)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
-    return found
 
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:

@@ -6,6 +6,7 @@ with the target, and from the headers alone whether the weights are complete. Fi
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections import Counter
@@ -84,7 +85,7 @@ def load_drafter(
         usable_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
-    format, fields = read_config(folder, source, registered_formats())
+    format, fields = read_config(folder, source, registered_formats(), _host_defaults)
     family = FAMILIES[format.family]
     if family.load is not None:
         host_model: Any = _load_host_model(family, fields, source, folder, asked_dtype, target, drafting_options)
@@ -152,6 +153,12 @@ def registered_formats() -> list[tuple[Callable[[dict[str, Any]], bool], Format]
         for family in FAMILIES.values()
         if family.recognises is not None
     ]
+
+
+def _host_defaults(format: Format) -> dict[str, Any]:
+    """What missing fields mean to the config class of a format's drafters, for keys of a newer transformers."""
+    config_class = getattr(FAMILIES[format.family].drafter, "config_class", None)
+    return {field.name: field.default for field in dataclasses.fields(config_class)} if config_class else {}
 
 
 def _load_host_model(

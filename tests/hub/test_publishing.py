@@ -84,11 +84,12 @@ PUBLISHED: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "is_encoder_decoder": False,
     "temperature": 0.7,
-    "some_later_key": {"nested": [1, None]},
+    "some_later_key": None,
     "transformers_version": "4.51.0",
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*later.*=None, a key that the reader of dflash does not know:UserWarning")
 @pytest.mark.parametrize(
     "own",
     [
@@ -139,6 +140,7 @@ def test_what_changed_since_is_written(tmp_path: Path) -> None:
     assert saved["rope_theta"] == saved["rope_parameters"]["rope_theta"] == 7e5
 
 
+@pytest.mark.filterwarnings("ignore:.* has some_later_key=None:UserWarning")
 def test_block_size_that_is_said_twice_stays_the_same_in_both_places(tmp_path: Path) -> None:
     own = {"block_size": 5, "dflash_config": {"mask_token_id": 1, "block_size": 5}}
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | own))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter
 from hf_specdec.drafters.pretrained import loading_differences
+from hf_specdec.host_keys import without_host_keys
 
 
 def is_causal_lm(config: dict[str, Any]) -> bool:
@@ -24,18 +26,22 @@ def is_causal_lm(config: dict[str, Any]) -> bool:
     return any(name in names for name in config.get("architectures") or ())
 
 
-def whole_model(source: str | Path, name: str, **settings: Any) -> PreTrainedModel:
+def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
     """A language model whose every weight is that of its files.
 
     Args:
-        source: a folder or a Hub id.
+        source: its folder.
         name: of the model, for messages.
-        settings: for `from_pretrained`.
+        settings: for `from_pretrained`; without a `config` among them, that of the folder is read.
 
     Raises:
         OSError: as `from_pretrained`.
-        ValueError: the weights are not those that the config describes; names them.
+        ValueError: transformers knows no such model, or the weights are not those that the config describes; names
+            them.
     """
+    if "config" not in settings:
+        fields, _ = without_host_keys(json.loads((source / "config.json").read_text(encoding="utf-8")))
+        settings["config"] = _parsed(fields)
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         use_safetensors=True,
@@ -52,6 +58,21 @@ def whole_model(source: str | Path, name: str, **settings: Any) -> PreTrainedMod
     return model
 
 
+def _parsed(config: dict[str, Any]) -> PreTrainedConfig:
+    """The config object of a `config.json`.
+
+    Raises:
+        ValueError: transformers knows no such model.
+    """
+    if not is_causal_lm(config):
+        raise ValueError(
+            f"transformers {transformers.__version__} has no language model of architectures "
+            f"{config.get('architectures')!r} and model_type {config.get('model_type')!r}."
+        )
+    parsed: PreTrainedConfig = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    return parsed
+
+
 def load(config: dict[str, Any], name: str, folder: Path, dtype: torch.dtype | None, weights: bool) -> CausalLMDrafter:
     """Makes the drafter.
 
@@ -65,16 +86,11 @@ def load(config: dict[str, Any], name: str, folder: Path, dtype: torch.dtype | N
     Raises:
         ValueError: transformers knows no such model, or the weights are not those that the config describes.
     """
-    if not is_causal_lm(config):
-        raise ValueError(
-            f"transformers {transformers.__version__} has no language model of architectures "
-            f"{config.get('architectures')!r} and model_type {config.get('model_type')!r}."
-        )
-    parsed = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    parsed = _parsed(config)
     parsed.name_or_path = name
     if not weights:
         with torch.device("meta"):
-            blueprint = CausalLMDrafter(AutoModelForCausalLM.from_config(parsed))
+            blueprint = CausalLMDrafter(AutoModelForCausalLM.from_config(parsed, trust_remote_code=False))
         blueprint.tokenizer_folder = folder
         return blueprint
     model = whole_model(folder, name, config=parsed, dtype=dtype or "auto", local_files_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_specdec.hub.files import StoredTensor
+from hf_specdec.hub.formats.keys import Section
 
 if TYPE_CHECKING:  # a checkpoint is told by its config and headers alone, without torch
     from pathlib import Path
@@ -46,6 +47,7 @@ class Format:
         read: puts a `config.json` and the headers of the weights in our terms. Before the weights are there it is asked
             with None for them, and returns None where the config alone does not say enough. Raises ValueError, naming
             the field, if the checkpoint makes no sense.
+        keys: of its `config.json`; None for plain language models, whose configs are the host's own to read.
         other_weights: files that may hold the weights where there is no `model.safetensors`, the first that is there;
             pickles among them are opened with `weights_only` alone.
         beside: further files of the layout, and the tensors (our names) that each holds where it is there.
@@ -63,6 +65,7 @@ class Format:
     name: str
     family: str
     read: Callable[[Config, Headers | None], Reading | None]
+    keys: Section | None = None
     other_weights: tuple[str, ...] = ()
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
 from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
 from hf_specdec.hub.formats.eagle3 import eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.keys import decoder
 
 
 def is_deepspec_dflash(fields: Config) -> bool:
@@ -58,5 +59,28 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
 
 # What DeepSpec's README says of all of them.
 _TRAINING = {"chat_template": True, "thinking": False}
-DEEPSPEC_DFLASH = Format("DFlash (DeepSpec)", "dflash", read_dflash, shapes=dflash_shapes, training=_TRAINING)
-DEEPSPEC_EAGLE3 = Format("EAGLE-3 (DeepSpec)", "eagle3", read_eagle3, shapes=eagle3_shapes, training=_TRAINING)
+# The configs are copies of the target's: a rotary share in them is the target's, draft layers turn whole heads.
+_TARGETS = ("partial_rotary_factor", "target_model_type", "target_text_model_type")
+_TAPS = ("num_target_layers", "target_layer_ids", "target_model_name_or_path")
+DEEPSPEC_DFLASH = Format(
+    "DFlash (DeepSpec)",
+    "dflash",
+    read_dflash,
+    decoder(
+        "block_size", "enable_confidence_head", "markov_rank", "mask_token_id", "sample_from_anchor", *_TAPS,
+        idle=("confidence_head_with_markov", "markov_head_type", "num_anchors", *_TARGETS),
+    ),
+    shapes=dflash_shapes,
+    training=_TRAINING,
+)  # fmt: skip
+DEEPSPEC_EAGLE3 = Format(
+    "EAGLE-3 (DeepSpec)",
+    "eagle3",
+    read_eagle3,
+    decoder(
+        "draft_vocab_size", "target_hidden_size", *_TAPS,
+        idle=("draft_num_hidden_layers", "step_loss_decay", "ttt_length", *_TARGETS),
+    ),
+    shapes=eagle3_shapes,
+    training=_TRAINING,
+)  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes
+from hf_specdec.hub.formats.keys import decoder
 
 _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
 
@@ -72,6 +73,8 @@ MEDUSA = Format(
     "Medusa",
     "medusa",
     read,
+    # A whole model beside its heads, refused by its tensors, has a decoder's config.
+    decoder("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers"),
     other_weights=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
     shapes=medusa_shapes,
 )

@@ -20,6 +20,7 @@ from hf_specdec.hub.formats.base import (
     with_defaults,
 )
 from hf_specdec.hub.formats.dflash import dflash_shapes
+from hf_specdec.hub.formats.keys import decoder
 
 MODEL_TYPE = "muse_glimmer_assistant"
 _NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -58,4 +59,10 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return Reading(ours, {name: _NAMES.get(name, name) for name in stored or () if not re.search(ROTARY, name)})
 
 
-MUSE = Format("DFlash (transformers)", "dflash", read, shapes=dflash_shapes)
+MUSE = Format(
+    "DFlash (transformers)",
+    "dflash",
+    read,
+    decoder("block_size", "mask_token_id", "target_layer_ids", only={"attention_bias": (False,), "mlp_bias": (False,)}),
+    shapes=dflash_shapes,
+)

@@ -11,6 +11,7 @@ from pathlib import Path
 from hf_specdec.hub.files import CONFIG_FILE
 from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
 from hf_specdec.hub.formats.eagle3 import eagle3_shapes
+from hf_specdec.hub.formats.keys import HOST, OURS, Section, decoder
 from hf_specdec.hub.formats.medusa import medusa_shapes
 
 PREFIX = "hf_specdec_"
@@ -57,6 +58,31 @@ def missing_draft_model(fields: Config, folder: Path | None) -> list[str]:
     return [] if found else [f"the draft model should be in {place!r}, seen from the checkpoint, but it is not there"]
 
 
+# Of each family, what its config class adds to those of the host.
+_KEYS = {
+    "eagle3": decoder(
+        "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_before_head", "norm_before_residual", "norm_output",
+        "own_embeddings", "qk_norm", "target_hidden_size", "target_layer_ids", *OURS,
+    ),
+    "medusa": Section(
+        OURS.union(("hidden_size", "medusa_num_heads", "medusa_num_layers", "own_head", "vocab_size")), HOST
+    ),
+    "specbound": Section(
+        OURS.union((
+            "alpha", "calibration", "d_max", "draft_vocab_size", "exit_layers", "head", "head_module", "hidden_size",
+            "learn_refusals", "lora_rank", "num_target_layers", "target_head_sample", "threshold", "use_exit_layers",
+            "vocab_size", "w_max",
+        )),
+        HOST,
+    ),
+    "specbranch": Section(
+        OURS.union((
+            "draft_hidden_size", "draft_model", "draft_num_layers", "dropout", "h_rad", "h_rad_sizes",
+            "min_confidence", "num_feature_layers", "num_target_layers", "target_hidden_size",
+        )),
+        HOST,
+    ),
+}  # fmt: skip
 _SHAPES = {"eagle3": eagle3_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
 
 
@@ -84,4 +110,6 @@ def own_format(config: Config, name: str) -> Format | None:
         )
     files = specbound_files if family == "specbound" else lambda fields: {}
     missing = missing_draft_model if family == "specbranch" else lambda fields, folder: []
-    return Format(family, family, as_it_is, shapes=_SHAPES.get(family), own_files=files, missing=missing)
+    return Format(
+        family, family, as_it_is, _KEYS.get(family), shapes=_SHAPES.get(family), own_files=files, missing=missing
+    )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
-from hf_specdec.hub.formats.specforge import eagle_config
+from hf_specdec.hub.formats.keys import decoder
+from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, eagle_config
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
@@ -24,6 +25,7 @@ SAFEAILAB = Format(
     "EAGLE-3 (SafeAILab)",
     "eagle3",
     read,
+    decoder("draft_vocab_size", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
     shapes=eagle3_shapes,

@@ -20,6 +20,7 @@ from hf_specdec.hub.formats.base import (
     mlp_shapes,
     with_defaults,
 )
+from hf_specdec.hub.formats.keys import OURS, decoder
 
 # A frozen copy of the target's embedding: official checkpoints leave it out, some savers do not.
 _LEFT_OUT = re.compile(rf"{ROTARY}|^input_layer\.embed_tokens\.")
@@ -79,4 +80,15 @@ def shapes(fields: Config) -> Shapes:
     return found
 
 
-SPECBLOCK = Format("specblock", "specblock", read, shapes=shapes, beside={"vocab_mapping.pt": ("d2t", "t2d")})
+SPECBLOCK = Format(
+    "specblock",
+    "specblock",
+    read,
+    decoder(
+        "block_positions", "block_size", "diffspec_draft_token_num", "draft_condition", "draft_condition_norm",
+        "draft_head_dim", "draft_vocab_size", "layer_wise_shift", "prefix_broadcast", "qk_norm", "rank_classes",
+        "rank_features_top", "rank_state", "target_hidden_size", "target_layer_ids", *OURS,
+    ),
+    shapes=shapes,
+    beside={"vocab_mapping.pt": ("d2t", "t2d")},
+)  # fmt: skip

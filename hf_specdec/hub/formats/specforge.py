@@ -6,8 +6,29 @@ next draft step. Source: shared facts on formats, section 5.1 and A2, A6; sgl-pr
 
 from __future__ import annotations
 
+from typing import Any
+
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.keys import Section, decoder
+
+# Of a config with an `eagle_config`; the rest of what nvidia's trainer writes there says how its layer is made.
+EAGLE_CONFIG: dict[str, Any] = {
+    "idle": ("bias", "target_model_type", "truncated_vocab_size"),  # told by the tensors, or the target's
+    "nested": {
+        "eagle_config": Section(
+            read=frozenset(("eagle_aux_hidden_state_layer_ids", "norm_before_fc")),
+            only={
+                "next_layer_regular": (True,),
+                "parallel_draft_step": (1,),
+                "use_aux_hidden_state": (True,),
+                "use_input_layernorm_in_first_layer": (True,),
+                "use_last_layernorm": (True,),
+                "use_mtp_layernorm": (False,),
+            },
+        )
+    },
+}
 
 
 def eagle_config(fields: Config) -> Config:
@@ -37,6 +58,7 @@ SPECFORGE = Format(
     "EAGLE-3 (SpecForge)",
     "eagle3",
     read,
+    decoder("draft_vocab_size", "fc_norm", "norm_output", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
     shapes=eagle3_shapes,

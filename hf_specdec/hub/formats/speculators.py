@@ -13,6 +13,7 @@ from typing import Any
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
 from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.keys import HOST, Section, decoder
 
 _EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -68,8 +69,16 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
             f"target_hidden_size is {fields['target_hidden_size']!r} and hidden_size {ours['hidden_size']!r}: DFlash "
             "drafters of another width than their target are not supported."
         )
+    causal = fields["transformer_layer_config"].get("is_causal")
     if fields.get("sliding_window_non_causal"):
-        ours["is_causal"] = False  # otherwise sliding layers are causal inside the block, and full layers are not
+        if causal:
+            raise ValueError(
+                "sliding_window_non_causal is true, and transformer_layer_config.is_causal too: remove the one that "
+                "the drafter was not trained with."
+            )
+        causal = False
+    if causal is not None:  # otherwise sliding layers are causal inside the block, and full layers are not
+        ours["is_causal"] = bool(causal)
     block = {
         "block_size": fields.get("block_size", 8),
         "mask_token_id": fields.get("mask_token_id"),
@@ -221,7 +230,48 @@ def _states(taps: list[int], target: Config) -> list[int]:
     return [layer + 1 for layer in taps]
 
 
+# How engines draft with it, and its target.
+_DRAFTING = Section(
+    idle=frozenset(("algorithm", "default_proposal_method", "proposal_methods")),
+    nested={
+        "verifier": Section(frozenset(("name_or_path",)), frozenset(("architectures",)), descriptive=True),
+    },
+    descriptive=True,
+)
+
+
+def _keys(*read: str, layer: Section) -> Section:
+    """The keys of an envelope around a layer config."""
+    return Section(
+        frozenset(("draft_vocab_size", "speculators_model_type", "target_hidden_size", *read)),
+        HOST.union(("embed_requires_grad", "speculators_version")),
+        nested={"speculators_config": _DRAFTING, "transformer_layer_config": layer},
+    )
+
+
 SPECULATORS = {
-    "eagle3": Format("EAGLE-3 (speculators)", "eagle3", read_eagle3, check=check_vocabulary_maps, shapes=eagle3_shapes),
-    "dflash": Format("DFlash (speculators)", "dflash", read_dflash, check=check_vocabulary_maps, shapes=dflash_shapes),
+    "eagle3": Format(
+        "EAGLE-3 (speculators)",
+        "eagle3",
+        read_eagle3,
+        # The number of taps is that of their list.
+        _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
+        check=check_vocabulary_maps,
+        shapes=eagle3_shapes,
+    ),
+    "dflash": Format(
+        "DFlash (speculators)",
+        "dflash",
+        read_dflash,
+        _keys(
+            "aux_hidden_state_layer_ids",
+            "block_size",
+            "mask_token_id",
+            "sample_from_anchor",
+            "sliding_window_non_causal",
+            layer=decoder("is_causal"),
+        ),
+        check=check_vocabulary_maps,
+        shapes=dflash_shapes,
+    ),
 }

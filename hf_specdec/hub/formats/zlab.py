@@ -11,10 +11,11 @@ from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, as_it_is
 from hf_specdec.hub.formats.dflash import dflash_shapes
+from hf_specdec.hub.formats.keys import OURS, Section, decoder
 
 _NESTED = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "own_embeddings", "own_head", "draft_vocab_size")
-# `DFlashConfig` reads it in either place.
-_EITHER = ("block_size",)
+# Read in either place.
+_EITHER = ("block_size", "num_target_layers")
 
 
 def is_zlab(config: Config) -> bool:
@@ -45,7 +46,14 @@ def read(fields: Config, stored: Headers | None) -> Reading:
             f"dflash_config.target_hidden_size is {nested['target_hidden_size']!r} and hidden_size "
             f"{fields.get('hidden_size')!r}: DFlash drafters of another width than their target are not supported."
         )
+    if nested.get("layer_ids") not in (None, nested.get("target_layer_ids")):
+        raise ValueError(
+            f"dflash_config.layer_ids is {nested['layer_ids']!r} and target_layer_ids "
+            f"{nested.get('target_layer_ids')!r}; only the second is read: correct it, or remove layer_ids."
+        )
     rest = {key: value for key, value in fields.items() if key not in _NESTED}
+    if rest.get("num_target_layers") is None and nested.get("num_target_layers") is not None:
+        rest["num_target_layers"] = nested["num_target_layers"]
     return as_it_is(rest | {"dflash_config": nested}, stored)
 
 
@@ -60,10 +68,47 @@ def _check_causality(top: Any, block: Config) -> None:
         raise ValueError(f"{values}: they contradict each other. Remove those that the drafter was not trained with.")
 
 
+# What other networks that say to be DFlash's have, and the values with which it is not there.
+_NOT_PLAIN: dict[str, tuple[Any, ...]] = {
+    "enable_confidence_head": (False,),
+    "input_embedding_scale": (1,),
+    "markov_rank": (0,),
+    "output_multiplier": (1,),
+}
+_BLOCK = Section(
+    read=frozenset(
+        (
+            "attention_sink_bias", "causal", "causal_head", "layer_ids", "num_target_layers", "swa_window_size",
+            "target_hidden_size", "use_swa", *_NESTED, *_EITHER,
+        )
+    ),
+    idle=frozenset(("runtime_block_size",)),  # of engines; shorter than the trained one
+    only=_NOT_PLAIN
+    | {
+        "attention_mode": ("gqa", "mha"),  # told by the numbers of heads
+        "projector_type": ("dflash",),
+        "pure_draft_prefix_len": (0,),
+        "shift_label": (False,),
+        "use_aux_hidden_state": (True,),
+    },
+)  # fmt: skip
 ZLAB = Format(
     "dflash",
     "dflash",
     read,
+    decoder(
+        "dflash_config",
+        "final_logit_softcapping",
+        "is_causal",
+        "is_neox_style",
+        "num_target_layers",
+        "rope_is_neox_style",
+        *_NESTED,
+        *_EITHER,
+        *OURS,
+        only=_NOT_PLAIN,
+        nested={"dflash_config": _BLOCK},
+    ),
     shapes=dflash_shapes,
     refused={"mask_embedding.pt": "a learned vector in place of the mask token's embedding, which is not supported"},
 )

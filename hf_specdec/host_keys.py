@@ -1,0 +1,59 @@
+"""Keys of a config by which transformers would load or run what a checkpoint names: dropped, or never acted on.
+
+All that transformers 5.23 reads of a config to that end, and what becomes of it here:
+
+- `attn_implementation`, `experts_implementation`, with and without an underscore, at the top or nested, one name or one
+  for each part: a kernel on the Hub ("owner/kernel"), or one fetched from there where a package is missing
+  ("flash_attention_2"). Dropped: which attention a drafter runs with is chosen here.
+- `fusion_config` patches classes of transformers; `distributed_config` spreads a model over devices;
+  `transformers_weights` and `configuration_files` name files in place of the usual ones. Dropped.
+- Other keys that begin with an underscore are private state of config objects, as `_auto_class`, or comments. Dropped
+  without a word.
+- `auto_map` and `custom_pipelines` name Python files. Kept at the top, since drafters are saved as they were published,
+  and never acted on: nothing here trusts code of a checkpoint. Dropped where nested.
+- `quantization_config`, whose methods bring kernels of transformers' choice: refused for drafters in
+  `hub/checkpoint.py`.
+
+`use_kernels`, `kernel_config`, `tp_plan`, `device_map` and `gguf_file` are arguments of `from_pretrained`; in a config
+nothing reads them. No key of `generation_config.json` is of this kind: `custom_generate` is a folder of code, which is
+not trusted either. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+DROPPED = frozenset(
+    (
+        "attn_implementation", "configuration_files", "distributed_config", "experts_implementation", "fusion_config",
+        "transformers_weights",
+    )
+)  # fmt: skip
+CODE = ("auto_map", "custom_pipelines")
+
+
+def without_host_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
+    """A config without the keys that are dropped, and those of them that say something, with their values.
+
+    Example:
+        >>> without_host_keys({"hidden_size": 8, "text_config": {"_attn_implementation": "owner/kernel"}})
+        ({'hidden_size': 8, 'text_config': {}}, ["text_config._attn_implementation='owner/kernel'"])
+    """
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for key, value in fields.items():
+        named = key.removeprefix("_") in DROPPED or (key in CODE and bool(place))
+        if named or key.startswith("_"):
+            if named and value is not None:
+                dropped.append(f"{place}{key}={reprlib.repr(value)}")
+            continue
+        parts = value if isinstance(value, list) else [value]
+        cleaned = []
+        for part in parts:
+            if isinstance(part, dict):
+                part, more = without_host_keys(part, f"{place}{key}.")
+                dropped += more
+            cleaned.append(part)
+        kept[key] = cleaned if isinstance(value, list) else cleaned[0]
+    return kept, dropped

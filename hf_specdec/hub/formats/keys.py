@@ -1,0 +1,158 @@
+"""Which keys of a `config.json` each reader knows. A key that it does not know is named, never left aside.
+
+A `Section` lists the keys of one object of a config: those that the reader reads, those that it need not read, and
+those that it need not read as long as they have certain values. Every `Format` has one. Values are the business of the
+readers; keys that make the host load or run something are dropped in `hub/host_keys.py`, before keys are compared.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """The keys of one object of a config.
+
+    Attributes:
+        read: those that the reader reads.
+        idle: those that change nothing that the drafter computes.
+        only: those that change it, by the values for which the reader is right without reading them.
+        nested: the objects in it, by their keys.
+        descriptive: whether nothing in it changes what the drafter computes, whatever its keys.
+    """
+
+    read: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    nested: Mapping[str, Section] = field(default_factory=dict)
+    descriptive: bool = False
+
+
+def check_keys(section: Section, fields: Config, defaults: Mapping[str, Any], file: str, format: str) -> list[str]:
+    """Compares the keys of a config with those that its reader knows.
+
+    Args:
+        section: the reader's.
+        fields: the config.
+        defaults: what fields at the top that are missing mean to the host's config class, where that is at hand; a key
+            with such a value says nothing.
+        file: which file it is and of what, for messages.
+        format: name of the layout, for messages.
+
+    Returns:
+        A sentence for each unknown key that changes nothing.
+
+    Raises:
+        ValueError: an unknown key may change what the drafter computes; names all such keys, with their values.
+    """
+    refused, idle = [], []
+    for place, key, value, part in _unknown(section, fields, ""):
+        shown = f"{place}{key}={reprlib.repr(value)}"
+        if key in part.only:
+            allowed = " or ".join(sorted({repr(each) for each in part.only[key] if each is not None}))
+            refused.append(f"{shown} (supported is {allowed})")
+        elif value is None or part.descriptive:
+            idle.append(
+                f"{file} has {shown}, a key that the reader of {format} does not know; it changes nothing here."
+            )
+        elif not place and key in defaults and defaults[key] == value:
+            continue
+        else:
+            known = [*part.read, *part.only, *part.nested]
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            refused.append(f"{shown}{f' (did you mean {near[0]}?)' if near else ''}")
+    if refused:
+        raise ValueError(
+            f"{file} has {', '.join(refused)}: the reader of {format} does not know what the drafter computes with "
+            "that. Update hf_specdec, or use another drafter; where you know that a key changes nothing, remove it "
+            "from a copy of the checkpoint."
+        )
+    return idle
+
+
+def _unknown(section: Section, fields: Config, place: str) -> Iterator[tuple[str, str, Any, Section]]:
+    """Place, key and value of what a section does not know, and the section."""
+    for key, value in fields.items():
+        if key in section.nested:
+            if isinstance(value, dict):
+                yield from _unknown(section.nested[key], value, f"{place}{key}.")
+        elif key in section.only:
+            if value is not None and value not in section.only[key]:
+                yield place, key, value, section
+        elif key not in section.read and key not in section.idle:
+            yield place, key, value, section
+
+
+# What the host writes into every config, or did in earlier versions, and no drafter computes with.
+HOST = frozenset(
+    (
+        # Of the file and of outputs.
+        "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type", "name_or_path",
+        "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class", "torch_dtype", "torchscript",
+        "transformers_version", "use_bfloat16", "use_cache", "use_return_dict",
+        # Of classifiers, encoders and decoders of other kinds.
+        "add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "id2label", "is_decoder", "label2id",
+        "num_labels", "prefix", "problem_type", "pruned_heads", "task_specific_params", "tf_legacy_loss",
+        "tie_encoder_decoder",
+        # Of training.
+        "attention_dropout", "initializer_range", "pretraining_tp",
+        # Of generation, which drafters leave to the target.
+        "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
+        "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+        "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty",
+        "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+        "output_scores", "pad_token_id", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+        "sep_token_id", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+        # Embeddings and head are told by the tensors.
+        "tie_word_embeddings",
+    )
+)  # fmt: skip
+# Of targets with experts, whose configs many drafters' are copied from: a draft layer with experts has other tensors.
+EXPERTS = frozenset(
+    (
+        "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
+        "num_experts_per_tok", "num_local_experts", "output_router_logits", "router_aux_loss_coef",
+    )
+)  # fmt: skip
+ROPE = Section(
+    read=frozenset(
+        (
+            "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor",
+            "low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_theta",
+            "rope_type", "short_factor", "truncate", "type",
+        )
+    ),
+    # Of images: the positions of text are the same on all axes.
+    idle=frozenset(("mrope_interleaved", "mrope_section")),
+    only={"partial_rotary_factor": (1,)},
+)  # fmt: skip
+ROPES = {"rope_parameters": ROPE, "rope_scaling": ROPE}
+DECODER = frozenset(
+    (
+        "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+        "max_position_embeddings", "max_window_layers", "mlp_bias", "num_attention_heads", "num_hidden_layers",
+        "num_key_value_heads", "rms_norm_eps", "rope_theta", "sliding_window", "use_sliding_window", "vocab_size",
+    )
+)  # fmt: skip
+WHOLE_ROTARY = {"partial_rotary_factor": (1,), "rope_interleaved": (False,)}
+# What every config of a drafter that this library saves may have.
+OURS = frozenset(("drafting_options", "target_name_or_path", "target_revision", "target_tokenizer_sha256"))
+
+
+def decoder(
+    *read: str,
+    idle: tuple[str, ...] = (),
+    only: Mapping[str, tuple[Any, ...]] | None = None,
+    nested: Mapping[str, Section] | None = None,
+) -> Section:
+    """The section of a decoder's config that has further keys."""
+    return Section(
+        DECODER.union(read), HOST | EXPERTS.union(idle), {**WHOLE_ROTARY, **(only or {})}, {**ROPES, **(nested or {})}
+    )
