@@ -430,6 +430,11 @@ CASES = {
             "layer": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True},
         },
     ),
+    "speculators dflash, layers said to be causal": Case(
+        **SPEC_DFLASH,
+        ours={"dflash_config": {"target_layer_ids": [1, 5]}, "is_causal": True},
+        written={"aux_hidden_state_layer_ids": [2, 6], "layer": {"is_causal": True}},
+    ),
     "deepspec dflash, the root's slot predicts and nothing says so": Case(
         **DEEP_DFLASH,
         ours={"dflash_config": {"target_layer_ids": [-1, 5], "sample_from_anchor": True, **OWN}},

@@ -267,6 +267,12 @@ def test_speculators_config_that_makes_no_sense_raises(
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 4}},
             "block_size is 5 at the top and 4 in dflash_config",
         ),
+        (
+            make_dflash,
+            as_speculators_dflash,
+            {"sliding_window_non_causal": True},
+            "sliding_window_non_causal is true, and transformer_layer_config.is_causal too",
+        ),
         (make_specblock, as_specblock, {"block_size": 9}, "block_size is 9 and diffspec_draft_token_num 3"),
     ],
 )
@@ -274,7 +280,8 @@ def test_field_with_two_values_raises_and_said_twice_is_fine(
     make: Any, write: Any, change: Fields, message: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     drafter = make(target)
-    config, tensors = write(drafter)
+    speculators = {"aux_hidden_state_layer_ids": [1, 3], "layer": {"is_causal": True}}
+    config, tensors = write(drafter, **(speculators if write is as_speculators_dflash else {}))
     config |= {"block_size": drafter.config.block_size}
     save(tmp_path, config, tensors)
     load_drafter(tmp_path, target)

@@ -262,6 +262,16 @@ def test_draft_model_of_a_pair_and_generation_settings_name_no_kernel(target: Pr
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"_attn_implementation": "owner/kernel"}))
     drafter: Any = load_drafter(tmp_path, target)
     assert drafter.draft_model.config._attn_implementation == "sdpa"
+    for text, message in (
+        ("[]", "is no JSON object .it holds a list"),
+        ('{"model_type": "x"}', "no language model of"),
+    ):
+        (tmp_path / "draft_model" / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_drafter(tmp_path, target)
+    (tmp_path / "draft_model" / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="draft_model' has no config.json"):
+        load_drafter(tmp_path, target)
 
 
 def test_nested_keys_are_dropped_and_named() -> None:

@@ -545,3 +545,5 @@ def test_quantised_checkpoint_raises(folder: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="is quantised .*'fp8'.*, and quantised drafters are not supported"):
         load_drafter(folder)
+    change_config(folder, quantization_config=None)
+    load_drafter(folder)

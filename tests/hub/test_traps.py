@@ -188,6 +188,9 @@ TRAPS: dict[str, Trap] = {
     "A6 causality: sliding_window_non_causal true, left aside": Trap(
         "speculators dflash, sliding layers not causal", {"is_causal": None}, says="place", place=2
     ),
+    "A6 causality: is_causal of speculators' layers, left aside": Trap(
+        "speculators dflash, layers said to be causal", {"is_causal": None}, says="place", place=2
+    ),
     "A6 sliding_window: left aside": Trap("z-lab, sliding layers are causal", {"sliding_window": 512}),
     "A6 swa_window_size: left aside": Trap(
         "z-lab, use_swa", {"sliding_window": 512, "dflash_config.swa_window_size": 512}

@@ -35,13 +35,12 @@ def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
         settings: for `from_pretrained`; without a `config` among them, that of the folder is read.
 
     Raises:
-        OSError: as `from_pretrained`.
-        ValueError: transformers knows no such model, or the weights are not those that the config describes; names
-            them.
+        OSError: as `from_pretrained`, or there is no config.
+        ValueError: the config cannot be read, transformers knows no such model, or the weights are not those that the
+            config describes; names them.
     """
     if "config" not in settings:
-        fields, _ = without_host_keys(json.loads((source / "config.json").read_text(encoding="utf-8")))
-        settings["config"] = _parsed(fields)
+        settings["config"] = _config_of(source, name)
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         use_safetensors=True,
@@ -56,6 +55,20 @@ def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
             f"{differences}. Nothing was loaded: check that weights and config.json are of one checkpoint."
         )
     return model
+
+
+def _config_of(folder: Path, name: str) -> PreTrainedConfig:
+    """The config of a folder, without what would load or run something of its choice."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{name!r} has no config.json, so it is not a language model.")
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds a {type(fields).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config.json of {name!r} is no JSON object ({error}); copy or download it again.") from error
+    return _parsed(without_host_keys(fields)[0])
 
 
 def _parsed(config: dict[str, Any]) -> PreTrainedConfig:

@@ -240,11 +240,18 @@ _DRAFTING = Section(
 )
 
 
+# Attributes of the writer's class, not of the drafter, which its older versions wrote as well.
+_OF_THE_CLASS = (
+    "attribute_map", "base_config_key", "base_model_ep_plan", "base_model_pp_plan", "base_model_tp_plan",
+    "has_no_defaults_at_init", "is_composition", "keys_to_ignore_at_inference", "sub_configs",
+)  # fmt: skip
+
+
 def _keys(*read: str, layer: Section) -> Section:
     """The keys of an envelope around a layer config."""
     return Section(
         frozenset(("draft_vocab_size", "speculators_model_type", "target_hidden_size", *read)),
-        HOST.union(("embed_requires_grad", "speculators_version")),
+        HOST.union(("embed_requires_grad", "speculators_version", *_OF_THE_CLASS)),
         nested={"speculators_config": _DRAFTING, "transformer_layer_config": layer},
     )
 
