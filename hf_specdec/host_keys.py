@@ -31,6 +31,18 @@ DROPPED = frozenset(
     )
 )  # fmt: skip
 CODE = ("auto_map", "custom_pipelines")
+MOST_SHOWN, MOST_CHARACTERS = 6, 60
+
+
+def shown(place: str, key: str, value: Any) -> str:
+    """A key of a config and its value, for messages; long ones are cut."""
+    return f"{place}{key}"[:MOST_CHARACTERS] + f"={reprlib.repr(value)}"
+
+
+def listed(items: list[str]) -> str:
+    """The first of many items, and how many more there are."""
+    more = len(items) - MOST_SHOWN
+    return ", ".join(items[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def without_host_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
@@ -46,7 +58,7 @@ def without_host_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str
         named = key.removeprefix("_") in DROPPED or (key in CODE and bool(place))
         if named or key.startswith("_"):
             if named and value is not None:
-                dropped.append(f"{place}{key}={reprlib.repr(value)}")
+                dropped.append(shown(place, key, value))
             continue
         parts = value if isinstance(value, list) else [value]
         cleaned = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.host_keys import CODE, without_host_keys
+from hf_specdec.host_keys import CODE, listed, without_host_keys
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_headers, read_json, weight_files
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.keys import check_keys
@@ -65,7 +65,7 @@ def read_config(
     fields, dropped = without_host_keys(fields)
     if dropped:
         warnings.warn(
-            f"{config} has {', '.join(dropped)}, by which transformers would load or run what the checkpoint names: "
+            f"{config} has {listed(dropped)}, by which transformers would load or run what the checkpoint names: "
             "dropped.",
             stacklevel=3,
         )
@@ -95,8 +95,12 @@ def read_config(
     _check_counts(fields, name)
     if format.keys is not None:
         known = {key: value for key, value in fields.items() if key not in CODE}
-        for note in check_keys(format.keys, known, defaults(format), config, format.name):
-            warnings.warn(note, stacklevel=3)
+        if idle := check_keys(format.keys, known, defaults(format), config, format.name):
+            warnings.warn(
+                f"{config} has {listed(idle)}, which the reader of {format.name} does not know; nothing here changes "
+                "by that.",
+                stacklevel=3,
+            )
     return format, fields
 
 

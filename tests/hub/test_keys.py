@@ -66,9 +66,7 @@ def test_unknown_key_is_named_in_an_error_and_without_a_value_in_a_warning(
     CASES[case].save(build(CASES[case], target), tmp_path)
     place = f"{section}." if section else ""
     change(tmp_path, section, gate_of_next_year=None)
-    with pytest.warns(
-        UserWarning, match=f"has {place}gate_of_next_year=None, a key that the reader of .* changes noth"
-    ):
+    with pytest.warns(UserWarning, match=f"has {place}gate_of_next_year=None, which the reader of .* does not know"):
         load_drafter(tmp_path)
     found = inspect_drafter(tmp_path)
     assert found.problems == []
@@ -134,6 +132,14 @@ def test_misspelt_key_is_answered_with_the_nearest(target: PreTrainedModel, tmp_
     change(tmp_path, "dflash_config", swa_windowsize=4)
     with pytest.raises(ValueError, match=r"has dflash_config.swa_windowsize=4 \(did you mean swa_window_size\?\)"):
         load_drafter(tmp_path)
+
+
+def test_thousands_of_unknown_keys_are_named_in_short(target: PreTrainedModel, tmp_path: Path) -> None:
+    METHODS["dflash"](target).save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    change(tmp_path, "", **{f"{'key' * 1000}{number}": "value" * 1000 for number in range(3000)})
+    with pytest.raises(ValueError, match="and 2994 more: the reader of dflash") as error:
+        load_drafter(tmp_path)
+    assert len(str(error.value)) < 1500
 
 
 def test_key_of_a_newer_host_at_its_default_says_nothing() -> None:

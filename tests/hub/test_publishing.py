@@ -89,7 +89,7 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*later.*=None, a key that the reader of dflash does not know:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*later.*=None, which the reader of dflash does not know:UserWarning")
 @pytest.mark.parametrize(
     "own",
     [

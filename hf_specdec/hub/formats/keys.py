@@ -8,10 +8,11 @@ readers; keys that make the host load or run something are dropped in `hub/host_
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from hf_specdec.host_keys import MOST_SHOWN, listed, shown
 
 Config = dict[str, Any]
 
@@ -47,30 +48,26 @@ def check_keys(section: Section, fields: Config, defaults: Mapping[str, Any], fi
         format: name of the layout, for messages.
 
     Returns:
-        A sentence for each unknown key that changes nothing.
+        The unknown keys that change nothing, with their values.
 
     Raises:
         ValueError: an unknown key may change what the drafter computes; names all such keys, with their values.
     """
     refused, idle = [], []
     for place, key, value, part in _unknown(section, fields, ""):
-        shown = f"{place}{key}={reprlib.repr(value)}"
+        found = shown(place, key, value)
         if key in part.only:
             allowed = " or ".join(sorted({repr(each) for each in part.only[key] if each is not None}))
-            refused.append(f"{shown} (supported is {allowed})")
+            refused.append(f"{found} (supported is {allowed})")
         elif value is None or part.descriptive:
-            idle.append(
-                f"{file} has {shown}, a key that the reader of {format} does not know; it changes nothing here."
-            )
-        elif not place and key in defaults and defaults[key] == value:
-            continue
-        else:
-            known = [*part.read, *part.only, *part.nested]
+            idle.append(found)
+        elif place or key not in defaults or defaults[key] != value:
+            known = [*part.read, *part.only, *part.nested] if len(refused) < MOST_SHOWN else []
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-            refused.append(f"{shown}{f' (did you mean {near[0]}?)' if near else ''}")
+            refused.append(f"{found}{f' (did you mean {near[0]}?)' if near else ''}")
     if refused:
         raise ValueError(
-            f"{file} has {', '.join(refused)}: the reader of {format} does not know what the drafter computes with "
+            f"{file} has {listed(refused)}: the reader of {format} does not know what the drafter computes with "
             "that. Update hf_specdec, or use another drafter; where you know that a key changes nothing, remove it "
             "from a copy of the checkpoint."
         )
