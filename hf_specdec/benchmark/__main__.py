@@ -24,11 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_specdec
 from hf_specdec.benchmark import records, speed, ways
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
-from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, check_chat, load_prompts, render
+from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, load_prompts, render
 from hf_specdec.benchmark.records import Environment, Note, Picture, Record
 from hf_specdec.benchmark.report import markdown, page
 from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenise
 from hf_specdec.benchmark.ways import BUNDLED, Way
+from hf_specdec.chat_template import uses_template
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.hub.loading import floating_dtype, usable_device
 from hf_specdec.visualize.page import pictures
@@ -147,8 +148,7 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
         raise ValueError(f"No --drafter was given for target {name!r}; name at least one, 'ngram' needs no weights.")
     texts, of_set = _prompts(arguments, name, bundled)
     model, tokenizer = _load_target(arguments, name)
-    chat = arguments.chat == "on" or (arguments.chat == "auto" and bool(tokenizer.chat_template))
-    check_chat(tokenizer, name, chat=chat, thinking=arguments.thinking)
+    chat = uses_template(tokenizer, name, chat=arguments.chat, thinking=arguments.thinking)
     rendered = [(render(prompt, tokenizer, chat=chat, thinking=arguments.thinking), prompt) for prompt in texts]
 
     notes: list[Record] = []

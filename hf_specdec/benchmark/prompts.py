@@ -1,7 +1,7 @@
 """Prompt sets: the bundled one, a JSONL file, or the field's sets by name through `datasets`.
 
 A set is a list of `Prompt`s with a group each, so that a speedup can be told for code and for chat apart. What a chat
-template makes of them is decided in `render`.
+template makes of them is decided in `hf_specdec/chat_template.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from hf_specdec import chat_template
+from hf_specdec.chat_template import Thinking
 from hf_specdec.drafters.registry import unknown_name
-
-Thinking = Literal["default", "on", "off"]
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 # Spec-Bench's six groups: the eight categories of MT-Bench are one of them.
@@ -187,32 +187,7 @@ def _taking_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def render(prompt: Prompt, tokenizer: Any, *, chat: bool, thinking: Thinking) -> str:
-    """The text that is tokenised: the prompt as it is, or as the tokenizer's chat template wraps it.
-
-    Args:
-        prompt: of the set.
-        tokenizer: the target's.
-        chat: whether to use its chat template.
-        thinking: "on" and "off" are handed to the template as `enable_thinking`; "default" leaves it to the template.
-    """
+    """The text that is tokenised: the prompt as it is, or as the tokenizer's chat template wraps it."""
     if not chat:
         return prompt.text
-    switch = {} if thinking == "default" else {"enable_thinking": thinking == "on"}
-    messages = [{"role": "user", "content": prompt.text}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch))
-
-
-def check_chat(tokenizer: Any, name: str, *, chat: bool, thinking: Thinking) -> None:
-    """Raises ValueError if the tokenizer cannot do what is asked of its chat template."""
-    template = str(tokenizer.chat_template or "")
-    if chat and not template:
-        raise ValueError(f"--chat on: the tokenizer of {name!r} has no chat template. Use --chat off.")
-    if thinking != "default" and not chat:
-        raise ValueError(
-            f"--thinking {thinking} is a setting of the chat template, but --chat is off: the prompts of {name!r} are "
-            "used as they are. Leave --thinking out, or use --chat on."
-        )
-    if thinking != "default" and "enable_thinking" not in template:
-        raise ValueError(
-            f"--thinking {thinking}: the chat template of {name!r} knows no enable_thinking. Leave --thinking out."
-        )
+    return chat_template.render([{"role": "user", "content": prompt.text}], tokenizer, thinking=thinking)

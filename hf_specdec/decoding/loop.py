@@ -196,7 +196,7 @@ class SpeculativeDecoding:
         if prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
             token_ids = torch.nn.functional.pad(token_ids, (new - prompt_length, 0))
         tree = DraftTree.root_only(token_ids[:, -1])
-        _, _, acceptance = self.judge(tree, output, [True] * batch)  # the first token goes out here
+        _, _, acceptance = self.judge(tree, output, [False] * batch)  # the first token goes out here
         # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
         self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
         generator.observe(
@@ -247,7 +247,6 @@ class SpeculativeDecoding:
         self.lap("accept")
         if not all(active):  # a row that waits for the others goes on from the root it has
             self.root_ids = self.root_ids.where(from_host(active, roots.device), roots)
-        self.count(acceptance, active)
         if self.trace is not None:
             notes = generator.describe(tree) if tree.num_nodes > 1 else None
             self.trace.add(tree, acceptance, active, self.sequences.lengths, notes)
@@ -354,8 +353,8 @@ class SpeculativeDecoding:
         outcome.num_committed += counts
         outcome.tokens += acceptance.tokens
         active = self.live(self.sequences.active)
-        self.append(acceptance, None)
         self.count(acceptance, [on and bool(new) for on, new in zip(active, acceptance.tokens, strict=True)])
+        self.append(acceptance, None)
         self.lap("accept")
         return _is_spoilt(acceptance, active)
 
@@ -418,6 +417,12 @@ class SpeculativeDecoding:
     ) -> tuple[DraftTree, TargetOutput, Acceptance]:
         """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here.
 
+        Args:
+            tree: that was verified.
+            output: of the target.
+            active: per row, whether this is a round of it; of none in the prefill.
+            ahead: see `FollowTarget`.
+
         Returns:
             What was accepted, behind the tree and the output that it was accepted of: those given, or their roots alone
             where the target gave NaN for one of these (`FollowTarget`).
@@ -428,6 +433,7 @@ class SpeculativeDecoding:
             roots = _without_drafts(tree)
             return self.judge(roots, self.verify_anew(roots), active)
         self.root_ids = acceptance.bonus_ids
+        self.count(acceptance, active)  # before its tokens are streamed: who reads along may ask what was drafted
         kept = self.append(acceptance, acceptance.scores)
         if self.rows is None:
             self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)

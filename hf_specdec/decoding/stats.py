@@ -16,7 +16,8 @@ class SpeculationStats:
 
     A round ("spec step" in vLLM's names) is one draft, one target forward, one commit, of one row: a batch of three
     rows counts three. The prefill is no round. Accepted tokens exclude the root and the bonus token, and are counted
-    as verified, before a stopping criterion cuts the last round short.
+    as verified, before a stopping criterion cuts the last round short. A round is counted before its tokens are
+    streamed, so a streamer can tell its drafted tokens from the bonus token.
 
     Attributes:
         method: the drafter's method, for reports.

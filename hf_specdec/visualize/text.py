@@ -5,32 +5,53 @@ After Figure 6 of the SpecBlock paper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from typing import Any
 
 from hf_specdec.decoding.trace import Trace
 
 
-def pieces(trace: Trace, tokenizer: Any, row: int = 0) -> Iterator[tuple[str, bool]]:
-    """The text a row wrote, piece by piece, and whether it was drafted.
+class TextPieces:
+    """Tokens as text, as they come. A character may be spread over several tokens: it comes with the last of them.
 
-    A character may be spread over several tokens: it comes with the last of them.
+    Args:
+        decode: token ids as text.
     """
-    tokens = trace.output(row)
-    ids: list[int] = []
-    told = ""
-    for token, drafted in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if text.endswith("�") and len(ids) < len(tokens):
-            continue
-        if text.startswith(told):
-            yield text[len(told) :], drafted
-            told = text
-        else:  # a tokenizer that rewrites what came before: token by token then
-            yield tokenizer.decode([token]), drafted
-            told = text
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self._ids: list[int] = []  # of the latest piece and of what has no text yet: how a token reads depends on both
+        self._told = 0  # how many of them are of that piece
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; empty where a character goes on in the next one."""
+        self._ids.append(token)
+        held = len(self._ids) - self._told
+        # A character has at most four bytes, so after four tokens the sign stands for bytes that are no text.
+        if self.decode(self._ids).endswith("\N{REPLACEMENT CHARACTER}") and held < 4:
+            return ""
+        return self.rest()
+
+    def rest(self) -> str:
+        """The text of the tokens that have none yet: of a character that was cut off."""
+        before, text = self.decode(self._ids[: self._told]), self.decode(self._ids)
+        new = self._ids[self._told :]
+        # A tokenizer may rewrite what came before: these tokens by themselves then.
+        piece = text.removeprefix(before) if text.startswith(before) else self.decode(new)
+        if new:
+            self._ids, self._told = new, len(new)
+        return piece
+
+
+def pieces(trace: Trace, tokenizer: Any, row: int = 0) -> Iterator[tuple[str, bool]]:
+    """The text a row wrote, piece by piece, and whether it was drafted."""
+    text, drafted = TextPieces(tokenizer.decode), False
+    for token, drafted in trace.output(row):
+        if piece := text.add(token):
+            yield piece, drafted
+    if piece := text.rest():
+        yield piece, drafted
 
 
 def shaded_text(trace: Trace, tokenizer: Any, row: int = 0) -> str:

@@ -260,6 +260,23 @@ def test_who_waits_for_tokens_gets_them_when_their_round_is_done(events: list[st
         assert rounds == ["verify", "read"] * drafter.stats.num_target_forwards
 
 
+def test_a_round_is_counted_before_its_tokens_are_streamed() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
+    rounds: list[int] = []
+
+    class Counts(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            rounds.append(len(drafter.stats.per_step_accepted[0]) if drafter.stats else 0)
+
+        def end(self) -> None:
+            pass
+
+    target.generate(**prompts, **GREEDY, streamer=Counts(), assistant_model=drafter)
+    accepted = drafter.stats.per_step_accepted[0]
+    assert rounds[2:] == [number for number, kept in enumerate(accepted, 1) for _ in range(kept + 1)][: NEW - 1]
+
+
 def test_nothing_is_read_late_on_a_cpu(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:

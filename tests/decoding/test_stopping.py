@@ -282,6 +282,23 @@ def test_streamer_hears_tokens_before_the_run_ends(target: PreTrainedModel) -> N
     assert heard == [2 + 3 * index for index in range(len(heard))]
 
 
+def test_a_round_is_counted_before_its_tokens_are_streamed(target: PreTrainedModel) -> None:
+    prompts = PROMPTS["batch of one"]()
+    drafter = right_for([3, 0, 1], script_of(target, prompts))
+    counted: list[list[int]] = []
+
+    class Counts(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            counted.append(list(drafter.stats.per_step_accepted[0]) if drafter.stats else [])
+
+        def end(self) -> None:
+            pass
+
+    target.generate(**prompts, **GREEDY, streamer=Counts(), assistant_model=drafter)
+    # The prompt, the first token, then drafted tokens and a bonus token of each round.
+    assert counted[2:10] == [[3]] * 4 + [[3, 0]] + [[3, 0, 1]] * 2 + [[3, 0, 1, 3]]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_several_sequences_per_prompt_are_returned(target: PreTrainedModel, method: str) -> None:
     prompts = PROMPTS["ragged batch of three"]()
