@@ -5,6 +5,7 @@
     hf-specdec export <drafter> --to vllm               export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
+    hf-specdec chat <target> <drafter>                  the same, with messages in the target's chat template
     hf-specdec train ...                                from hf_specdec.training.command import main; main([...])
     hf-specdec bench ...                                from hf_specdec.benchmark.__main__ import main; main([...])
 
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_specdec.chat import Conversation
     from hf_specdec.drafters.base import Drafter
 
 
@@ -140,11 +142,30 @@ def _parser() -> argparse.ArgumentParser:
         "model.generate(**inputs, assistant_model=drafter)",
     )
     _pair(generate)
-    generate.add_argument("--prompt", required=True, help="text; - reads it from stdin")
-    generate.add_argument("--max-new-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    generate.add_argument("--seed", type=_seed, default=0)
-    _where(generate)
+    generate.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        dest="prompts",
+        help="text; - reads it from stdin. With a chat template it may be repeated: the turns of a conversation, each "
+        "answered before the next",
+    )
+    generate.add_argument(
+        "--chat",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="use the target's chat template; auto (default): where its tokenizer has one",
+    )
+    _writing(generate, max_new_tokens=128)
+
+    chat = command(
+        "chat",
+        _chat,
+        "talk with a target in the terminal, or answer the lines of stdin; drafted tokens are green",
+        "model.generate(**tokenizer.apply_chat_template(messages, ...), assistant_model=drafter)",
+    )
+    _pair(chat)
+    _writing(chat, max_new_tokens=512)
 
     for name, text in (("train", "train a drafter for a target"), ("bench", "measure ways of decoding")):
         commands.add_parser(name, help=f"{text}; `hf-specdec {name} --help` lists its options", add_help=False)
@@ -171,6 +192,15 @@ def _pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="drafting option; may be repeated"
     )
+
+
+def _writing(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    parser.add_argument("--system", help="system message of the chat template")
+    parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"default: {max_new_tokens}")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--seed", type=_seed, default=0)
+    _where(parser)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -220,25 +250,96 @@ def _generate(arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoTokenizer, TextStreamer
 
-    text = _stdin() if arguments.prompt == "-" else arguments.prompt
+    from hf_specdec.chat_template import uses_template
+
+    prompts = [_stdin() if prompt == "-" else prompt for prompt in arguments.prompts]
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    if uses_template(tokenizer, arguments.target, chat=arguments.chat, thinking=arguments.thinking):
+        _answer(arguments, tokenizer, prompts)
+        return
+    reason = "--chat is off" if tokenizer.chat_template else f"the tokenizer of {arguments.target!r} has none"
+    if arguments.system is not None:
+        raise ValueError(
+            f"--system {arguments.system!r} is a message of the chat template, but {reason}: leave it out."
+        )
+    if len(prompts) > 1:
+        raise ValueError(
+            f"--prompt was given {len(prompts)} times, which are the turns of a conversation in a chat template, but "
+            f"{reason}: give one."
+        )
+    inputs = tokenizer(prompts[0], return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"--prompt {prompts[0]!r} has no tokens, so there is nothing to continue: give a text.")
     model = _load_target(arguments)
     drafter = _load(arguments, model)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    settings: dict[str, Any] = {"do_sample": False}
-    if arguments.temperature:
-        settings = {"do_sample": True, "temperature": arguments.temperature}
-    inputs = tokenizer(text, return_tensors="pt")
-    if not inputs["input_ids"].numel():
-        raise ValueError(f"--prompt {text!r} has no tokens, so there is nothing to continue: give a text.")
     torch.manual_seed(arguments.seed)
     model.generate(
         **inputs.to(model.device),
-        **settings,
+        **_sampling(arguments),
         assistant_model=drafter,
         max_new_tokens=arguments.max_new_tokens,
         streamer=TextStreamer(tokenizer),
     )
     print(drafter.stats, file=sys.stderr)
+
+
+def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -> None:
+    """The turns of a conversation: answers on stdout, statistics on stderr."""
+    conversation = _conversation(arguments, tokenizer)
+
+    def write(piece: str, *figures: Any) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    for prompt in prompts:
+        if len(prompts) > 1:
+            print(f"> {prompt}", flush=True)
+        answer = conversation.ask(prompt, write)
+        print(flush=True)
+        print(conversation.drafter.stats, file=sys.stderr)
+        if answer.interrupted:
+            raise KeyboardInterrupt
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from transformers import AutoTokenizer
+
+    from hf_specdec.chat import converse
+    from hf_specdec.chat_template import uses_template
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    if not uses_template(tokenizer, arguments.target, chat="auto", thinking=arguments.thinking):
+        raise ValueError(
+            f"The tokenizer of {arguments.target!r} has no chat template, so it cannot hold a conversation: choose a "
+            "target that was trained to, or continue texts with `hf-specdec generate`."
+        )
+    converse(_conversation(arguments, tokenizer))
+
+
+def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation:
+    import torch
+
+    from hf_specdec.chat import Conversation
+
+    model = _load_target(arguments)
+    drafter = _load(arguments, model)
+    torch.manual_seed(arguments.seed)
+    return Conversation(
+        model,
+        tokenizer,
+        drafter,
+        system=arguments.system,
+        thinking=arguments.thinking,
+        max_new_tokens=arguments.max_new_tokens,
+        **_sampling(arguments),
+    )
+
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `generate` is told about sampling."""
+    if arguments.temperature:
+        return {"do_sample": True, "temperature": arguments.temperature}
+    return {"do_sample": False}
 
 
 def _stdin() -> str:

@@ -196,7 +196,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     printed = capsys.readouterr().out
-    for name in ("inspect", "convert", "export", "verify", "train", "generate", "bench"):
+    for name in ("inspect", "convert", "export", "verify", "train", "generate", "chat", "bench"):
         assert f"\n    {name} " in printed or f"hf-specdec {name}" in printed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, check_chat, load_prompts, render
+from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, load_prompts, render
 from tests.targets import tiny_tokenizer
 
 
@@ -117,19 +117,9 @@ def test_every_named_set_finds_its_prompt(name: str, monkeypatch: pytest.MonkeyP
     assert asked[0][1]["split"] == NAMED_SETS[name].split
 
 
-def test_a_chat_template_wraps_the_prompt_and_is_told_about_thinking() -> None:
+def test_a_prompt_is_used_as_it_is_or_in_the_chat_template() -> None:
     tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer()._tokenizer)
-    tokenizer.chat_template = "<{{ messages[0].content }}>{% if enable_thinking is false %}no{% endif %}"
+    tokenizer.chat_template = "<{{ messages[0].content }}>"
     prompt = Prompt("ab", "own")
     assert render(prompt, tokenizer, chat=False, thinking="default") == "ab"
     assert render(prompt, tokenizer, chat=True, thinking="default") == "<ab>"
-    assert render(prompt, tokenizer, chat=True, thinking="off") == "<ab>no"
-    check_chat(tokenizer, "target", chat=True, thinking="on")
-    with pytest.raises(ValueError, match="--thinking off is a setting of the chat template, but --chat is off"):
-        check_chat(tokenizer, "target", chat=False, thinking="off")
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ValueError, match="knows no enable_thinking"):
-        check_chat(tokenizer, "target", chat=True, thinking="on")
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="'target' has no chat template"):
-        check_chat(tokenizer, "target", chat=True, thinking="default")

@@ -10,6 +10,7 @@ import pytest
 from hf_specdec.decoding.trace import Trace, TracedRound
 from hf_specdec.visualize import shaded_text, terminal_text, terminal_tree, trace_page, tree_svg
 from hf_specdec.visualize.style import _DARK, _LIGHT
+from hf_specdec.visualize.text import TextPieces
 from hf_specdec.visualize.tree import layout
 from tests.browser import look_at, needs_browser
 from tests.methods import METHODS
@@ -90,6 +91,26 @@ def test_shaded_text_spells_the_output_and_tells_drafted_tokens_from_the_targets
     kinds = re.findall(r"<span class='(accepted|bonus)'[^>]*>([^<]*)</span>", html)
     assert "".join(text for _, text in kinds) == tokenizer.decode([token for token, _ in trace.output()])
     assert [kind == "accepted" for kind, _ in kinds] == [drafted for _, drafted in trace.output()]
+
+
+def test_a_character_comes_with_the_last_of_its_tokens() -> None:
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    pieces = TextPieces(decode)
+    assert [pieces.add(byte) for byte in "a\u00e9\N{SNOWMAN}b".encode()] == [
+        "a",
+        "",
+        "\u00e9",
+        "",
+        "",
+        "\N{SNOWMAN}",
+        "b",
+    ]
+    assert [pieces.add(byte) for byte in (0xFF, 0xFF, 0xFF, 0xFF, 0x61)][3:] == ["\N{REPLACEMENT CHARACTER}" * 4, "a"]
+    assert pieces.add(0xC3) == ""
+    assert pieces.rest() == "\N{REPLACEMENT CHARACTER}"
+    assert pieces.rest() == ""
 
 
 def test_text_in_a_terminal_is_the_same_without_its_colours(trace: Trace) -> None:

@@ -1,0 +1,293 @@
+"""A conversation with a target and its drafter: questions, answers that stream, and what speculation did.
+
+`Conversation` knows no terminal; `converse` is `hf-specdec chat`, in a terminal or between pipes. The options are in
+`cli.py`, chat templates in `chat_template.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdec.chat_template import Message, Thinking, render
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.visualize.text import TextPieces
+
+
+@dataclass
+class Answer:
+    """The target's answer to a question, filled while it is written.
+
+    Attributes:
+        text: without special tokens.
+        num_tokens: special tokens included.
+        num_drafted: those of them that were drafted.
+        seconds: since the question, prefill included.
+        mean_acceptance_length: see `SpeculationStats`; 0 before the first round.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    num_drafted: int = 0
+    seconds: float = 0.0
+    mean_acceptance_length: float = 0.0
+    interrupted: bool = False
+
+    def __str__(self) -> str:
+        rate = self.num_tokens / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.num_tokens} tokens in {self.seconds:.1f} s, {rate:.1f} tokens/s, mean acceptance length "
+            f"{self.mean_acceptance_length:.2f}, {self.num_drafted} tokens drafted"
+            f"{', interrupted' if self.interrupted else ''}"
+        )
+
+
+Write: TypeAlias = Callable[[str, bool, Answer], None]  # a piece of text, whether it was drafted, the answer so far
+
+
+class Conversation:
+    """Questions and answers in the target's chat template; each answer is generated from all before it.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, with a chat template.
+        drafter: for the target.
+        system: the system message; None leaves it to the template.
+        thinking: see `render`.
+        max_new_tokens: most tokens of an answer.
+        settings: of `generate`, such as `do_sample`.
+
+    Attributes:
+        messages: so far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        drafter: Drafter,
+        *,
+        system: str | None = None,
+        thinking: Thinking = "default",
+        max_new_tokens: int,
+        **settings: Any,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.thinking: Thinking = thinking
+        self.max_new_tokens = max_new_tokens
+        self.settings = settings
+        self._opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all but the system message."""
+        self.messages = list(self._opening)
+
+    def ask(self, question: str, write: Write) -> Answer:
+        """Adds a question and the target's answer.
+
+        Ctrl-C ends the answer: what was written by then is kept. A question without any answer is forgotten.
+
+        Args:
+            question: the user's message.
+            write: is given the answer's text as it comes.
+
+        Raises:
+            ValueError: the question is empty, the chat template refuses it, or the target cannot read any more.
+        """
+        if not question.strip():
+            raise ValueError("The question is empty, so there is nothing to answer: give a text.")
+        messages = [*self.messages, {"role": "user", "content": question}]
+        text = render(messages, self.tokenizer, thinking=self.thinking)
+        # The template has written the special tokens; what fills the length of a batch is of no use here.
+        inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # not every config has it
+        num_read = inputs["input_ids"].shape[1]
+        if most is not None and num_read >= most:
+            raise ValueError(
+                f"The conversation has {num_read} tokens, and the target {self.model.name_or_path!r} reads at most "
+                f"{most} (max_position_embeddings): begin a new one."
+            )
+        answer = Answer()
+        streamer = _AnswerStreamer(self.drafter, self.tokenizer, write, answer)
+        try:
+            self.model.generate(
+                **inputs.to(self.model.device),
+                **self.settings,
+                max_new_tokens=self.max_new_tokens if most is None else min(self.max_new_tokens, most - num_read),
+                assistant_model=self.drafter,
+                streamer=streamer,
+            )
+        except KeyboardInterrupt:
+            answer.interrupted = True
+            streamer.end()
+        if answer.num_tokens:
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        return answer
+
+
+class _AnswerStreamer(BaseStreamer):
+    """Turns tokens into pieces of text, each with whether it was drafted."""
+
+    def __init__(self, drafter: Drafter, tokenizer: Any, write: Write, answer: Answer) -> None:
+        self.drafter, self.write, self.answer = drafter, write, answer
+        self.pieces = TextPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        self.began = time.perf_counter()
+        self.heard_prompt = False
+        self.num_rounds = 0
+        self.accepted_left = 0  # drafted tokens of this round that are still to come
+        self.drafted = False
+
+    def put(self, value: Tensor) -> None:
+        if not self.heard_prompt:
+            self.heard_prompt = True
+            return
+        stats, answer = self.drafter.stats, self.answer
+        assert stats is not None
+        (rounds,) = stats.per_step_accepted
+        if len(rounds) > self.num_rounds:
+            self.num_rounds, self.accepted_left = len(rounds), rounds[-1]
+        self.drafted = self.accepted_left > 0
+        self.accepted_left -= 1
+        answer.num_tokens += 1
+        answer.num_drafted += self.drafted
+        answer.seconds = time.perf_counter() - self.began
+        answer.mean_acceptance_length = stats.mean_acceptance_length
+        self._tell(self.pieces.add(int(value)))
+
+    def end(self) -> None:
+        self._tell(self.pieces.rest())
+        self.answer.seconds = time.perf_counter() - self.began
+
+    def _tell(self, piece: str) -> None:
+        if piece:
+            self.answer.text += piece
+            self.write(piece, self.drafted, self.answer)
+
+
+_DRAFTED, _FAINT, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_COMMANDS = {"/reset": "begins anew", "/exit": "ends"}
+
+
+def converse(conversation: Conversation) -> None:
+    """Answers the lines of stdin, one by one, until it ends or one is /exit.
+
+    Drafted tokens are green on a terminal, whose last line shows the figures of the answer under way; those of each
+    whole answer go to stderr.
+
+    Raises:
+        ValueError: stdin is no terminal, and a line cannot be answered or is not UTF-8.
+        KeyboardInterrupt: Ctrl-C, where stdin is no terminal.
+    """
+    person = sys.stdin.isatty()
+    on_terminal = sys.stdout.isatty()
+    if person:
+        commands = ", ".join(f"{name} {what}" for name, what in _COMMANDS.items())
+        green = " Green text was drafted." if on_terminal else ""
+        print(f"{commands} (or Ctrl-D), Ctrl-C ends an answer.{green}", file=sys.stderr)
+    for line in _typed() if person else _piped():
+        question = line.strip()
+        if question == "/exit":
+            return
+        if question == "/reset":
+            conversation.reset()
+        elif re.fullmatch(r"/\w+", question):
+            print(f"There is no {question}; there are {' and '.join(_COMMANDS)}.", file=sys.stderr)
+        elif question:
+            try:
+                if _answer(conversation, question, on_terminal).interrupted and not person:
+                    raise KeyboardInterrupt
+            except ValueError as error:
+                if not person:
+                    raise
+                print(f"hf-specdec: {error}", file=sys.stderr)
+
+
+def _answer(conversation: Conversation, question: str, on_terminal: bool) -> Answer:
+    """Writes an answer to stdout and its figures to stderr."""
+    with _StatusLine() if on_terminal else contextlib.nullcontext() as status:
+
+        def write(piece: str, drafted: bool, answer: Answer) -> None:
+            if status is not None:
+                # A target may write any character: those that steer a terminal are not for it.
+                piece = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", piece)
+                piece = f"{_DRAFTED}{piece}{_END}" if drafted else piece
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            if status is not None:
+                status.show(str(answer))
+
+        answer = conversation.ask(question, write)
+    print("\n", flush=True)
+    print(f"{_FAINT}{answer}{_END}" if sys.stderr.isatty() and on_terminal else answer, file=sys.stderr)
+    return answer
+
+
+def _typed() -> Iterator[str]:
+    """Lines from a terminal. Ctrl-C empties the line, Ctrl-D ends."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() then edits lines and remembers them; Windows has its own
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return
+
+
+def _piped() -> Iterator[str]:
+    """Lines of stdin as UTF-8, whatever the locale."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"stdin must be UTF-8, and has a byte 0x{error.object[error.start]:02x} that is none: convert the text "
+            "first, for example with iconv."
+        ) from error
+
+
+class _StatusLine:
+    """The last line of the terminal, taken out of the part that scrolls."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.shown_at = 0.0
+
+    def __enter__(self) -> _StatusLine:
+        return self
+
+    def show(self, text: str) -> None:
+        """Shows a text, at most ten times a second."""
+        now = time.perf_counter()
+        columns, rows = shutil.get_terminal_size()
+        if now - self.shown_at < 0.1 or rows < 4:
+            return
+        self.shown_at = now
+        if rows != self.rows:
+            self.rows = rows
+            # One line down and up again: where the cursor is in the last line, the text scrolls out of it.
+            sys.stdout.write(f"\x1bD\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
+        sys.stdout.write(f"\x1b7\x1b[{rows};1H\x1b[2K{_FAINT}{text[: columns - 1]}{_END}\x1b8")
+        sys.stdout.flush()
+
+    def __exit__(self, *exception: object) -> None:
+        if self.rows:  # the whole terminal scrolls again
+            sys.stdout.write(f"\x1b7\x1b[r\x1b[{self.rows};1H\x1b[2K\x1b8")
+            sys.stdout.flush()

@@ -1,0 +1,267 @@
+"""hf-specdec generate and chat with a target that has a chat template: what is asked, answered, coloured and kept."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.chat import Answer, Conversation
+from hf_specdec.cli import main
+from hf_specdec.decoding.trace import Trace
+from hf_specdec.drafters.ngram import NGramDrafter
+from tests.methods import METHODS, make_ddtree
+from tests.targets import make_target, tiny_tokenizer
+
+# The tiny tokenizer knows letters only: s...x, u...x, a...x are messages, and an answer begins after q.
+TEMPLATE = "{% for each in messages %}{{ each.role[0] }}{{ each.content }}x{% endfor %}q"
+NEW = 12
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer()._tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("chat") / "target"
+    target.save_pretrained(path)
+    chat_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def plain(target: PreTrainedModel, text: str) -> str:
+    """What the target alone writes after a text."""
+    inputs = tiny_tokenizer()(text, return_tensors="pt")
+    output = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return str(tiny_tokenizer().decode(output[0, inputs["input_ids"].shape[1] :]))
+
+
+def conversation(target: PreTrainedModel, method: str = "ngram", **settings: Any) -> Conversation:
+    drafter = METHODS[method](target)
+    return Conversation(target, chat_tokenizer(), drafter, **{"max_new_tokens": NEW, "do_sample": False, **settings})
+
+
+def silent(piece: str, drafted: bool, answer: Answer) -> None:
+    """Shows nothing."""
+
+
+def test_an_answer_follows_all_messages_before_it(target: PreTrainedModel) -> None:
+    talk = conversation(target, system="be")
+    first = talk.ask("hello", silent)
+    assert first.text == plain(target, "sbexuhelloxq")
+    second = talk.ask("more", silent)
+    assert second.text == plain(target, f"sbexuhelloxa{first.text}xumorexq")
+    assert [message["role"] for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    talk.reset()
+    assert talk.ask("hello", silent).text == first.text
+
+
+@pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree"])
+def test_pieces_are_told_whether_they_were_drafted(target: PreTrainedModel, method: str) -> None:
+    talk = conversation(target, method, max_new_tokens=30)
+    heard: list[tuple[str, bool]] = []
+    answer = talk.ask("abcabc", lambda piece, drafted, answer: heard.append((piece, drafted)))
+    talk.reset()
+    talk.drafter.trace = Trace()
+    talk.ask("abcabc", silent)
+    written = talk.drafter.trace.output()
+    assert heard == [(tiny_tokenizer().decode([token]), drafted) for token, drafted in written]
+    assert answer.num_tokens == len(written) == 30
+    assert answer.num_drafted == sum(drafted for _, drafted in written) > 0
+    assert talk.drafter.stats is not None
+    assert answer.mean_acceptance_length == talk.drafter.stats.mean_acceptance_length
+    assert answer.text == "".join(piece for piece, _ in heard)
+
+
+def test_ctrl_c_ends_an_answer_and_what_it_has_is_kept(target: PreTrainedModel) -> None:
+    talk = conversation(target)
+    heard: list[str] = []
+
+    def interrupted(piece: str, drafted: bool, answer: Answer) -> None:
+        heard.append(piece)
+        if len(heard) == 5:
+            raise KeyboardInterrupt
+
+    answer = talk.ask("hello", interrupted)
+    assert answer.interrupted
+    assert str(answer).endswith("interrupted")
+    assert answer.text == "".join(heard)
+    assert plain(target, "uhelloxq").startswith(answer.text)
+    assert talk.ask("more", silent).text == plain(target, f"uhelloxa{answer.text}xumorexq")
+
+
+def test_a_question_without_any_answer_is_forgotten(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    talk = conversation(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "generate", interrupted)
+        assert talk.ask("hello", silent).interrupted
+    assert talk.messages == []
+
+
+def test_a_conversation_that_the_target_cannot_read_any_more_is_refused(target: PreTrainedModel) -> None:
+    talk = conversation(target)
+    assert target.config.max_position_embeddings == 128
+    assert talk.ask("a" * 120, silent).num_tokens == 5, "an answer ends where the target's positions do"
+    with pytest.raises(ValueError, match="has 1[0-9]+ tokens, and the target .* reads at most 128 .*begin a new one"):
+        talk.ask("more", silent)
+    with pytest.raises(ValueError, match="The question is empty"):
+        talk.ask(" ", silent)
+
+
+def test_generate_answers_in_the_chat_template_where_there_is_one(
+    target: PreTrainedModel, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", folder, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW)]
+    assert main([*arguments, "--prompt", "hello", "--system", "be"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == plain(target, "sbexuhelloxq") + "\n"
+    assert "mean acceptance length" in printed.err
+    assert main([*arguments, "--prompt", "hello", "--chat", "off"]) == 0
+    assert capsys.readouterr().out == f"hello{plain(target, 'hello')}\n"
+
+
+def test_generate_answers_several_prompts_in_turn(
+    target: PreTrainedModel, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", folder, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW)]
+    assert main([*arguments, "--prompt", "hello", "--prompt", "more"]) == 0
+    first = plain(target, "uhelloxq")
+    second = plain(target, f"uhelloxa{first}xumorexq")
+    assert capsys.readouterr().out == f"> hello\n{first}\n> more\n{second}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--prompt", "a", "--chat", "on"], "--chat on: the tokenizer of 'PLAIN' has no chat template"),
+        (["generate", "--prompt", "a", "--system", "b"], "--system 'b' is a message of the chat template, but the tok"),
+        (["generate", "--prompt", "a", "--prompt", "b"], "--prompt was given 2 times, .* 'PLAIN' has none: give one"),
+        (["chat"], "The tokenizer of 'PLAIN' has no chat template, so it cannot hold a conversation"),
+    ],
+)
+def test_what_needs_a_template_is_refused_without_one(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)  # no weights: they are not asked for
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    command, *others = arguments
+    assert main([command, str(tmp_path), "ngram", *others]) == 1
+    assert re.search(message.replace("PLAIN", str(tmp_path)), capsys.readouterr().err.splitlines()[-1])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, folder: str) -> Callable[..., int]:
+    """Runs the chat on lines of a pipe."""
+
+    def run(text: bytes, *options: str) -> int:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="ascii"))
+        return main(["chat", folder, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW), *options])
+
+    return run
+
+
+def test_chat_answers_the_lines_of_a_pipe(
+    target: PreTrainedModel, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(b"hello\n\nmore\n/reset\n/rest\nhello\n/exit\nunread\n") == 0
+    first = plain(target, "uhelloxq")
+    second = plain(target, f"uhelloxa{first}xumorexq")
+    printed = capsys.readouterr()
+    assert printed.out == f"{first}\n\n{second}\n\n{first}\n\n"
+    assert len(re.findall(r"^12 tokens in .* tokens/s, mean acceptance length \d", printed.err, re.MULTILINE)) == 3
+    assert "There is no /rest; there are /reset and /exit." in printed.err
+
+
+def test_chat_wants_utf8_of_a_pipe(say: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert say("caf\u00e9\n".encode()) == 0
+    assert say("caf\u00e9\n".encode("latin1")) == 1
+    assert "hf-specdec: stdin must be UTF-8, and has a byte 0xe9" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_chat_whose_questions_come_from_a_pipe(
+    say: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NGramDrafter, "candidate_generator", interrupted)
+    assert say(b"hello\nmore\n") == 130
+
+
+def test_chat_in_a_terminal_colours_drafted_tokens_and_goes_on_after_ctrl_c(
+    target: PreTrainedModel,
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_ddtree(target).save_pretrained(tmp_path)
+    typed = iter([KeyboardInterrupt, "hello", "a" * 130, "/reset", "hello", EOFError])
+
+    def type_line(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr(builtins, "input", type_line)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "24")
+    assert main(["chat", folder, str(tmp_path), "--device", "cpu", "--max-new-tokens", str(NEW)]) == 0
+    answer = plain(target, "uhelloxq")
+    shown = screen.getvalue()
+    status = re.findall(r"\x1b7\x1b\[24;1H\x1b\[2K\x1b\[2m([^\x1b]+)\x1b\[0m\x1b8", shown)
+    assert all("tokens/s, mean acceptance length" in line for line in status)
+    assert len(status) >= 2, "one per answer at least"
+    assert shown.count("\x1b[1;23r") == shown.count("\x1b[r") == 2, "the last line is taken and given back"
+    written = re.sub(r"\x1b7.*?\x1b8", "", shown)
+    assert "\x1b[32m" in written
+    assert re.sub(r"\x1b(D|\[[0-9;]*[A-Za-z])", "", written).split() == [answer, answer]
+    told = capsys.readouterr().err
+    assert "Green text was drafted" in told
+    assert "reads at most 128" in told
+
+
+def test_characters_that_steer_a_terminal_are_not_written_to_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(self: Conversation, question: str, write: Any) -> Answer:
+        write("a\x1b]2;title\x07b\tc\n\u00a0d\x9b", False, Answer())
+        return Answer()
+
+    screen = Terminal("")
+    monkeypatch.setattr(Conversation, "ask", ask)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    monkeypatch.setattr("sys.stdout", screen)
+    assert main(["chat", folder, "ngram", "--device", "cpu"]) == 0
+    assert (
+        "a\N{REPLACEMENT CHARACTER}]2;title\N{REPLACEMENT CHARACTER}b\tc\n\u00a0d\N{REPLACEMENT CHARACTER}"
+        in screen.getvalue()
+    )
