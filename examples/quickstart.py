@@ -1,7 +1,8 @@
 """Plain decoding against drafters on the bundled model, greedy and at temperature 0.8: `make demo` runs this.
 
 The same prompts go through every way of decoding in turn, so that a busy machine slows all of them alike; speedups are
-taken prompt by prompt and reported as medians. `--model` and `--drafter` take any Hub ids or folders:
+taken prompt by prompt and reported as medians. As many prompts are measured as fit into `--minutes`, or `--num-prompts`
+of them; Ctrl-C ends with what has been measured. `--model` and `--drafter` take any Hub ids or folders:
 
     python examples/quickstart.py --model Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16:tree_budget=64
 
@@ -12,16 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shlex
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+STARTED = time.perf_counter()  # the imports below take seconds, which count too
 
 import torch
 import transformers
@@ -48,35 +53,29 @@ BUNDLED_DRAFTERS = (
 PLAIN = "plain"
 SAMPLED = 0.8
 TEMPERATURES = (0.0, SAMPLED)
+WARM_UP_TOKENS = 8
+# The continuation that is shown: at 0 a small model repeats itself, at 1 it errs.
+SHOWN_TEMPERATURE, SHOWN_SAMPLES, SHOWN_NGRAM = 0.5, 8, 4
 
 
-@dataclass
-class Run:
-    """What one way of decoding did over all prompts at one temperature."""
+@dataclass(frozen=True)
+class Call:
+    """What one way of decoding did with one prompt."""
 
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    identical: list[bool] = field(default_factory=list)
+    seconds: float
+    tokens: int
+    identical: bool
     committed: int = 0
     rounds: int = 0
     draft_s: float = 0.0
 
     @property
-    def rates(self) -> list[float]:
-        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
-    def summary(self, plain: Run) -> dict[str, Any]:
-        ratios = [own / base for own, base in zip(self.rates, plain.rates, strict=True)]
-        return {
-            "tokens_per_s": round(sum(self.tokens) / sum(self.seconds), 1),
-            "speedup": round(statistics.median(ratios), 3),
-            "speedup_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]
-            if len(ratios) > 1
-            else [],
-            "slowest_prompt": round(min(ratios), 3),
-            "mean_acceptance_length": round(self.committed / self.rounds, 3) if self.rounds else None,
-            "drafting_share": round(self.draft_s / sum(self.seconds), 3) if self.rounds else None,
-        }
+
+Prompt = dict[tuple[str, float], Call]  # the calls of one prompt, by way and temperature
+Figures = dict[float, dict[str, dict[str, Any]]]  # by temperature and way
 
 
 def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None) -> dict[str, Way]:
@@ -113,21 +112,111 @@ def generate(model: Any, inputs: Any, way: Way, temperature: float, new_tokens: 
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - started
 
 
-def report(console: Console, runs: dict[str, dict[float, Run]]) -> dict[float, dict[str, dict[str, Any]]]:
-    """Prints a table per temperature; returns the figures by temperature and method."""
-    figures: dict[float, dict[str, dict[str, Any]]] = {}
+def choose_threads(model: Any, inputs: Mapping[str, torch.Tensor]) -> int:
+    """Has torch use all its threads or one, by what plain decoding is quicker with; returns how many.
+
+    Of a small model every operation is short. Where the cores are shared, threads then wait for each other most of the
+    time.
+    """
+    seconds = {}
+    for threads in (torch.get_num_threads(), 1):
+        torch.set_num_threads(threads)
+        seconds[threads] = min(generate(model, inputs, Way(PLAIN, "plain"), 0.0, 2)[1] for _ in range(2))
+    threads = min(seconds, key=seconds.__getitem__)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def measure(
+    model: Any,
+    inputs: Mapping[str, torch.Tensor],
+    found: Mapping[str, Way],
+    new_tokens: int,
+    tell: Callable[[str], None],
+) -> Prompt:
+    """Runs every way on one prompt, at each temperature."""
+    calls: Prompt = {}
+    for temperature in TEMPERATURES:
+        plain_ids = None
+        for name, way in found.items():
+            tell(name)
+            new_ids, seconds = generate(model, inputs, way, temperature, new_tokens)
+            plain_ids = new_ids if plain_ids is None else plain_ids
+            call = Call(seconds, len(new_ids), torch.equal(new_ids, plain_ids))
+            if way.drafter is not None:
+                stats = way.drafter.stats
+                committed = stats.num_accepted_draft_tokens + stats.num_spec_steps
+                call = replace(call, committed=committed, rounds=stats.num_spec_steps, draft_s=stats.draft_time_s)
+            calls[name, temperature] = call
+    return calls
+
+
+def measure_while_it_fits(
+    measure_next: Iterator[Prompt], until_s: float, line: Callable[[str], None]
+) -> tuple[list[Prompt], bool]:
+    """Measures prompts until they are used up, the next one would end after `until_s`, or Ctrl-C.
+
+    Args:
+        measure_next: measures a prompt whenever it is asked for one.
+        until_s: seconds since the start of the program. One prompt is measured in any case.
+        line: prints a line of progress.
+
+    Returns:
+        The prompts that were measured as a whole, and whether Ctrl-C ended it.
+    """
+    measured: list[Prompt] = []
+    longest = 0.0
+    try:
+        while not measured or elapsed() + longest <= until_s:
+            began = elapsed()
+            calls = next(measure_next, None)
+            if calls is None:
+                break
+            measured.append(calls)
+            longest = max(longest, elapsed() - began)
+            greedy = {name: call.rate for (name, temperature), call in calls.items() if temperature == 0}
+            best = max(greedy, key=greedy.__getitem__)
+            line(
+                f"prompt {len(measured)}: plain {greedy[PLAIN]:.0f} tokens/s; quickest {best}, "
+                f"{greedy[best] / greedy[PLAIN]:.2f}x"
+            )
+    except KeyboardInterrupt:
+        return measured, True
+    return measured, False
+
+
+def elapsed() -> float:
+    """Seconds since the program started."""
+    return time.perf_counter() - STARTED
+
+
+def summary(calls: Sequence[Call], plain: Sequence[Call]) -> dict[str, Any]:
+    """The figures of one way at one temperature, beside plain decoding of the same prompts."""
+    ratios = [own.rate / base.rate for own, base in zip(calls, plain, strict=True)]
+    seconds, rounds = sum(call.seconds for call in calls), sum(call.rounds for call in calls)
+    return {
+        "tokens_per_s": round(sum(call.tokens for call in calls) / seconds, 1),
+        "speedup": round(statistics.median(ratios), 3),
+        "speedup_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]] if len(ratios) > 2 else [],
+        "slowest_prompt": round(min(ratios), 3),
+        "mean_acceptance_length": round(sum(call.committed for call in calls) / rounds, 3) if rounds else None,
+        "drafting_share": round(sum(call.draft_s for call in calls) / seconds, 3) if rounds else None,
+    }
+
+
+def report(console: Console, measured: Sequence[Prompt], names: Sequence[str]) -> Figures:
+    """Prints a table per temperature; returns the figures."""
+    figures: Figures = {}
     for temperature in TEMPERATURES:
         table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
         headings = ("method", "tokens/s", "speedup", "quartiles", "mean acceptance length", "drafting", "identical")
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "method" else "right")
-        plain = runs[PLAIN][temperature]
-        figures[temperature] = {
-            name: by_temperature[temperature].summary(plain) for name, by_temperature in runs.items()
-        }
+        calls = {name: [prompt[name, temperature] for prompt in measured] for name in names}
+        figures[temperature] = {name: summary(calls[name], calls[PLAIN]) for name in names}
         for name, row in figures[temperature].items():
             if temperature == 0:
-                row["identical"] = all(runs[name][temperature].identical)
+                row["identical"] = all(call.identical for call in calls[name])
             tau, share = row["mean_acceptance_length"], row["drafting_share"]
             table.add_row(
                 name,
@@ -165,7 +254,31 @@ def record_beside_weights(found: dict[str, Way], record: dict[str, Any]) -> None
         drafter.write_records(folder)
 
 
-def main() -> None:
+def sample(
+    model: Any, prompts: Sequence[Mapping[str, torch.Tensor]], way: Way, temperature: float, new_tokens: int
+) -> Trace:
+    """Of one continuation per prompt, the one that repeats the fewest n-grams; the first of equals."""
+    traces = []
+    for inputs in prompts:
+        way.drafter.trace = Trace()
+        generate(model, inputs, way, temperature, new_tokens)
+        traces.append(way.drafter.trace)
+    way.drafter.trace = None
+    return min(traces, key=lambda trace: repeated_ngrams([token for token, _ in trace.output()]))
+
+
+def repeated_ngrams(ids: Sequence[int], size: int = SHOWN_NGRAM) -> float:
+    """The share of n-grams that have come before."""
+    ngrams = [tuple(ids[start : start + size]) for start in range(len(ids) - size + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def drafted_share(trace: Trace) -> float:
+    """Of the tokens that were written."""
+    return statistics.fmean(drafted for _, drafted in trace.output())
+
+
+def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(BUNDLED / "target"), help="target: Hub id or folder")
     parser.add_argument(
@@ -176,66 +289,96 @@ def main() -> None:
     )
     parser.add_argument("--draft-model", help="a small causal LM for transformers' own assisted generation")
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
-    parser.add_argument("--num-prompts", type=int, default=24, help="0 for all")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="end loading and measuring by then, with as many prompts as fit (default: 2.25; none with --num-prompts)",
+    )
+    parser.add_argument("--num-prompts", type=int, help="measure this many; 0 for all (default: those that fit)")
+    parser.add_argument("--new-tokens", type=int, help="per prompt (default: 64; with --num-prompts 128)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafters' folders and cards")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.drafter is None and arguments.model != str(BUNDLED / "target"):
         parser.error(f"--model {arguments.model} needs a drafter that was made for it: name one with --drafter.")
+    if (arguments.num_prompts or 0) < 0 or (arguments.new_tokens or 1) < 1:
+        parser.error("--num-prompts must be at least 0, and --new-tokens at least 1.")
+    if arguments.minutes is None:
+        arguments.minutes = 2.25 if arguments.num_prompts is None else math.inf
+    if arguments.new_tokens is None:
+        arguments.new_tokens = 64 if arguments.num_prompts is None else 128
+    return arguments
 
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = arguments_of(argv)
+    # Only what we print ourselves.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     console = Console()
     console.width = max(console.width, 100)  # the tables stay legible in logs
+
+    def line(text: str) -> None:
+        console.print(f"{elapsed():4.0f} s  {text}", markup=False, highlight=False, soft_wrap=True)
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
-        prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)][: arguments.num_prompts or None]
+        texts = [prompt.text for prompt in read_jsonl(arguments.prompts)][: arguments.num_prompts or None]
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
         found = ways_of(model, arguments.drafter, arguments.draft_model)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
-        parser.error(str(error))
-    console.print(
-        f"target {arguments.model}, {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}"
-    )
-    runs = {name: {temperature: Run() for temperature in TEMPERATURES} for name in found}
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("generating", total=(1 + len(prompts)) * len(TEMPERATURES) * len(found))
-        for position, prompt in enumerate([prompts[0], *prompts]):  # the first pass over the first prompt warms up
-            inputs = tokenizer(prompt, return_tensors="pt").to(device)
-            for temperature in TEMPERATURES:
-                plain_ids = None
-                for name, way in found.items():
-                    new_ids, seconds = generate(model, inputs, way, temperature, arguments.new_tokens)
-                    progress.advance(task)
-                    plain_ids = new_ids if plain_ids is None else plain_ids
-                    if position == 0:
-                        continue
-                    run = runs[name][temperature]
-                    run.seconds.append(seconds)
-                    run.tokens.append(len(new_ids))
-                    run.identical.append(torch.equal(new_ids, plain_ids))
-                    if way.drafter is not None:
-                        run.committed += way.drafter.stats.num_accepted_draft_tokens + way.drafter.stats.num_spec_steps
-                        run.rounds += way.drafter.stats.num_spec_steps
-                        run.draft_s += way.drafter.stats.draft_time_s
+        sys.exit(f"quickstart.py: {error}")
+    prompts = [tokenizer(text, return_tensors="pt").to(device) for text in texts]
+    line(f"loaded target {arguments.model} and {len(found)} ways of decoding, {device}")
+    if device == "cpu" and torch.get_num_threads() > 1:
+        line(f"decoding with {choose_threads(model, prompts[0])} thread(s): plain decoding is quickest so")
+    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
 
-    figures = report(console, runs)
-    drafting = {name: row for name, row in figures[0.0].items() if found[name].drafter is not None}
-    quickest = max(drafting, key=lambda name: drafting[name]["speedup"])
-    best = found[quickest]
-    best.drafter.trace = trace = Trace()
-    generate(model, tokenizer(prompts[0], return_tensors="pt").to(device), best, 0.0, arguments.new_tokens)
-    colour = sys.stdout.isatty()
-    drafted, own = ("on green", "the underlined") if colour else ("in brackets", "the others")
-    print(f"\nOne continuation by {quickest}; tokens {drafted} were drafted, {own} are the target's own:")
-    print(terminal_text(trace, tokenizer, colour=colour))
+        def tell(way: str) -> None:
+            progress.update(task, description=way, advance=1, refresh=True)
+
+        def run(inputs: Mapping[str, torch.Tensor], new_tokens: int) -> Prompt:
+            progress.reset(task, total=len(TEMPERATURES) * len(found))
+            return measure(model, inputs, found, new_tokens, tell)
+
+        def measure_next() -> Iterator[Prompt]:
+            run(prompts[0], min(WARM_UP_TOKENS, arguments.new_tokens))
+            line("warmed up")
+            for inputs in prompts:
+                yield run(inputs, arguments.new_tokens)
+
+        measured, interrupted = measure_while_it_fits(measure_next(), arguments.minutes * 60, line)
+    stopped = "; interrupted: this is what was measured so far, and nothing is written" if interrupted else ""
+    line(
+        f"measured {len(measured)} of {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens each{stopped}"
+    )
+    if measured:
+        figures = report(console, measured, list(found))
+    if interrupted:
+        return 130
+
+    drafting = {name: row["speedup"] for name, row in figures[SAMPLED].items() if found[name].drafter is not None}
+    quickest = max(drafting, key=drafting.__getitem__)
+    shown = prompts[:SHOWN_SAMPLES]
+    trace = sample(model, shown, found[quickest], SHOWN_TEMPERATURE, arguments.new_tokens)
+    print(
+        f"\nBy {quickest} at temperature {SHOWN_TEMPERATURE}, the continuation of {len(shown)} (one per prompt) "
+        f"that repeats the fewest {SHOWN_NGRAM}-grams;\n{drafted_share(trace):.0%} of its tokens were drafted",
+        end=", here on green:\n" if console.is_terminal else ":\n",
+    )
+    if console.is_terminal:
+        print(terminal_text(trace, tokenizer))
+    else:  # brackets would be read as part of the text
+        print(tokenizer.decode(trace.prompt_ids[0] + [token for token, _ in trace.output()]))
 
     record = {
         "target": arguments.model,
         "methods": figures[0.0],
         "sampled": {"temperature": SAMPLED, "methods": figures[SAMPLED]},
-        "prompts": f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens",
+        "prompts": f"{len(measured)} held-out prompts, {arguments.new_tokens} new tokens",
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
@@ -245,10 +388,12 @@ def main() -> None:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if arguments.record:
         record_beside_weights(found, record)
+    return 0
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("\nStopped; nothing was written.")
+        print("\nStopped; nothing was written.", file=sys.stderr)
+        sys.exit(130)

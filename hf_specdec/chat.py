@@ -214,6 +214,10 @@ def converse(conversation: Conversation) -> None:
                 if not person:
                     raise
                 print(f"hf-specdec: {error}", file=sys.stderr)
+            except KeyboardInterrupt:  # of a pipe's answer, or a little before or after one
+                if not person:
+                    raise
+                print()
 
 
 def _answer(conversation: Conversation, question: str, on_terminal: bool) -> Answer:

@@ -179,6 +179,13 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _temperature(text: str) -> float:
+    """What `generate` takes, and 0 for greedy decoding."""
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number of at least 0")
+    return float(text)
+
+
 def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="of the drafter: branch, tag or commit on the Hub")
     parser.add_argument("--local-files-only", action="store_true", help="take it from the Hub cache")
@@ -198,7 +205,7 @@ def _writing(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--system", help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"default: {max_new_tokens}")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--seed", type=_seed, default=0)
     _where(parser)
 
@@ -248,12 +255,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> None:
     import torch
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
     from hf_specdec.chat_template import uses_template
 
     prompts = [_stdin() if prompt == "-" else prompt for prompt in arguments.prompts]
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = _load_tokenizer(arguments)
     if uses_template(tokenizer, arguments.target, chat=arguments.chat, thinking=arguments.thinking):
         _answer(arguments, tokenizer, prompts)
         return
@@ -302,12 +309,10 @@ def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    from transformers import AutoTokenizer
-
     from hf_specdec.chat import converse
     from hf_specdec.chat_template import uses_template
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = _load_tokenizer(arguments)
     if not uses_template(tokenizer, arguments.target, chat="auto", thinking=arguments.thinking):
         raise ValueError(
             f"The tokenizer of {arguments.target!r} has no chat template, so it cannot hold a conversation: choose a "
@@ -389,6 +394,13 @@ def _option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value  # a word
+
+
+def _load_tokenizer(arguments: argparse.Namespace) -> Any:
+    """The target's, before its weights: what is asked of the chat template is checked first."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(arguments.target)
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:

@@ -251,12 +251,25 @@ def test_chat_in_a_terminal_colours_drafted_tokens_and_goes_on_after_ctrl_c(
     assert "reads at most 128" in told
 
 
+def test_ctrl_c_beside_an_answer_does_not_end_a_conversation_in_a_terminal(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(self: Conversation, question: str, write: Any) -> Answer:
+        raise KeyboardInterrupt
+
+    typed = iter(["hello", "/exit"])
+    monkeypatch.setattr(Conversation, "ask", ask)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(typed))
+    assert main(["chat", folder, "ngram", "--device", "cpu"]) == 0
+
+
 def test_characters_that_steer_a_terminal_are_not_written_to_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(self: Conversation, question: str, write: Any) -> Answer:
         write("a\x1b]2;title\x07b\tc\n\u00a0d\x9b", False, Answer())
         return Answer()
 
-    screen = Terminal("")
+    screen = Terminal()
     monkeypatch.setattr(Conversation, "ask", ask)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     monkeypatch.setattr("sys.stdout", screen)

@@ -1,0 +1,139 @@
+"""`make demo`: as many prompts as fit into its minutes, lines as it goes, and what was measured where it is stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.targets import make_target, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    path = Path(__file__).parents[1] / "examples" / "quickstart.py"
+    spec = importlib.util.spec_from_file_location("quickstart", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quickstart"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Iterator[list[str]]:
+    """For a tiny target and three prompts."""
+    make_target("llama", dtype=torch.float32).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "de", "f")))
+    level = transformers.logging.get_verbosity()
+    yield [
+        *("--model", str(tmp_path / "target"), "--drafter", "ngram", "--prompts", str(tmp_path / "prompts.jsonl")),
+        *("--json", str(tmp_path / "figures.json"), "--new-tokens", "6"),
+    ]
+    transformers.logging.set_verbosity(level)
+    transformers.logging.enable_progress_bar()
+
+
+def prompt_of(demo: ModuleType) -> Any:
+    return {(name, temperature): demo.Call(1.0, 8, True) for name in ("plain", "ngram") for temperature in (0.0, 0.8)}
+
+
+@pytest.mark.parametrize(("until_s", "num_prompts", "measured"), [(35, 9, 3), (5, 9, 1), (math.inf, 4, 4)])
+def test_prompts_are_measured_while_the_next_one_fits(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, until_s: float, num_prompts: int, measured: int
+) -> None:
+    clock = 0.0
+
+    def prompts() -> Iterator[Any]:
+        nonlocal clock
+        for _ in range(num_prompts):
+            clock += 10
+            yield prompt_of(demo)
+
+    monkeypatch.setattr(demo, "elapsed", lambda: clock)
+    lines: list[str] = []
+    found, interrupted = demo.measure_while_it_fits(prompts(), until_s, lines.append)
+    assert (len(found), interrupted) == (measured, False)
+    assert lines == [f"prompt {number}: plain 8 tokens/s; quickest plain, 1.00x" for number in range(1, measured + 1)]
+
+
+def test_the_demo_prints_lines_tables_and_a_continuation(
+    demo: ModuleType, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert demo.main([*arguments, "--num-prompts", "2"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "", "other libraries say something"
+    assert "\x1b" not in printed.out
+    for text in ("warmed up\n", "prompt 2: plain", "measured 2 of 2 held-out prompts, 6 new tokens each\n"):
+        assert text in printed.out
+    assert "the continuation of 2 (one per prompt) that repeats the fewest 4-grams" in printed.out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["prompts"] == "2 held-out prompts, 6 new tokens"
+    assert figures["methods"]["ngram"]["identical"]
+
+
+def test_ctrl_c_ends_the_demo_with_what_it_has_measured(
+    demo: ModuleType,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate, calls = demo.generate, itertools.count()
+
+    def interrupted(*given: Any) -> Any:
+        if next(calls) == 3 * 4 + 1:  # four calls to warm up, four a prompt
+            raise KeyboardInterrupt
+        return generate(*given)
+
+    monkeypatch.setattr(demo, "generate", interrupted)
+    assert demo.main(arguments) == 130
+    printed = capsys.readouterr().out
+    assert (
+        "measured 2 of 3 held-out prompts, 6 new tokens each; interrupted: this is what was measured so far" in printed
+    )
+    assert printed.count("ngram ") >= 2, "both tables"
+    assert not (tmp_path / "figures.json").exists()
+
+
+def test_without_a_number_of_prompts_the_demo_ends_within_minutes(demo: ModuleType) -> None:
+    unasked = demo.arguments_of([])
+    assert unasked.minutes < 2.5
+    assert (unasked.num_prompts, unasked.new_tokens) == (None, 64)
+    as_recorded = demo.arguments_of(["--num-prompts", "32"])
+    assert (as_recorded.minutes, as_recorded.new_tokens) == (math.inf, 128)
+    with pytest.raises(SystemExit, match="2"):
+        demo.arguments_of(["--num-prompts", "-1"])
+
+
+def test_one_thread_is_used_where_it_is_quicker(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {2: iter([9.0, 5.0]), 1: iter([6.0, 1.0])}
+    threads = 2
+
+    def set_num_threads(number: int) -> None:
+        nonlocal threads
+        threads = number
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    monkeypatch.setattr(demo, "generate", lambda *given: (None, next(seconds[threads])))
+    assert demo.choose_threads(None, {}) == threads == 1
+
+
+def test_the_share_of_repeated_ngrams(demo: ModuleType) -> None:
+    assert demo.repeated_ngrams([1, 2, 3, 4, 5, 6]) == 0
+    assert demo.repeated_ngrams([1] * 8) == 0.8
+    assert demo.repeated_ngrams([1, 2]) == 0
