@@ -136,7 +136,6 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    settings = _settings(arguments)
     if arguments.target is None and not (BUNDLED / "target").is_dir():
         raise FileNotFoundError(
             f"No --target was given, and the bundled model is not at {BUNDLED}: it comes with a checkout of the "
@@ -149,6 +148,7 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
     texts, of_set = _prompts(arguments, name, bundled)
     model, tokenizer = _load_target(arguments, name)
     chat = uses_template(tokenizer, name, chat=arguments.chat, thinking=arguments.thinking)
+    settings = _settings(arguments, chat)
     rendered = [(render(prompt, tokenizer, chat=chat, thinking=arguments.thinking), prompt) for prompt in texts]
 
     notes: list[Record] = []
@@ -193,7 +193,7 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
             progress.refresh()
 
         made += run(model, tokenizer, compared, rendered, settings, advance)
-        inputs = [tokenise(tokenizer, [text]).to(model.device) for text, _ in rendered]
+        inputs = [tokenise(tokenizer, [text], chat=chat).to(model.device) for text, _ in rendered]
         own = [way for way in compared if way.swept_from is None]
         made += tables(own, model, inputs)
         made += [_picture(model, tokenizer, way, inputs[0], settings) for way in own if way.drafter is not None]
@@ -201,7 +201,7 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
     return made
 
 
-def _settings(arguments: argparse.Namespace) -> Settings:
+def _settings(arguments: argparse.Namespace, chat: bool) -> Settings:
     quick = arguments.quick
     return Settings(
         temperatures=tuple(arguments.temperature or (0.0, 1.0)),
@@ -209,6 +209,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         new_tokens=arguments.new_tokens or (48 if quick else 128),
         repeats=arguments.repeats or (2 if quick else 3),
         sweep_prompts=arguments.sweep_prompts or (3 if quick else 8),
+        chat=chat,
     )
 
 

@@ -31,6 +31,7 @@ class Settings:
         new_tokens: most per row.
         repeats: of every call.
         sweep_prompts: prompts that swept ways are run on, with one repeat more than none.
+        chat: whether prompts went through the chat template, which brings the special tokens with it.
     """
 
     temperatures: Sequence[float] = (0.0, 1.0)
@@ -38,6 +39,7 @@ class Settings:
     new_tokens: int = 128
     repeats: int = 3
     sweep_prompts: int = 8
+    chat: bool = False
 
 
 def warm_up(
@@ -103,7 +105,7 @@ def run(
             yield Note(
                 f"Batch size {size}: {len(prompts) - size * len(batches)} prompts fill no batch and were left out."
             )
-        inputs = [tokenise(tokenizer, [text for text, _ in batch]).to(model.device) for batch in batches]
+        inputs = [tokenise(tokenizer, [text for text, _ in batch], chat=settings.chat).to(model.device) for batch in batches]
         usable, peaks = [], {}
         longest = max(inputs, key=_length)
         for way, problem in warm_up(model, inputs, ways, settings.new_tokens):
@@ -150,13 +152,18 @@ def _in_turn(
         yield call
 
 
-def tokenise(tokenizer: Any, texts: list[str]) -> Any:
-    """Texts as left-padded inputs with an attention mask."""
+def tokenise(tokenizer: Any, texts: list[str], *, chat: bool) -> Any:
+    """Texts as left-padded inputs with an attention mask; those of a chat template get no further special tokens."""
     if tokenizer.pad_token_id is None and len(texts) > 1:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer(
-        texts, return_tensors="pt", padding=len(texts) > 1, return_attention_mask=True, return_token_type_ids=False
+        texts,
+        return_tensors="pt",
+        padding=len(texts) > 1,
+        return_attention_mask=True,
+        return_token_type_ids=False,
+        add_special_tokens=not chat,
     )
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, load_prompts, render
+from hf_specdec.benchmark.run import tokenise
 from tests.targets import tiny_tokenizer
 
 
@@ -123,3 +126,12 @@ def test_a_prompt_is_used_as_it_is_or_in_the_chat_template() -> None:
     prompt = Prompt("ab", "own")
     assert render(prompt, tokenizer, chat=False, thinking="default") == "ab"
     assert render(prompt, tokenizer, chat=True, thinking="default") == "<ab>"
+
+
+def test_text_of_a_chat_template_gets_no_second_begin_of_text() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer()._tokenizer, bos_token="z")
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="z $A", special_tokens=[("z", 25)])
+    tokenizer.chat_template = "z{{ messages[0].content }}"
+    for chat in (True, False):
+        text = render(Prompt("ab", "own"), tokenizer, chat=chat, thinking="default")
+        assert tokenise(tokenizer, [text], chat=chat)["input_ids"].tolist() == [[25, 0, 1]]
