@@ -105,7 +105,9 @@ def run(
             yield Note(
                 f"Batch size {size}: {len(prompts) - size * len(batches)} prompts fill no batch and were left out."
             )
-        inputs = [tokenise(tokenizer, [text for text, _ in batch], chat=settings.chat).to(model.device) for batch in batches]
+        inputs = [
+            tokenise(tokenizer, [text for text, _ in batch], chat=settings.chat).to(model.device) for batch in batches
+        ]
         usable, peaks = [], {}
         longest = max(inputs, key=_length)
         for way, problem in warm_up(model, inputs, ways, settings.new_tokens):
