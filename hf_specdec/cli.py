@@ -195,7 +195,7 @@ def _pair(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="Hub id or folder")
     parser.add_argument("drafter", help="Hub id or folder, or ngram")
     parser.add_argument("--dtype", help="of the target; float32 on a CPU, else the checkpoint's")
-    parser.add_argument("--device", help="cuda where there is one by default")
+    parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), else cpu")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="drafting option; may be repeated"
     )

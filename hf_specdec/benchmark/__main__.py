@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--chat", choices=["auto", "on", "off"], default="auto", help="use the target's chat template")
     how.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
     how.add_argument("--no-compiled", action="store_true", help="leave the compiled baseline out; the report says so")
-    how.add_argument("--device", help="where the target runs (default: cuda where there is one)")
+    how.add_argument("--device", help="where the target runs (default: the accelerator that torch finds, else the CPU)")
     how.add_argument("--dtype", help="of the target (default: bfloat16 on cuda, else float32)")
     how.add_argument("--attention", help="implementation of the target's attention (default: the model's own)")
     out = options.add_argument_group("what comes out")

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.benchmark.records import Call, Difference
 from hf_specdec.benchmark.ways import Way
+from hf_specdec.decoding.devices import abilities, wait_for
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -52,12 +53,12 @@ def generate(
     assistant = {} if way.drafter is None else {"assistant_model": way.drafter}
     clock = Clock(len(inputs["input_ids"]))
     torch.manual_seed(seed)
-    _wait_for(model.device)
+    wait_for(model.device)
     started = clock.started = time.perf_counter()
     output = model.generate(
         **inputs, **way.arguments, **assistant, **sampling, max_new_tokens=new_tokens, streamer=clock
     )
-    _wait_for(model.device)
+    wait_for(model.device)
     seconds = time.perf_counter() - started
     return output[:, inputs["input_ids"].shape[1] :], seconds, clock
 
@@ -141,8 +142,8 @@ def compare(
 class Memory:
     """The most memory in use during a call, above what was held when it began.
 
-    On CUDA what the allocator handed out. On Linux without CUDA what the process had resident, which the kernel
-    forgets on request; elsewhere it cannot be told. Not for a call that is timed: what the process keeps for later is
+    On CUDA what the allocator handed out. On a CPU under Linux what the process had resident, which the kernel forgets
+    on request; elsewhere it cannot be told. Not for a call that is timed: what the process keeps for later is
     given back first, and has to be asked for again.
     """
 
@@ -152,6 +153,9 @@ class Memory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
+            return
+        if not abilities(device).host_memory:
+            self.before = None
             return
         try:
             if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
@@ -175,8 +179,3 @@ def _resident(name: str) -> int:
         if row.startswith(f"{name}:"):
             return int(row.split()[1]) * 1024
     raise OSError(f"{_STATUS} has no {name}")
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

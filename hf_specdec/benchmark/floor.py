@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from hf_specdec.decoding.devices import wait_for
+
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # several times the caches of the device
 REPEATS = 10
 
@@ -31,10 +33,10 @@ def copy_bandwidth(device: torch.device | str, *, num_bytes: int | None = None, 
     goal = torch.empty_like(source)
     seconds = []
     for _ in range(repeats + 1):
-        _wait_for(device)
+        wait_for(device)
         began = time.perf_counter()
         goal.copy_(source)
-        _wait_for(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - began)
     return 2 * size / min(seconds[1:])
 
@@ -104,8 +106,3 @@ def _active_share(model: nn.Module) -> float:
             "both num_experts and num_experts_per_tok, so that the weights a token reads can be counted."
         )
     return float(active) / float(known[0])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -186,8 +186,9 @@ def _length(inputs: dict[str, Tensor]) -> int:
 
 def device_name(device: torch.device) -> str:
     """What the device is called; for a CPU what /proc says, where there is one."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        return module.get_device_name(device) if hasattr(module, "get_device_name") else str(device)
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]

@@ -37,6 +37,7 @@ import hf_specdec
 from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
 from hf_specdec.benchmark.judged import judged
 from hf_specdec.benchmark.reference import reference_ddtree
+from hf_specdec.benchmark.run import device_name
 from hf_specdec.benchmark.scripted import (
     ScriptedDrafter,
     counting_target,
@@ -46,6 +47,7 @@ from hf_specdec.benchmark.scripted import (
     shapes,
 )
 from hf_specdec.benchmark.speed_bundled import auto, exact, host
+from hf_specdec.decoding.devices import wait_for
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.base import COMPILE_MODES
 from hf_specdec.drafters.dflash import DFlashDrafter
@@ -70,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--shape", choices=sorted(shapes()), default="tiny", help="of target and network (default: tiny)"
     )
-    options.add_argument("--device", help="default: cuda where there is one, else cpu")
+    options.add_argument("--device", help="default: the accelerator that torch finds, else cpu")
     options.add_argument("--dtype", help="default: bfloat16 on cuda, else float32")
     options.add_argument(
         "--contexts", type=int, nargs="+", default=[1024, 8192], help="tokens of the prompt (default: 1024 8192)"
@@ -172,8 +174,7 @@ class Bench:
 
     def wait(self) -> None:
         """For the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
 
     def check(self, output: torch.Tensor, prompt: torch.Tensor, tokens: Sequence[int] | None = None) -> None:
         """Raises AssertionError unless the target counted on: with any other text the drafts would not be scripted.
@@ -385,14 +386,14 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
 
 def environment(bench: Bench, argv: Sequence[str]) -> Row:
     """Where, with what, and how it was measured."""
-    cuda = bench.device.type == "cuda"
+    on_cpu = bench.device.type == "cpu"
     return {
         "command": shlex.join(["python", "-m", "hf_specdec.benchmark.speed", *argv]),
         "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(bench.device) if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "device": f"CPU, {torch.get_num_threads()} threads" if on_cpu else device_name(bench.device),
         "dtype": str(bench.dtype).removeprefix("torch."),
         "shape": bench.options.shape,
-        "on_gpu": cuda,
+        "on_gpu": bench.device.type == "cuda",
         "drafter_network": not bench.options.no_network,
         "bandwidth_gb_per_s": bench.bandwidth / 1e9,
         "versions": {

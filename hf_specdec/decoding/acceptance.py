@@ -38,6 +38,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.transfer import ToHost, works_ahead
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
@@ -101,8 +102,9 @@ class FollowTarget:
     """The acceptance rule of one `generate` call.
 
     A node that the target gives NaN for is not followed: its token may be chosen, as a bonus, and is the root of the
-    next round. NaN at a root says nothing of it while there are other nodes: masks let NaN pass, they only multiply by
-    0. Such a row accepts nothing, and is to be verified again without its drafts. A root alone is taken as it is.
+    next round. NaN at a root says nothing of it while there are other tokens: masks let NaN pass, they only multiply
+    by 0. Such a row accepts nothing, and is to be verified again without its drafts. A root alone is taken as it is,
+    and so is the root of a row without drafts (`DraftTree.without_drafts`).
 
     Args:
         logits_processor: of the call, warpers included.
@@ -142,7 +144,8 @@ class FollowTarget:
         drawn = ahead.drawn if ahead is not None and self.do_sample else None
         if not self.prefix_free:
             return self._walk_step_by_step(tree, logits, sequences, drawn)
-        if tree.children is not None and not self.do_sample and not self.processors and logits.device.type == "cpu":
+        simple = tree.children is not None and not self.do_sample and not self.processors
+        if simple and abilities(logits.device).host_memory:
             acceptance = _walk(tree, functools.partial(_likeliest, logits.numpy()))
         else:
             logits, choices = self._choices(tree, logits, drawn)
@@ -319,9 +322,14 @@ def _drafts_below(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
 def _unknown(tree: DraftTree, logits: Tensor) -> Tensor | None:
     """[batch, nodes] bool: where the target gives NaN; None for a root alone, which plain decoding would run too.
 
-    One number tells, since NaN in a hidden state is NaN in all logits.
+    One number tells, since NaN in a hidden state is NaN in all logits. The root of a bare row is alone, too.
     """
-    return None if tree.num_nodes == 1 else logits[..., 0].isnan()
+    if tree.num_nodes == 1:
+        return None
+    unknown = logits[..., 0].isnan()
+    if tree.bare is not None:
+        unknown[:, 0] &= ~tree.bare
+    return unknown
 
 
 def _likeliest(logits: np.ndarray, row: int, node: int) -> int:

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.tiles import tile_of
 
 TREE_ATTENTION = "hf_specdec_tree"
@@ -64,13 +65,15 @@ def is_split(mask: Tensor | None) -> bool:
 def usable(model: PreTrainedModel) -> bool:
     """Whether a target's trees are verified with this attention; the host's own is used otherwise.
 
-    The rule, all of it known before the first token: the target uses sdpa (eager stays eager: who asked for it wants
-    its arithmetic, and soft caps and sinks exist only there), looks its attention up in the host's interface, and all
-    its layers share one config, by which the lookup is made.
+    The rule, all of it known before the first token: its device gains by it, the target uses sdpa (eager stays eager:
+    who asked for it wants its arithmetic, and soft caps and sinks exist only there), looks its attention up in the
+    host's interface, and all its layers share one config, by which the lookup is made.
     """
     config = model.config.get_text_config(decoder=True)
+    device = abilities(model.device)
     return (
-        own_implementation(config) == "sdpa"
+        (device.groups_heads or device.splits_prefix)
+        and own_implementation(config) == "sdpa"
         and bool(model._supports_attention_backend)
         and getattr(config, "attn_logit_softcapping", None) is None
         and _layers_share(model, config)
@@ -162,7 +165,7 @@ def tree_attention_forward(
         if kernel_serves(query, key, value):
             from hf_specdec.decoding.attention_kernel import merged_attention_kernel as attend
         return attend(query, key, value, attention_mask, spans, scale), None
-    if query.device.type != "cpu":  # its fast kernels take no mask with grouped heads
+    if not abilities(query.device).groups_heads:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     attended = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=key.shape[1] != query.shape[1]

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.tree import DraftTree
 
 MOST_NODES = 64  # what a drafter is asked for, where it is left to us
@@ -319,7 +320,7 @@ def _on_host(path_logprobs: list[list[float]] | Tensor) -> list[list[float]] | N
     """As lists; None where that would wait for the device."""
     if not isinstance(path_logprobs, Tensor):
         return path_logprobs
-    values: list[list[float]] | None = path_logprobs.tolist() if path_logprobs.device.type == "cpu" else None
+    values: list[list[float]] | None = path_logprobs.tolist() if abilities(path_logprobs.device).host_memory else None
     return values
 
 

@@ -54,6 +54,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def __init__(self, extent: Extent) -> None:
         super().__init__()
         self.extent = extent
+        self.window: int | None = None  # entries that the host's own cache would show a query, its own included
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -131,6 +132,7 @@ class TreeCache(Cache):
             )
         own = cls(num_layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):
+            layer.window = source.sliding_window if isinstance(source, DynamicSlidingWindowLayer) else None
             if source.is_initialized and source.keys.numel():
                 missing = source.get_seq_length() - source.keys.shape[2]
                 padding = (0, 0, missing, 0)
@@ -202,6 +204,20 @@ class TreeCache(Cache):
             self._row_lengths = [length + count for length, count in zip(self._row_lengths, counts, strict=True)]
             del self._unread[0]
             self._extent.longest = max(self._row_lengths) + sum(most for most, _ in self._unread)
+
+    def spread(self, order: Tensor, mask: Tensor) -> None:
+        """Moves entry i of each row to entry `order[row, i]`, all [batch, entries]; zeros where `mask` is False.
+
+        During prefill.
+        """
+        for layer in self.layers:
+            if layer.is_initialized:
+                target = order.to(layer.device)[:, None, :, None]
+                seen = mask.to(layer.device)[:, None, :, None]
+                for name in ("keys", "values"):
+                    held = getattr(layer, name)
+                    moved = torch.empty_like(held).scatter_(2, target.expand_as(held), held)
+                    setattr(layer, name, moved.masked_fill_(~seen, 0))
 
     def begin_rounds(self, capacity: int) -> None:
         """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
@@ -396,10 +412,18 @@ class TreeCache(Cache):
         self._extent.held, self._extent.nodes_at = 0, None
 
     def wipe(self) -> None:
-        """Forgets the nodes of the round, and puts zeros where they lay."""
+        """Forgets the nodes of the round; zeros where they lay, and where the host's own cache has dropped entries.
+
+        Masks alone do not hide NaN there: 0 * NaN is NaN.
+        """
         for slab in self._slabs:
             for row, length in enumerate(self.row_lengths):
                 slab[:, row, length:] = 0
+        for layer in self.layers:
+            if layer.is_initialized and layer.window is not None:
+                for row, length in enumerate(self.row_lengths):
+                    for held in (layer.keys, layer.values):
+                        held[row, :, : max(0, length + 1 - layer.window)] = 0
         self.rollback()
 
     def _set_lengths(self, row_lengths: list[int]) -> None:

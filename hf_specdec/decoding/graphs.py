@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.attention import own_implementation
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.rotary import rotary_limits
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def make_graph(forward: Forward) -> Graph:
 
 def can_capture(device: torch.device) -> bool:
     """Whether forwards on this device can be captured at all."""
-    return device.type == "cuda"
+    return abilities(device).works_ahead
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from hf_specdec.decoding.candidates import (
     RoundOutcome,
     TreeCandidateGenerator,
 )
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
@@ -120,6 +122,8 @@ class SpeculativeDecoding:
         self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
         self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
         self.launched: Launched | None = None  # the latest round, if the host has yet to read what came of it
+        self.nan_rows: Tensor | None = None  # [batch] bool: for whose roots alone the target gives NaN; None for none
+        self.num_nan_rounds = 0  # of such rows
         pad_token = generation_config._pad_token_tensor
         pad_token_id = None if pad_token is None else int(pad_token)
         self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
@@ -131,7 +135,7 @@ class SpeculativeDecoding:
         self.choice = ChoiceRule(generation_config.do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         # What the target keeps this thread busy: on a CPU the drafter's share of the core is not its own.
-        self.clock = time.thread_time if input_ids.device.type == "cpu" else time.perf_counter
+        self.clock = time.thread_time if abilities(input_ids.device).host_memory else time.perf_counter
         self.lap: Callable[[str], None]
         self.root_ids: Tensor
         self.root_positions: Tensor
@@ -164,6 +168,7 @@ class SpeculativeDecoding:
                 output_ids = self.sequences.finish()
                 self.hand_back_cache(output_ids)
                 generator.count(self.stats)
+                self.report_fallbacks()
         finally:
             generator.close()
             self.stats.total_time_s = time.perf_counter() - started
@@ -232,7 +237,7 @@ class SpeculativeDecoding:
             output = self.verify(tree)
         ahead = None
         if pending is not None:
-            if tree.token_ids.is_cuda:  # else the target's own time would be that of its launch
+            if works_ahead(tree.token_ids.device):  # else the target's own time would be that of its launch
                 torch.cuda.current_stream(tree.token_ids.device).synchronize()
             busy_s = self.clock() - busy_from
             ahead = pending.result()
@@ -285,12 +290,13 @@ class SpeculativeDecoding:
         """The same where the host has learned it late: the next round, drafted meanwhile, is made one of its roots."""
         assert self.early_tree is not None
         self.target.cache.wipe()
-        self.early_tree = _without_drafts(self.early_tree)
+        self.early_tree = self.bare_roots(self.early_tree)
 
     def may_draft_early(self, generator: TreeCandidateGenerator, tree: DraftTree) -> bool:
         """Whether nothing that the host must know stands between this round and the next draft."""
         on_device = self.target.static is not None and tree.children is None and tree.draft_probs is None
         watched = self.trace is not None or self.records.keeps_any or self.budget is not None
+        watched |= self.nan_rows is not None
         return generator.drafts_early and on_device and self.accept.prefix_free and not watched
 
     def draft_before_reading(
@@ -360,6 +366,8 @@ class SpeculativeDecoding:
 
     def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
         """The tree of this round, or a root alone where drafting does not pay."""
+        if self.nan_rows is not None:
+            self.target.cache.wipe()  # else a row could not recover where the host drops what has been NaN
         if self.budget is not None and not self.budget.drafting:
             self.stats.num_undrafted_steps += sum(active)
             return DraftTree.root_only(self.root_ids)
@@ -378,6 +386,8 @@ class SpeculativeDecoding:
         if self.budget is not None:
             self.stats.num_probe_steps += sum(active) if self.budget.probing else 0
             tree = self.budget.cut(tree, active)
+        if self.nan_rows is not None:
+            tree = tree.without_drafts(self.nan_rows)
         return self.target.within_reach(tree.within_vocabulary(self.vocab_size), self.root_positions)
 
     def live(self, values: Sequence[T]) -> list[T]:
@@ -411,6 +421,7 @@ class SpeculativeDecoding:
         generator.keep_rows(kept)
         self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
         self.early_tree = None if self.early_tree is None else self.early_tree.of_rows(kept)
+        self.nan_rows = None if self.nan_rows is None else self.nan_rows[kept]
 
     def judge(
         self, tree: DraftTree, output: TargetOutput, active: list[bool], ahead: DraftsAhead | None = None
@@ -427,10 +438,13 @@ class SpeculativeDecoding:
             What was accepted, behind the tree and the output that it was accepted of: those given, or their roots alone
             where the target gave NaN for one of these (`FollowTarget`).
         """
+        if self.nan_rows is not None:
+            nan_rows = self.nan_rows & output.logits[:, 0, 0].isnan()
+            self.nan_rows = nan_rows if bool(nan_rows.any()) else None
         raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
         acceptance = self.accept(tree, output.logits, self.sequences, ahead)
         if _is_spoilt(acceptance, active):
-            roots = _without_drafts(tree)
+            roots = self.bare_roots(tree)
             return self.judge(roots, self.verify_anew(roots), active)
         self.root_ids = acceptance.bonus_ids
         self.count(acceptance, active)  # before its tokens are streamed: who reads along may ask what was drafted
@@ -438,6 +452,11 @@ class SpeculativeDecoding:
         if self.rows is None:
             self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
         return tree, output, acceptance
+
+    def bare_roots(self, tree: DraftTree) -> DraftTree:
+        """The roots of a tree; for which of them alone the target gives NaN, `judge` sees in their logits."""
+        self.nan_rows = torch.ones_like(tree.valid[:, 0])
+        return tree.first_nodes(0).without_drafts(self.nan_rows)
 
     def append(self, acceptance: Acceptance, scores: Tensor | None) -> list[int]:
         """Appends what the target chose to the sequences; returns how many tokens of each row were kept."""
@@ -485,13 +504,29 @@ class SpeculativeDecoding:
             self.stats.per_step_accepted[self.live(everyone)[row]].append(len(acceptance.tokens[row]) - 1)
             self.stats.num_draft_tokens += acceptance.num_drafted[row]
             if not acceptance.finite[row]:
-                if not self.stats.num_plain_steps:
-                    logger.warning(
-                        "The drafter (%s) gave NaN or infinite logits, or a token that the target gives NaN for. Such "
-                        "rounds are decoded plainly and counted in stats.num_plain_steps; the output is not affected.",
-                        self.stats.method,
-                    )
                 self.stats.num_plain_steps += 1
+                self.num_nan_rounds += int(self.nan_rows is not None and bool(self.nan_rows[row]))
+
+    def report_fallbacks(self) -> None:
+        """Says of a call whose rounds fell back to plain decoding how many did, and why; as a warning if most did."""
+        plain, rounds, of_target = self.stats.num_plain_steps, self.stats.num_spec_steps, self.num_nan_rounds
+        if not plain:
+            return
+        message = (
+            f"{plain} of {rounds} rounds were decoded plainly (stats.num_plain_steps): in {plain - of_target} the "
+            f"drafter ({self.stats.method}) gave NaN or infinite logits, or a token that the target gives NaN for; in "
+            f"{of_target} the target itself gives NaN, as in plain decoding. The output is not affected."
+        )
+        if 2 * plain <= rounds:
+            logger.warning(message)
+            return
+        way_out = "check the drafter's weights and dtype, or generate without assistant_model"
+        if 2 * of_target > plain:
+            way_out = (
+                "left padding with attn_implementation='eager' in float64 does this: load the target with 'sdpa', or "
+                "in float32"
+            )
+        warnings.warn(f"{message} This call was not quicker than plain decoding: {way_out}.", stacklevel=2)
 
     def hand_back_cache(self, output_ids: Tensor) -> None:
         """Leaves `past_key_values` as plain decoding would: all output tokens of every row but the last."""
@@ -515,8 +550,3 @@ class SpeculativeDecoding:
 def _is_spoilt(acceptance: Acceptance, active: list[bool]) -> bool:
     """Whether the target gave NaN for the root of a row that goes on."""
     return any(on and not tokens for on, tokens in zip(active, acceptance.tokens, strict=True))
-
-
-def _without_drafts(tree: DraftTree) -> DraftTree:
-    """The roots of a tree, whose drafts count as those of a drafter that had nothing finite to say."""
-    return replace(tree.first_nodes(0), finite=torch.zeros_like(tree.valid[:, 0]), pending=None)

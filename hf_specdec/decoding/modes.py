@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from hf_specdec.decoding.devices import abilities
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -20,7 +22,7 @@ def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
 
     Nothing elsewhere, where hooks of modules that are spread over devices may not bear it.
     """
-    if device.type != "cpu" or torch.is_inference_mode_enabled():
+    if not abilities(device).host_memory or torch.is_inference_mode_enabled():
         return _NOTHING
     return torch.inference_mode()
 

@@ -17,6 +17,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.tree import from_host
 
 # (rows to stand in the batch, how many of their new tokens count) -> one [batch, vocab] tensor per token, or None.
@@ -119,7 +120,7 @@ class Sequences:
     def _widen(self, ids: Tensor, columns: int) -> None:
         self.ids = torch.nn.functional.pad(ids, (0, columns))
         # The same memory where it is the host's: a small write costs NumPy less than torch.
-        self._ids_on_host = self.ids.numpy() if self.ids.device.type == "cpu" else None
+        self._ids_on_host = self.ids.numpy() if abilities(self.ids.device).host_memory else None
 
     def prefixes(self, length: int, rows: list[int]) -> Tensor:
         """[batch, length] int64: the prefixes of `rows`; the other rows hold a copy of the first of `rows`.

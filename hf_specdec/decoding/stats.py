@@ -24,6 +24,7 @@ class SpeculationStats:
         per_step_accepted: [row][round], drafted tokens kept.
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: rounds that verified nothing: what the drafter gave, or the target for it, was NaN or infinite.
+            A call says at its end how many there were, and why; as a warning where they were most.
         num_undrafted_steps: rounds without a draft because drafting did not pay (`tree_budget="auto"` only).
         num_probe_steps: rounds that drafted after such ones, to see whether it pays again.
         num_target_forwards: forwards of the target after the prefill; rows of a batch share them. With captured graphs

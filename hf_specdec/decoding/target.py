@@ -23,7 +23,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.graphs import CompileMode, compiled_forward, run, workspace_of
+from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.pending import PendingChain
@@ -61,7 +62,7 @@ class TargetModel:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
         feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
             what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
-        compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and on a CPU compiles it with
+        compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and elsewhere compiles it with
             `torch.compile`; both take their time once per model.
 
     Attributes:
@@ -90,17 +91,17 @@ class TargetModel:
         self.uses_tree_attention = usable(model)
         self.own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
-        self.splits_prefix = model.device.type != "cpu"
+        self.splits_prefix = abilities(model.device).splits_prefix
         self.compiles = compile_mode == "reduce-overhead"
         self.static: StaticVerify | None = None
-        self.forward = compiled_forward() if self.compiles and model.device.type == "cpu" else run
+        self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
         self.cache: TreeCache
         # What `keep_rows` has put away: per row of the whole batch its entries, and what is known of all prompts.
         self._aside: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None, NextStep] | None = None
         self._rows: list[int] = []
-        self.prompt_mask: Tensor | None
-        self.prompt_starts: Tensor | None
+        self.prompt_mask: Tensor | None  # which entries may be seen; None when all of them
+        self.prompt_starts: Tensor | None  # where each row's prompt begins; None where there are gaps in the mask
         self.step = NextStep(None, {}, {})
         self.num_layers_run = 0
         self._template: DraftTree | None = None
@@ -230,18 +231,9 @@ class TargetModel:
         length = self.cache.get_seq_length()
         batch = outputs.logits.shape[0]
         device = outputs.logits.device
-        # Which prompt entries may be seen; None when all of them.
-        self.prompt_mask = None
-        if attention_mask is not None and not bool(attention_mask[:, :length].all()):
-            self.prompt_mask = attention_mask[:, :length].to(device=device, dtype=torch.bool)
-        # Where each row's prompt begins; None where its entries are no interval, as with gaps in the mask.
-        self.prompt_starts = torch.zeros(batch, dtype=torch.int64, device=device)
-        if self.prompt_mask is not None:
-            self.prompt_starts = length - self.prompt_mask.sum(1)
-            if not bool(
-                (self.prompt_mask == (torch.arange(length, device=device) >= self.prompt_starts[:, None])).all()
-            ):
-                self.prompt_starts = None
+        self.prompt_mask, self.prompt_starts = None, torch.zeros(batch, dtype=torch.int64, device=device)
+        if attention_mask is not None:
+            self._set_prompt_mask(attention_mask[:, :length].to(device=device, dtype=torch.bool))
         self.step = next_step(self.model, outputs, input_ids, self.cache, model_kwargs)
         # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
         self.position_offset = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -257,6 +249,41 @@ class TargetModel:
             outputs.get("attentions"),
             outputs.get("hidden_states"),
         )
+
+    def prefill_for_drafting(self, token_ids: Tensor, mask: Tensor | None, max_length: int) -> None:
+        """`prefill` of a draft model, where padding is run behind the text, and its entries in the cache are zeros.
+
+        On the left, padding has nothing to see. Eager attention in float64 gives NaN there, and one layer later to all
+        tokens of the row. A target must do what the host does; a draft model need not.
+
+        Args:
+            token_ids: [batch, seq] int64.
+            mask: [batch, seq] bool, False at padding; None where there is none.
+            max_length: most tokens that a text may have.
+        """
+        batch, length = token_ids.shape
+        order = None
+        if mask is not None and not bool(mask.all()):
+            order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
+            token_ids = token_ids.gather(1, order)
+        positions = torch.arange(length, device=token_ids.device).expand(batch, -1)
+        arguments = {"attention_mask": torch.ones_like(token_ids), "position_ids": positions, "use_cache": True}
+        self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
+        if mask is not None and order is not None:
+            mask = mask.to(self.position_offset.device)
+            self.cache.spread(order, mask)
+            self.position_offset = self.position_offset - (~mask).sum(1)
+            self._set_prompt_mask(mask)
+
+    def _set_prompt_mask(self, mask: Tensor) -> None:
+        """Notes which prompt entries may be seen, [batch, entries] bool, and where each row's prompt begins."""
+        if bool(mask.all()):
+            return
+        length = mask.shape[1]
+        self.prompt_mask, self.prompt_starts = mask, length - mask.sum(1)
+        # No interval where there are gaps.
+        if not bool((mask == (torch.arange(length, device=mask.device) >= self.prompt_starts[:, None])).all()):
+            self.prompt_starts = None
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""

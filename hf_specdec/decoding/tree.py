@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_specdec.decoding.devices import abilities
+
 if TYPE_CHECKING:
     from hf_specdec.decoding.pending import PendingChain
 
@@ -42,6 +44,7 @@ class DraftTree:
             then come in this order, likeliest first; 0 at the root, -inf at padding. [batch][nodes] lists where the
             tree was built in host memory (rows may be shorter than the tree), else [batch, nodes] floating. Drawn
             chains (`draft_probs`) must not have it: to cut them by what was drawn would change the law of the rest.
+        bare: [batch] bool, or None for all False. True where `without_drafts` has left nothing but the root.
         pending: where the nodes stand that have passed some of the target's layers already, or None: then they have
             passed none. Such a tree is a chain with the very nodes of `pending`.
     """
@@ -56,6 +59,7 @@ class DraftTree:
     children: list[dict[tuple[int, int], int]] | None = None
     draft_probs: Tensor | None = None
     path_logprobs: list[list[float]] | Tensor | None = None
+    bare: Tensor | None = None
     pending: PendingChain | None = None
 
     @property
@@ -220,6 +224,29 @@ class DraftTree:
         valid = self.valid & (self.depths <= depths.to(self.depths.device).unsqueeze(1))
         return replace(self, valid=valid, children=None)
 
+    def without_drafts(self, rows: Tensor) -> DraftTree:
+        """The same tree with no draft in `rows` [batch] bool: all nodes of a bare row repeat its root.
+
+        Its `finite` is False.
+
+        Example:
+            >>> tree = DraftTree.from_lists([[7, 1], [8, 4]], [[-1, 0], [-1, 0]])
+            >>> tree = tree.without_drafts(torch.tensor([False, True]))
+            >>> tree.token_ids.tolist(), tree.valid.int().tolist()
+            ([[7, 1], [8, 8]], [[1, 1], [1, 0]])
+        """
+        kept = ~rows.unsqueeze(1).expand_as(self.valid)
+        kept[:, 0] = True
+        return replace(
+            self,
+            token_ids=self.token_ids.where(kept, self.token_ids[:, :1]),
+            valid=self.valid & kept,
+            finite=~rows if self.finite is None else self.finite & ~rows,
+            children=None,
+            bare=rows if self.bare is None else self.bare | rows,
+            pending=None,
+        )
+
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """The same trees for some of the rows."""
         index = from_host(rows, self.token_ids.device)
@@ -234,6 +261,7 @@ class DraftTree:
             finite=None if self.finite is None else self.finite[index],
             children=None if self.children is None else [self.children[row] for row in rows],
             draft_probs=None if self.draft_probs is None else self.draft_probs[index],
+            bare=None if self.bare is None else self.bare[index],
             path_logprobs=logprobs[index] if isinstance(logprobs, Tensor) else logprobs and [logprobs[i] for i in rows],
         )
 
@@ -272,8 +300,10 @@ def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | N
         >>> from_host([3, 1], "cpu")
         tensor([3, 1])
     """
-    # By way of NumPy, which is quicker than torch from a list.
-    return torch.from_numpy(np.asarray(values)).to(device, non_blocking=True)
+    # By way of NumPy, which is quicker than torch from a list. CUDA has the numbers before this returns; of an Apple
+    # device that is not known.
+    tensor = torch.from_numpy(np.asarray(values))
+    return tensor if device is None else tensor.to(device, non_blocking=abilities(torch.device(device)).works_ahead)
 
 
 def pick(values: Tensor, nodes: Tensor) -> Tensor:

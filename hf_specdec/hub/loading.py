@@ -260,13 +260,13 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def usable_device(device: torch.device | str | int | None) -> torch.device:
-    """That device; CUDA where there is one, else the CPU, for None.
+    """That device; for None the accelerator that torch finds (CUDA, Apple's mps, Intel's xpu), else the CPU.
 
     Raises:
         ValueError: there is none of that name here.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:  # unknown, not there, or torch was built without it

@@ -119,7 +119,7 @@ def replay(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
 
     verified = torch.cat([verified[:, kept], verified.new_full((len(nodes), 1), -torch.inf)], dim=1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
-    laws = warpers(torch.zeros(1, 1), verified).double().softmax(-1).tolist()
+    laws = warpers(torch.zeros(1, 1), verified).cpu().double().softmax(-1).tolist()
     drafted = [names[token] for token in token_ids]
     if tree.draft_probs is None:
         sigma = deviation_sigma(_walks(drafted, parents, verified, warpers), _law(drafted, parents, laws))
@@ -219,7 +219,7 @@ def drawn_sigma(rounds: list[FrozenRound]) -> float | None:
         assert each.tree.draft_probs is not None
         for node in range(1, each.tree.num_nodes):
             if bool(each.tree.valid[0, node]):
-                law = each.tree.draft_probs[0, node - 1].double()
+                law = each.tree.draft_probs[0, node - 1].cpu().double()
                 mean = float((law * law).sum())
                 seen += float(law[each.tree.token_ids[0, node]])
                 expected += mean

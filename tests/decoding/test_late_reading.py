@@ -176,6 +176,7 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
@@ -211,6 +212,7 @@ def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
         assert sum(kept + 1 for kept in stats.per_step_accepted[0]) >= NEW - 1
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)

@@ -17,7 +17,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import NODE_BUCKETS
@@ -116,17 +115,12 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
     def _prefill(self, token_ids: Tensor) -> None:
         drafter = self.drafter
-        batch, length = token_ids.shape
-        device = drafter.model.device
+        length, device = token_ids.shape[1], drafter.model.device
         mask = self.target.prompt_mask
-        if mask is None or mask.shape[1] != length:  # another length: a cache was continued with the new tokens only
-            mask = torch.ones(batch, length, dtype=torch.bool)
-        mask = mask.to(device=device, dtype=torch.int64)
-        drafter.prefill(
-            token_ids.to(device),
-            GenerationConfig(max_length=self.num_positions or sys.maxsize),  # how far drafted nodes may reach
-            {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True},
-        )
+        if mask is not None:  # of another length where a cache was continued with the new tokens only
+            mask = mask.to(device) if mask.shape[1] == length else None
+        # The positions that the model knows are how far drafted nodes may reach.
+        drafter.prefill_for_drafting(token_ids.to(device), mask, self.num_positions or sys.maxsize)
         room = length + 256
         if drafter.compiles:  # buffers as long as the target's serve the whole call
             room = max(room, self.target.cache.capacity - NODE_BUCKETS[-1])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator, captured_tree
 
@@ -40,7 +41,7 @@ class DDTreeGenerator(MarginalsGenerator):
         if self.source.calls is not None:
             build = functools.partial(level_tree, budget=self.tree_budget)
             return captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
-        make = heap_tree if logits.device.type == "cpu" else level_tree
+        make = heap_tree if abilities(logits.device).host_memory else level_tree
         budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
         return make(context.root_ids, logits, budget)
 
@@ -183,6 +184,9 @@ def _best_first(
 def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     """The same tree as `heap_tree`, level by level on the device.
 
+    On a device without float64 paths are summed in float32, and of paths that differ by less than its rounding either
+    may come first.
+
     The best `budget` prefixes of depth d all extend the best `budget` of depth d-1, and with parents and tokens both
     sorted, prefix (i, j) has (i+1)(j+1)-1 others before it, so only pairs with (i+1)(j+1) <= budget matter. The best
     `budget` over all depths are the tree.
@@ -197,12 +201,13 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     logprobs, ranked_ids = ranked_logprobs(logits, budget)
     finite = logprobs[..., 0].isfinite().all(-1)
     # A row without usable marginals keeps its shape; its nodes are marked invalid below.
-    logprobs = logprobs.double().where(finite[:, None, None], -torch.inf)
-    batch, depth, ranks = logprobs.shape
     device = logprobs.device
+    dtype = torch.float64 if abilities(device).float64 else torch.float32
+    logprobs = logprobs.to(dtype).where(finite[:, None, None], -torch.inf)
+    batch, depth, ranks = logprobs.shape
 
     # Kept prefixes of all levels so far, level after level; column 0 is the empty prefix, the root.
-    scores = torch.zeros(batch, 1, dtype=torch.float64, device=device)
+    scores = torch.zeros(batch, 1, dtype=dtype, device=device)
     parents = torch.full((batch, 1), -1, device=device)
     token_ids = root_ids.unsqueeze(1)
     # Place of each prefix in the order of rank tuples, a prefix before its extensions.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
@@ -85,7 +86,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.merge = drafter.merge_duplicates
         self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.compile_mode)
         self.drafts_early = self.calls is not None
-        self.on_host = self.device.type == "cpu" and self.calls is None
+        self.on_host = abilities(self.device).host_memory and self.calls is None
         self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # of what a round commits at most
         self.target = target  # its cache tells how long rows may grow
         self.shape = Shape.of(drafter, host=self.on_host)

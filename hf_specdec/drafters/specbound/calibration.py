@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.devices import wait_for
 from hf_specdec.decoding.slices import LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.fingerprint import tokenizer_at_hand
@@ -271,8 +272,7 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 9) 
     for _ in range(repeats + 2):
         started = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[2:])
 

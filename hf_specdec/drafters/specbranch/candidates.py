@@ -25,6 +25,7 @@ from hf_specdec.decoding.candidates import (
     RoundOutcome,
     TreeCandidateGenerator,
 )
+from hf_specdec.decoding.devices import wait_for
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
@@ -151,8 +152,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         for _ in range(repeats + 1):  # the first one warms up
             began = time.perf_counter()
             self.target.verify(tree, context.root_positions)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            wait_for(self.device)
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds[1:])
 

@@ -21,8 +21,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbranch.branches import (
@@ -81,16 +82,11 @@ class BranchDrafting:
         device = self.drafter.model.device
         length = min(map(len, texts)) - 1  # what longer rows have more is run in the first round
         token_ids = torch.tensor([text[:length] for text in texts], device=device)
-        batch = len(texts)
-        mask = torch.ones(batch, length, dtype=torch.int64)
+        mask = None
         if prompt_mask is not None and len(prompt_mask[0]) == length:
-            mask = torch.tensor(prompt_mask, dtype=torch.int64)
-        mask = mask.to(device)
-        self.drafter.prefill(
-            token_ids,
-            GenerationConfig(max_length=self.num_positions or sys.maxsize),  # how far drafted nodes may reach
-            {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True},
-        )
+            mask = torch.tensor(prompt_mask, device=device)
+        # The positions that the model knows are how far drafted nodes may reach.
+        self.drafter.prefill_for_drafting(token_ids, mask, self.num_positions or sys.maxsize)
         self.drafter.begin_rounds(length + 256)
         self._make_room(64)
 
@@ -142,7 +138,7 @@ class BranchDrafting:
     @torch.no_grad()
     def draft_ahead(self, signals: Sequence[Signals]) -> Branches:
         """Drafts branches behind the chains that `draft` gave, while the target verifies those."""
-        clock = time.thread_time if self.drafter.model.device.type == "cpu" else time.perf_counter
+        clock = time.thread_time if abilities(self.drafter.model.device).host_memory else time.perf_counter
         began = clock()
         forwards = 0
         if not self._within_reach():

@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.devices import abilities
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 
 WorkerKind = Literal["auto", "process", "thread", "none"]
@@ -79,7 +80,7 @@ class ThreadWorker(Worker):
             1, thread_name_prefix="hf_specdec-drafting", initializer=_use_threads, initargs=(num_threads,)
         )
         device = drafting.drafter.model.device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if abilities(device).works_ahead else None
         if self.stream is not None:  # the weights may just have been written, by work that is still under way
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -183,8 +184,11 @@ class RemoteError(Exception):
 
 def make_worker(kind: WorkerKind, drafting: BranchDrafting, num_threads: int, idle: IdleProcess) -> Worker:
     """Where to draft; `kind` as `SpecBranchDrafter.worker`."""
+    device = drafting.drafter.model.device
     if kind == "auto":
-        kind = "process" if process_refusal(drafting.drafter.model.device) is None else "thread"
+        # Without streams two threads would share one queue of a device.
+        beside = abilities(device).host_memory or abilities(device).works_ahead
+        kind = "process" if process_refusal(device) is None else "thread" if beside else "none"
     if kind == "none":
         return InTurn(drafting)
     return idle.begin(drafting, num_threads) if kind == "process" else ThreadWorker(drafting, num_threads)
@@ -192,7 +196,7 @@ def make_worker(kind: WorkerKind, drafting: BranchDrafting, num_threads: int, id
 
 def process_refusal(device: torch.device) -> str | None:
     """Why a draft model on `device` cannot run in a process of its own here; None where it can."""
-    if device.type != "cpu":
+    if not abilities(device).host_memory:
         return f"the draft model is on {device}, which a forked process cannot use"
     if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
         return f"{sys.platform} cannot fork a process that has loaded PyTorch"

@@ -1,0 +1,85 @@
+"""Devices that are not at hand, by a stand-in for the rule of the CPU: what a device lacks is not asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_specdec.decoding import attention, devices
+from hf_specdec.decoding.devices import Abilities, abilities
+from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.drafters.ddtree.candidates import heap_tree, level_tree
+from hf_specdec.hub.loading import usable_device
+from tests.methods import METHODS
+from tests.targets import PROMPTS, make_target
+
+APPLE = Abilities(float64=False)  # and nothing else: host's attention, no streams, no memory that NumPy reads
+
+
+class NoFloat64(TorchDispatchMode):
+    """Answers float64 as an Apple GPU does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
+                raise TypeError(f"{func}: this device has no float64")
+        return result
+
+
+@pytest.fixture
+def apple(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(devices.RULES, "cpu", lambda device: APPLE)
+    with NoFloat64():
+        yield
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_needs_float64_or_host_memory(method: str, sampling: dict[str, Any], apple: None) -> None:
+    target, prompts = make_target("llama", "sdpa", torch.float32), PROMPTS["ragged batch of three"]()
+    drafter = METHODS[method](target)
+    settings = {**prompts, **sampling, "max_new_tokens": 12}
+    assisted = target.generate(**settings, assistant_model=drafter)
+    assert assisted.tolist() == target.generate(**settings).tolist()
+    assert not attention.usable(target), "attention that was measured on other devices only"
+
+
+def test_trees_are_those_of_host_memory_where_there_is_no_float64(apple: None) -> None:
+    logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1))
+    roots = torch.tensor([3, 4])
+    level, heap = level_tree(roots, logits, 24), heap_tree(roots, logits, 24)
+    for name in ("token_ids", "parents", "depths", "ancestor_mask", "valid"):
+        assert torch.equal(getattr(level, name), getattr(heap, name)), name
+
+
+def test_copies_that_no_event_announces_are_made_at_once(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, asked = Tensor.copy_, []
+
+    def watched(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        asked.append(non_blocking)
+        return copy(self, source, non_blocking)
+
+    monkeypatch.setattr(Tensor, "copy_", watched)
+    assert ToHost(torch.tensor([[3, 1]])).tolist() == [[3, 1]]
+    assert asked == [False]
+
+
+def test_a_device_without_a_rule_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(devices.RULES, "cpu")
+    assert abilities(torch.device("cpu")) == Abilities(float64=True)
+    assert abilities(torch.device("meta")) == Abilities(float64=False)
+
+
+def test_the_default_device_is_the_accelerator_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    assert usable_device(None).type == "meta"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert usable_device(None).type == "cpu"
+    assert usable_device("cpu").type == "cpu"

@@ -1,0 +1,64 @@
+"""Left padding with eager attention in float64, where the host computes NaN: queries of padding have nothing to see.
+
+Its masks are the lowest float64 number, and its softmax runs in float32, where that is -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.base import Drafter
+from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
+from tests.scripted import right_for
+from tests.targets import PROMPTS, make_target
+
+NEW = 20
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+PADDED = (1, 2)  # rows of the ragged batch
+
+
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=str)
+def test_rows_that_the_target_gives_nan_for_do_not_hold_up_the_others(processors: dict[str, float]) -> None:
+    target, prompts = make_target("llama", "eager", torch.float64), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, **GREEDY, **processors)
+    drafter = right_for([2, 0, 3], alone)
+    with pytest.warns(UserWarning, match=r"of \d+ rounds .* the target itself gives NaN, .* with 'sdpa'") as caught:
+        assisted = target.generate(**prompts, **GREEDY, **processors, assistant_model=drafter)
+    assert assisted.tolist() == alone.tolist()
+    assert len(caught) == 1, "said once per call"
+    stats = drafter.stats
+    assert stats is not None
+    of_padded = sum(len(stats.per_step_accepted[row]) for row in PADDED)
+    assert stats.num_plain_steps <= of_padded + 1, "the row without padding loses its drafts once at most"
+    assert sum(stats.per_step_accepted[0]) > NEW / 3
+    assert stats.num_target_forwards <= NEW, "no more than plain decoding, and one for finding out"
+
+
+def test_rows_that_recover_from_nan_are_drafted_for_again() -> None:
+    # Every layer slides: the host's cache drops its padding, and with it what was NaN.
+    target, prompts = make_target("mistral-sliding", "eager", torch.float64), PROMPTS["ragged batch of three"]()
+    settings = GREEDY | {"max_new_tokens": 80}
+    alone = target.generate(**prompts, **settings)
+    drafter = right_for(3, alone)
+    assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats is not None
+    for row in PADDED:
+        assert max(drafter.stats.per_step_accepted[row]) == 3
+
+
+@pytest.mark.parametrize("make", [make_causal_lm, make_causal_lm_chain, make_specbranch])
+def test_a_draft_model_with_eager_attention_drafts_as_with_sdpa(make: Callable[[PreTrainedModel], Drafter]) -> None:
+    target, prompts = make_target("llama", "sdpa", torch.float64), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, **GREEDY)
+    accepted = []
+    for attention in ("sdpa", "eager"):
+        drafter = make(make_target("llama", attention, torch.float64))
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        assert drafter.stats is not None
+        assert drafter.stats.num_plain_steps == 0
+        accepted.append(drafter.stats.per_step_accepted)
+    assert accepted[0] == accepted[1]
