@@ -509,24 +509,29 @@ class SpeculativeDecoding:
 
     def report_fallbacks(self) -> None:
         """Says of a call whose rounds fell back to plain decoding how many did, and why; as a warning if most did."""
-        plain, rounds, of_target = self.stats.num_plain_steps, self.stats.num_spec_steps, self.num_nan_rounds
+        plain, of_target = self.stats.num_plain_steps, self.num_nan_rounds
         if not plain:
             return
+        reasons = []
+        if plain > of_target:
+            by = f"the drafter ({self.stats.method}) gave NaN or infinite logits"
+            reasons.append(f"{by}, or a token that the target gives NaN for")
+        if of_target:
+            reasons.append(f"in {of_target} of them the target itself gives NaN for the row, as in plain decoding")
         message = (
-            f"{plain} of {rounds} rounds were decoded plainly (stats.num_plain_steps): in {plain - of_target} the "
-            f"drafter ({self.stats.method}) gave NaN or infinite logits, or a token that the target gives NaN for; in "
-            f"{of_target} the target itself gives NaN, as in plain decoding. The output is not affected."
+            f"{plain} of {self.stats.num_spec_steps} rounds were decoded plainly (stats.num_plain_steps): "
+            f"{'; '.join(reasons)}. The output is not affected."
         )
-        if 2 * plain <= rounds:
+        if 2 * plain <= self.stats.num_spec_steps:
             logger.warning(message)
             return
-        way_out = "check the drafter's weights and dtype, or generate without assistant_model"
+        way_out = "Check the drafter's weights and dtype, or generate without assistant_model."
         if 2 * of_target > plain:
             way_out = (
-                "left padding with attn_implementation='eager' in float64 does this: load the target with 'sdpa', or "
-                "in float32"
+                "Left padding with attn_implementation='eager' in float64 does this: load the target with 'sdpa', "
+                "or in float32."
             )
-        warnings.warn(f"{message} This call was not quicker than plain decoding: {way_out}.", stacklevel=2)
+        warnings.warn(f"{message} {way_out}", stacklevel=2)
 
     def hand_back_cache(self, output_ids: Tensor) -> None:
         """Leaves `past_key_values` as plain decoding would: all output tokens of every row but the last."""

@@ -159,7 +159,7 @@ def test_a_drafter_that_is_all_nan_still_gives_the_right_tokens(target: PreTrain
     prompts = PROMPTS["ragged batch of three"]()
     drafter = make_dflash(target, method=method)
     drafter.norm.weight.data.fill_(float("nan"))
-    with pytest.warns(UserWarning, match=f"drafter \\({method}\\) gave NaN .* check the drafter's weights") as caught:
+    with pytest.warns(UserWarning, match=f"drafter \\({method}\\) gave NaN .* Check the drafter's weights") as caught:
         assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert len(caught) == 1, "said once per call"
     assert assisted.tolist() == target.generate(**prompts, **GREEDY).tolist()

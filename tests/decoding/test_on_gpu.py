@@ -51,6 +51,7 @@ def test_captured_rounds_give_the_tokens_of_plain_decoding(family: str, method: 
             assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist(), mode
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1}], ids=str)
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", METHODS)
