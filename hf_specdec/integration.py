@@ -1,9 +1,10 @@
-"""The one place that touches transformers: two wraps on GenerationMixin, idempotent and reversible.
+"""The two wraps on GenerationMixin, idempotent and reversible, and the check of all its functions that we rely on.
 
 `generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
 streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
 wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
-other assistants take the stock path, untouched.
+other assistants take the stock path, untouched. `decoding/` calls `_prefill` and
+`_update_model_kwargs_for_generation` of the host, and registers an attention function with it.
 """
 
 from __future__ import annotations

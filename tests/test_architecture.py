@@ -6,8 +6,10 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import io
 import pkgutil
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -149,3 +151,35 @@ def test_no_file_reads_the_environment_or_swallows_all_errors(path: Path) -> Non
             assert node.type is not None, f"line {node.lineno}: bare except"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             assert node.attr not in ("environ", "getenv"), f"line {node.lineno}: environment variable"
+
+
+ROOT = PACKAGE.parent
+SOURCES = sorted(path for folder in ("hf_specdec", "tests", "examples") for path in (ROOT / folder).rglob("*.py"))
+# Words in backticks that are names elsewhere: a program, formatted keys, names of transformers and of the Hub client.
+NAMES_ELSEWHERE = {"CandidateGenerator", "accuracy_2", "accuracy_layer_4", "create_commit", "torchrun"}
+
+
+def test_names_in_docstrings_and_comments_exist() -> None:
+    known, said = {*NAMES_ELSEWHERE, "py", *(part for path in SOURCES for part in (path.stem, *path.parts))}, []
+    for path in SOURCES:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        said += [
+            (path, token.string)
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        ]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                said.append((path, ast.get_docstring(node) or ""))
+        for node in ast.walk(without_docstrings(tree)):
+            for field in ("id", "attr", "arg", "name", "module", "value"):
+                if isinstance(text := getattr(node, field, None), str):
+                    known.update(re.findall(r"\w+", text))
+    missing = [
+        f"{path.relative_to(ROOT)}: `{name}`"
+        for path, text in said
+        for name in re.findall(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`(?!`)", text)
+        if not known.issuperset(name.split("."))
+    ]
+    assert not missing, "names that exist nowhere in the code"

@@ -70,7 +70,6 @@ class Figures:
         drafting_share: of the whole time.
         round_s: of one round, by stage.
         round_to_floor: a round's time over the time to read the target's weights once.
-        stages_share: what stages account for, prefill and the rest of the call included; 1 up to rounding.
         call_s: seconds of all calls by stage, "rest" is what no stage accounts for.
         peak_bytes: most of any call.
         num_identical: calls that wrote what plain decoding writes, of `num_compared`.

@@ -2,7 +2,7 @@
 
     hf-specdec bench --suite speed --shape qwen3-8b --part rounds baselines reference --output speed.json
 
-Parts, each a few minutes on one GPU: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged rows
+Parts: `rounds` (time per round by context, nodes and mode), `batch` (1 to 32 ragged rows
 that finish at different times), `length` (does a round grow dearer over thousands of tokens), `baselines` (plain, plain
 compiled with a static cache, stock assisted generation, stock DFlash), `reference` (the DDTree loop as its authors
 describe it, on the same weights and trees), and on the bundled model `auto` (`tree_budget="auto"` against fixed

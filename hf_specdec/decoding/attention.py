@@ -1,14 +1,14 @@
 """Attention of a draft tree's nodes, registered with the host's `AttentionInterface` and used while a tree is verified.
 
 What it saves over the host's own sdpa: grouped heads read the cache's keys and values as they lie there (the host
-copies them once per query head whenever there is a mask), and on a GPU the committed prefix needs no mask at all. There
+copies them once per query head whenever there is a mask), and on CUDA the committed prefix needs no mask at all. There
 
     attention = softmax over [prefix ; nodes] = (Z_p a_p + Z_t a_t) / (Z_p + Z_t)
 
 with a_p, Z_p the attention over a row's prefix and its sum of exponentials, a_t, Z_t those over the nodes of the tree:
 the prefix is an interval of entries, and only the small tree part has a mask. `merged_attention` is that formula in
 torch, `attention_kernel.py` the same in Triton. On a CPU torch's own kernel takes grouped heads and the whole mask
-in one go, with bit for bit the host's result, so there is nothing to split.
+in one go, with bit for bit the host's result, so there is nothing to split. Other devices keep the host's attention.
 
 The mask that the host passes around stays the full one; the intervals only accompany it (`Spans`). Whatever changes the
 mask on its way loses them, and is then answered from the mask alone.

@@ -4,7 +4,7 @@ On a GPU launching a forward's kernels one by one takes longer than they run. A 
 only for the very shapes and addresses that it was captured with. So trees are padded to a few numbers of nodes, the
 prefix to a few lengths (entries beyond a row's own are masked by lengths that only the device knows), nodes lie at a
 fixed place behind the prefix (`TreeCache.place_nodes`), and buffers are kept from call to call (`Workspace`), so that a
-graph captured in one `generate` serves the next. The forward itself is `TargetModel.static_forward`.
+graph captured in one `generate` serves the next. The forward itself is in `static_verify.py`.
 
 Where a forward cannot be captured, it runs launch by launch on the same buffers, with the same bytes as its result.
 What runs where there is no GPU is tested with a stand-in for the graph; its speed on one is not measured.

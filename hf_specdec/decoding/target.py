@@ -1,9 +1,9 @@
 """TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
 
 Knows how host models want their masks (one tensor, or one per layer type) and how to read hidden states from chosen
-layers; running a few layers only is the business of `slices.py`. It changes nothing in the model: taps are forward
-hooks that live as long as one `generate` call. The tree's meaning is in `tree.py`, the stored keys and values in
-`cache.py`.
+layers; running a few layers only is the business of `slices.py`. It leaves the model as it was: taps are forward
+hooks that live as long as one `generate` call, our attention stands in the config during a forward. The tree's meaning
+is in `tree.py`, the stored keys and values in `cache.py`.
 """
 
 from __future__ import annotations

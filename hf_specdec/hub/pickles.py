@@ -1,8 +1,8 @@
 """What a file of `torch.save` holds, by name, shape and type, without torch and without running anything in it.
 
 Such a file is a zip archive: a small pickle of names and shapes, and the numbers of each tensor in an entry of its own,
-which stays closed here. The pickle is read by an unpickler that knows six names, all of which only take notes; whatever
-else it asks for is refused. `tensors.py` loads the numbers.
+which stays closed here. The pickle is read by an unpickler that knows only the names that tensors need, all of which
+only take notes; whatever else it asks for is refused. `tensors.py` loads the numbers.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         speed_ratio: c = T_p / T_q, which bounds draft lengths; None (default) measures it at the first call for a
             target.
         worker: `"process"` or `"thread"` beside the target; `"auto"` (default) takes a process for draft models on a
-            CPU, where the system can fork, else a thread, on a GPU with a stream of its own.
+            CPU, where the system can fork, else a thread, on CUDA with a stream of its own, and neither on devices
+            that have no streams here.
         worker_threads: intra-op threads of the worker on a CPU (1); the target has the remaining cores.
 
     Relation to its siblings: `causal_lm` drafts with the same kind of model, but only while the target waits. The other
