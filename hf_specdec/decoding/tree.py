@@ -130,7 +130,7 @@ class DraftTree:
         """
         batch, nodes = len(token_ids), max(map(len, token_ids))
         mask: np.ndarray = np.zeros((batch, nodes, nodes), dtype=bool)
-        mask[:, :, 0] = True
+        mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
         depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]  # padding hangs below the root
         children: list[dict[tuple[int, int], int]] = []
         for row, (tokens, above) in enumerate(zip(token_ids, parents, strict=True)):

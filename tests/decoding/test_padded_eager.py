@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.base import Drafter
-from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
+from tests.methods import METHODS, make_causal_lm, make_causal_lm_chain, make_specbranch
 from tests.scripted import right_for
 from tests.targets import PROMPTS, make_target
 
@@ -62,3 +62,14 @@ def test_a_draft_model_with_eager_attention_drafts_as_with_sdpa(make: Callable[[
         assert drafter.stats.num_plain_steps == 0
         accepted.append(drafter.stats.per_step_accepted)
     assert accepted[0] == accepted[1]
+
+
+@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_bear_rows_that_the_target_gives_nan_for(method: str) -> None:
+    target, prompts = make_target("llama", "eager", torch.float64), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = METHODS[method](target)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats is not None
+    assert drafter.stats.num_target_forwards <= NEW
