@@ -17,7 +17,7 @@ NEW = 14
 
 def traced(drafter: Drafter, prompts: dict[str, Any], **settings: Any) -> tuple[Trace, torch.Tensor]:
     drafter.trace = Trace()
-    output = make_target().generate(
+    output = make_target("llama", "sdpa").generate(
         **prompts, assistant_model=drafter, **{"max_new_tokens": NEW, "do_sample": False, **settings}
     )
     return drafter.trace, output
@@ -27,7 +27,7 @@ def traced(drafter: Drafter, prompts: dict[str, Any], **settings: Any) -> tuple[
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_tells_what_was_written_and_which_tokens_were_drafted(method: str, prompts: str) -> None:
     inputs = PROMPTS[prompts]()
-    drafter = METHODS[method](make_target())
+    drafter = METHODS[method](make_target("llama", "sdpa"))
     trace, output = traced(drafter, inputs)
     assert drafter.stats is not None
     for row, ids in enumerate(output.tolist()):
@@ -47,7 +47,7 @@ def test_a_trace_tells_what_was_written_and_which_tokens_were_drafted(method: st
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_probabilities_and_forwards_in_a_trace_are_possible_ones(method: str, do_sample: bool) -> None:
-    trace, _ = traced(METHODS[method](make_target()), one_prompt(), do_sample=do_sample)
+    trace, _ = traced(METHODS[method](make_target("llama", "sdpa")), one_prompt(), do_sample=do_sample)
     assert trace.rounds
     for traced_round in trace.rounds:
         nodes = range(1, len(traced_round.token_ids))
@@ -67,7 +67,7 @@ def test_probabilities_and_forwards_in_a_trace_are_possible_ones(method: str, do
 
 def test_a_round_that_is_cut_short_keeps_what_was_before_the_cut() -> None:
     prompts = one_prompt()
-    script = make_target().generate(**prompts, max_new_tokens=NEW, do_sample=False)
+    script = make_target("llama", "sdpa").generate(**prompts, max_new_tokens=NEW, do_sample=False)
     never = next(token for token in range(3, 64) if token not in script[0, -NEW:])
     # The prefill writes 1 token, each round 4: the last of three writes only the 1 that is missing.
     trace, output = traced(right_for(3, script), prompts, max_new_tokens=10, eos_token_id=never)
@@ -78,10 +78,10 @@ def test_a_round_that_is_cut_short_keeps_what_was_before_the_cut() -> None:
 
 
 def test_a_second_call_replaces_the_trace_of_the_first() -> None:
-    drafter = METHODS["ngram"](make_target())
+    drafter = METHODS["ngram"](make_target("llama", "sdpa"))
     trace, _ = traced(drafter, one_prompt())
     first = list(trace.rounds)
-    make_target().generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+    make_target("llama", "sdpa").generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
     assert trace.rounds == first
 
 
@@ -90,8 +90,8 @@ def test_without_a_trace_no_drafter_is_asked_to_describe_anything(monkeypatch: p
         raise AssertionError("describe() was called without a trace")
 
     monkeypatch.setattr(TreeCandidateGenerator, "describe", asked)
-    drafter = METHODS["ngram"](make_target())
-    make_target().generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+    drafter = METHODS["ngram"](make_target("llama", "sdpa"))
+    make_target("llama", "sdpa").generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
     drafter.trace = Trace()
     with pytest.raises(AssertionError, match="without a trace"):
-        make_target().generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+        make_target("llama", "sdpa").generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
