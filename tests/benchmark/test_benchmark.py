@@ -229,7 +229,7 @@ def test_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
 
 
 def test_the_clock_sees_every_token_of_batches_and_of_bursts() -> None:
-    target, inputs = make_target(), ragged_prompts()
+    target, inputs = make_target("llama", "sdpa"), ragged_prompts()
     script = target.generate(**inputs, max_new_tokens=12, do_sample=False)
     for way in (Way(PLAIN, "plain"), Way("own", "drafter", drafter=right_for([2, 0, 1], script))):
         new_ids, seconds, clock = generate(target, inputs, way, 0.0, 9, seed=0)
