@@ -62,6 +62,8 @@ def _run(arguments: list[str]) -> int | None:
 
 def _reporting(run: Callable[[], int | None]) -> int:
     """Runs a subcommand; what the user can mend is told in one line, without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a locale such as C cannot print is escaped
     try:
         status = run() or 0
         sys.stdout.flush()  # at the interpreter's end it would be too late to report
@@ -243,8 +245,10 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from hf_specdec.hub.checkpoint import check_is_target
     from hf_specdec.verification import verify_lossless
 
+    check_is_target(arguments.target, arguments.drafter)
     model = _load_target(arguments)
     drafter = _load(arguments, model)
     report = verify_lossless(
@@ -400,12 +404,14 @@ def _load_tokenizer(arguments: argparse.Namespace) -> Any:
     """The target's, before its weights: what is asked of the chat template is checked first."""
     from transformers import AutoTokenizer
 
+    from hf_specdec.hub.checkpoint import check_is_target
+
+    check_is_target(arguments.target, arguments.drafter)
     return AutoTokenizer.from_pretrained(arguments.target)
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    from hf_specdec.drafters.causal_lm.loading import whole_target
     from hf_specdec.hub.loading import floating_dtype, usable_device
 
     device = usable_device(arguments.device)
@@ -414,7 +420,7 @@ def _load_target(arguments: argparse.Namespace) -> Any:
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "auto")
     if dtype != "auto":
         floating_dtype(dtype)  # says which there are
-    return AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).to(device).eval()
+    return whole_target(arguments.target, dtype=dtype).to(device).eval()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_specdec import cli, load_drafter
@@ -89,6 +91,9 @@ def test_verify_prints_a_verdict(
     ("arguments", "message"),
     [
         (["inspect", "./absent"], "There is no folder './absent'"),
+        (["inspect", ""], "The name is empty; give a folder ('.' for the current one) or a Hub id"),
+        (["verify", "", "ngram"], "The name is empty; give a folder"),
+        (["verify", "TARGET", ""], "The name is empty; give a folder"),
         (["export", "DRAFTER"], "names None as its target, but vllm loads the target by its Hub id"),
         (["verify", "TARGET", "DRAFTER", "--option", "tree_budget"], "must have the form NAME=VALUE"),
         (["verify", "TARGET", "DRAFTER", "--option", "tree_bugdet=3"], "Did you mean 'tree_budget'"),
@@ -123,6 +128,65 @@ def test_what_is_wrong_is_told_in_one_line(
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith("hf-specdec: ")
     assert message in printed
+
+
+@pytest.mark.parametrize("command", [["verify"], ["generate", "--prompt", "a"]])
+def test_target_and_drafter_the_other_way_round_are_told_before_anything_is_loaded(
+    command: list[str],
+    target: PreTrainedModel,
+    drafter: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+    swapped = [*command[:1], str(drafter), str(drafter.parent / "target"), *command[1:]]
+    assert main(swapped) == 1
+    printed = capsys.readouterr().err
+    assert f"{str(drafter)!r} was given as the target, but it is a drafter (dflash). Given as the drafter: " in printed
+    assert f"{str(drafter.parent / 'target')!r}. Are the two swapped?" in printed
+
+
+def test_target_that_lacks_weights_is_refused(
+    target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = dict(target.state_dict())
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    assert main(["verify", str(tmp_path / "target"), "ngram"]) == 1
+    assert "do not hold all weights of the LlamaForCausalLM" in (printed := capsys.readouterr().err)
+    assert "Missing: model.norm.weight." in printed
+
+
+def test_target_of_links_is_loaded(target: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    for file in (tmp_path / "target").iterdir():
+        (tmp_path / "links" / file.name).symlink_to(file)
+    arguments = ["generate", str(tmp_path / "links"), "ngram", "--prompt", "a b", "--max-new-tokens", "2"]
+    assert main([*arguments, "--device", "cpu"]) == 0
+
+
+def test_what_an_ascii_terminal_cannot_show_is_escaped(drafter: Path) -> None:
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"target_name_or_path": "owner/größer\x1b[2J"}))
+    command = [sys.executable, "-m", "hf_specdec.cli", "inspect", str(drafter)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"owner/gr\xf6\xdfer\x1b[2J" in done.stdout
+
+
+@pytest.mark.parametrize("temperature", ["-1", "nan", "inf"])
+def test_a_temperature_that_is_none_is_refused_before_anything_is_loaded(
+    temperature: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "target", "ngram", "--prompt", "a", "--temperature", temperature])
+    printed = capsys.readouterr()
+    assert f"{temperature} must be a finite number of at least 0" in printed.err
+    assert not printed.out
 
 
 def test_ctrl_c_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

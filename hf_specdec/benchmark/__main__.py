@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import hf_specdec
 from hf_specdec.benchmark import records, speed, ways
@@ -31,6 +31,8 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.ways import BUNDLED, Way
 from hf_specdec.chat_template import uses_template
 from hf_specdec.decoding.trace import Trace
+from hf_specdec.drafters.causal_lm.loading import whole_target
+from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import floating_dtype, usable_device
 from hf_specdec.visualize.page import pictures
 
@@ -232,7 +234,8 @@ def _load_target(arguments: argparse.Namespace, name: str) -> tuple[Any, Any]:
     if dtype != "auto":
         floating_dtype(dtype)  # says which there are
     attention = {} if arguments.attention is None else {"attn_implementation": arguments.attention}
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention).to(device).eval()
+    check_is_target(name, ", ".join(arguments.drafter or ["none"]))
+    model = whole_target(name, dtype=dtype, **attention).to(device).eval()
     return model, AutoTokenizer.from_pretrained(name)
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.registry import WEIGHTLESS
 from hf_specdec.hub.loading import load_drafter
 
@@ -66,7 +67,7 @@ def baselines() -> list[Way]:
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Way:
     """Transformers' own assisted generation with a draft model (Hub id or folder); batches of one only."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+    model = whole_target(name, dtype=target.dtype).to(target.device).eval()
     return Way(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
 
 

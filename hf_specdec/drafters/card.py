@@ -55,7 +55,7 @@ def read_record(folder: str | Path, name: str) -> Record | None:
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
         warnings.warn(f"{file} is left aside: it is not valid JSON ({error}).", stacklevel=2)
         return None
     if not isinstance(record, dict):

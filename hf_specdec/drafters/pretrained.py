@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer
 from hf_specdec.drafters.publishing import PublishedDrafter
 
@@ -75,14 +76,21 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         """
         return {}
 
-    def load_beside(self, folder: Path, locate: Callable[[Sequence[str]], Path], fetch: Callable[[str], Path]) -> None:
+    def load_beside(
+        self,
+        folder: Path,
+        locate: Callable[[Sequence[str]], Path],
+        fetch: Callable[[str], Drafter],
+        *,
+        from_hub: bool,
+    ) -> None:
         """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
 
         Args:
             folder: where the checkpoint is.
             locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
-            fetch: brings a language model and its tokenizer, by folder or Hub id, the way that this checkpoint was
-                asked for, and says in which folder they are.
+            fetch: loads a language model as a drafter, by folder or Hub id, the way that this checkpoint was asked for.
+            from_hub: whether the checkpoint is from the Hub; such a one may name nothing on this machine.
 
         Raises:
             OSError, ValueError: it is not there, or does not fit.
@@ -113,6 +121,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         drafter, info = loaded
         if given is not None:  # weights by name from `load_drafter`; the host names them "None"
             drafter.name_or_path = drafter.config.name_or_path = given
+        check_numbers(drafter, drafter.name_or_path)
         if differences := loading_differences(info):
             raise ValueError(
                 f"{str(pretrained_model_name_or_path)!r} is no {cls.__name__} checkpoint: {differences}. Nothing was "
@@ -164,6 +173,16 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         self.write_records(folder)
         if push_to_hub:
             self.push_to_hub(hub.pop("repo_id", folder.resolve().name), **hub)
+
+
+def check_numbers(model: nn.Module, name: str) -> None:
+    """Raises ValueError if NaN is among a model's weights, or its tables, whose values follow from its config."""
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and tensor.amax().isnan():
+            raise ValueError(
+                f"{key} of {name!r} holds NaN, so that nothing could be drafted. The checkpoint is damaged, or its "
+                "training failed: copy or download it again, or use another drafter."
+            )
 
 
 def loading_differences(info: dict[str, Any]) -> str:

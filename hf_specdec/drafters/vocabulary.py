@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def check_draft_to_target(d2t: Tensor, vocab_size: int, name: str) -> None:
-    """Raises ValueError if a map leads outside the target's vocabulary.
+    """Raises ValueError if a map leads outside the target's vocabulary, or twice to one of its ids.
 
     Args:
         d2t: [draft_vocab] int64; one without storage is not looked at.
@@ -20,10 +20,18 @@ def check_draft_to_target(d2t: Tensor, vocab_size: int, name: str) -> None:
     if d2t.is_meta:
         return
     target_ids = torch.arange(d2t.numel(), device=d2t.device) + d2t
+    way_out = (
+        "It must hold offsets (target id minus draft id): save the drafter again with the map it was trained with."
+    )
     lowest, highest = torch.stack(target_ids.aminmax()).tolist()
     if lowest < 0 or highest >= vocab_size:
         raise ValueError(
             f"The vocabulary map d2t of drafter {name!r} leads to target ids from {lowest} to {highest}, but the "
-            f"target has ids 0 to {vocab_size - 1}. It must hold offsets (target id minus draft id): save the drafter "
-            "again with the map it was trained with."
+            f"target has ids 0 to {vocab_size - 1}. {way_out}"
+        )
+    named, counts = target_ids.unique(return_counts=True)
+    if len(named) < len(target_ids):
+        raise ValueError(
+            f"The vocabulary map d2t of drafter {name!r} leads {int(counts.max())} times to target id "
+            f"{int(named[counts.argmax()])}, but each draft id must be a target id of its own. {way_out}"
         )

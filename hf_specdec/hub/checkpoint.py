@@ -5,8 +5,10 @@ Needs neither torch nor transformers, so that `inspect_drafter` and `load_drafte
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,21 @@ from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.keys import check_keys
 from hf_specdec.hub.formats.medusa import MEDUSA
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
-from hf_specdec.hub.recognition import recognise
+from hf_specdec.hub.recognition import drafter_layout, recognise
+from hf_specdec.hub.wording import printable
 
-MAX_MODULES = 1024  # layers or heads of a drafter
+# Of what is built one by one, most that are built.
+MAX_LAYERS, MAX_EXPERTS = 256, 1024
+_MOST = {
+    re.compile(r"^(?!max_)(\w+_)?(layers?|medusa_num_heads)$"): MAX_LAYERS,
+    re.compile(r"(^|_)experts$"): MAX_EXPERTS,
+}
+_LAYER_LIST = re.compile(r"layer|^h_rad_sizes$")
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("architectures", "layer_types"), list),
     **dict.fromkeys(("model_type", "speculators_model_type"), str),
+    **dict.fromkeys(("draft_model", "name_or_path", "target_name_or_path", "target_revision"), str),
+    **dict.fromkeys(("base_model_name_or_path", "target_model_name_or_path", "target_tokenizer_sha256"), str),
     **dict.fromkeys(
         (
             "dflash_config",
@@ -36,7 +47,8 @@ _KINDS: dict[str, Any] = {
     ),
 }
 _IN_WORDS: dict[Any, str] = {list: "a list of names", str: "a name", dict: "an object"}
-_COUNTS = ("num_hidden_layers", "medusa_num_heads", "medusa_num_layers")
+_POSITIVE = re.compile(r"rope_theta$|^(factor|rotary_emb_base|rope_local_base_freq)$")
+_AT_LEAST_0 = re.compile(r"(^|_)(eps|epsilon)$")
 
 
 def read_config(
@@ -92,7 +104,7 @@ def read_config(
                     f"{name!r} has a file {file}: {why}. Without it few drafts would be accepted: use another drafter."
                 )
     fields.pop("quantization_config", None)
-    _check_counts(fields, name)
+    _check_numbers(fields, name)
     if format.keys is not None:
         known = {key: value for key, value in fields.items() if key not in CODE}
         if idle := check_keys(format.keys, known, defaults(format), config, format.name):
@@ -104,24 +116,67 @@ def read_config(
     return format, fields
 
 
+def check_is_target(target: str, drafter: str) -> None:
+    """Raises ValueError if what is to be loaded as a target is a drafter, which its config tells.
+
+    Args:
+        target: folder or Hub id.
+        drafter: what was named as its drafter; for the message.
+
+    Raises:
+        OSError: the target is not there.
+        ValueError: it is a drafter, or its config cannot be read.
+    """
+    folder = Path(target) if target and Path(target).is_dir() else Source(target).locate([CONFIG_FILE])
+    if not (folder / CONFIG_FILE).is_file():
+        return  # what else transformers loads, such as an adapter, is its business
+    fields = read_json(folder / CONFIG_FILE, target)
+    _check_kinds(fields, target)
+    layout = drafter_layout(fields, target)
+    if layout is not None:
+        raise ValueError(
+            f"{target!r} was given as the target, but it is a drafter ({layout}). Given as the drafter: {drafter!r}. "
+            "Are the two swapped? The target is the language model whose output is reproduced."
+        )
+
+
 def _check_kinds(fields: dict[str, Any], name: str) -> None:
     """Raises ValueError if a field that decides what is read, at the top or nested, is of another kind."""
-    for key, value in fields.items():
+    for key, value in _entries(fields):
         kind = _KINDS.get(key, object)
         named = not isinstance(value, list) or all(isinstance(entry, str) for entry in value)
         if key in _KINDS and value is not None and not (isinstance(value, kind) and named):
-            raise ValueError(f"{CONFIG_FILE} of {name!r} has {key}={value!r}; it must be {_IN_WORDS[kind]}.")
-        if isinstance(value, dict):
-            _check_kinds(value, name)
+            raise ValueError(f"{_has(key, value, name)}; it must be {_IN_WORDS[kind]}.")
 
 
-def _check_counts(fields: dict[str, Any], name: str) -> None:
-    """Raises ValueError if a config asks for more modules than any drafter has; building them would take forever."""
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            _check_counts(value, name)
-        elif key in _COUNTS and isinstance(value, int) and value > MAX_MODULES:
+def _check_numbers(fields: dict[str, Any], name: str) -> None:
+    """Raises ValueError if a config asks for more modules than any drafter has, or for numbers that give NaN."""
+    for key, value in _entries(fields):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        count, most = 0, MAX_LAYERS
+        if isinstance(value, list) and _LAYER_LIST.search(key):
+            count = len(value)
+        elif number:
+            count, most = next(((value, most) for kind, most in _MOST.items() if kind.search(key)), (0, 0))
+        if count > most:
             raise ValueError(
-                f"{CONFIG_FILE} of {name!r} has {key}={value}, more than the {MAX_MODULES} that are built. The "
-                "checkpoint is damaged or hostile: nothing was loaded."
+                f"{_has(key, value, name)}, more than the {most} that are built. The checkpoint is damaged or hostile: "
+                "nothing was loaded."
             )
+        if value is None or not (_POSITIVE.search(key) or _AT_LEAST_0.search(key)):
+            continue
+        if not (number and 0 <= value <= sys.float_info.max) or (value == 0 and _POSITIVE.search(key)):
+            rule = "above 0" if _POSITIVE.search(key) else "of at least 0"
+            raise ValueError(f"{_has(key, value, name)}; it must be a finite number {rule}.")
+
+
+def _has(key: str, value: Any, name: str) -> str:
+    return f"{CONFIG_FILE} of {name!r} has {printable(key, 100)}={printable(repr(value), 200)}"
+
+
+def _entries(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a config and of the objects in it."""
+    for key, value in fields.items():
+        yield key, value
+        if isinstance(value, dict):
+            yield from _entries(value)

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # Drafters that nobody need load, and what makes one; a folder may be named like them.
 WITHOUT_CHECKPOINT = {"ngram": "hf_specdec.drafters.ngram.NGramDrafter()"}
 MAX_JSON_BYTES = 2**26  # an index of a million tensors
+MAX_JSON_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ class Source:
 
         Raises:
             OSError: there is no such folder or repo, or it cannot be had; says what was tried and the way out.
-            ValueError: the name is neither a folder nor a Hub id, or of a drafter that has no files, or a revision was
-                given for a folder.
+            ValueError: the name is empty, neither a folder nor a Hub id, or of a drafter that has no files, a file of a
+                folder is a link out of it, or a revision was given for a folder.
         """
+        if not self.name:
+            raise ValueError("The name is empty; give a folder ('.' for the current one) or a Hub id 'owner/name'.")
         folder = Path(self.name).expanduser()
         if folder.is_dir():
             if self.revision is not None:
@@ -62,9 +64,9 @@ class Source:
                     f"revision={self.revision!r} was given, but {self.name!r} is a local folder, which has none. Leave "
                     "revision out, or give a Hub id that no folder here is named like."
                 )
-            for entry in folder.iterdir():
-                if any(fnmatch(entry.name, pattern) for pattern in patterns):
-                    _refuse_link(entry, self.name)
+            for pattern in patterns:
+                for entry in folder.glob(pattern):
+                    _refuse_link(entry, folder, self.name)
             return folder
         if folder.is_file():
             raise NotADirectoryError(f"{self.name!r} is a file; give the folder of config.json and the weights.")
@@ -175,12 +177,34 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
             "is damaged or hostile: nothing was loaded."
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
     except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
         raise ValueError(f"{file.name} of {name!r} is not valid JSON ({error}); copy or download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} of {name!r} holds a {type(content).__name__}, but must hold a JSON object.")
+    _check_depth(content, file.name, name)
     return content
+
+
+def _check_depth(content: dict[str, Any], file: str, name: str) -> None:
+    """Raises ValueError if objects and lists hold each other deeper than whoever goes through them can follow."""
+    level: list[Any] = [content]
+    for _ in range(MAX_JSON_DEPTH):
+        parts = [part.values() if isinstance(part, dict) else part for part in level]
+        level = [entry for part in parts for entry in part if isinstance(entry, (dict, list))]
+        if not level:
+            return
+    raise ValueError(
+        f"{file} of {name!r} nests objects and lists deeper than the {MAX_JSON_DEPTH} levels that are read. The "
+        "checkpoint is damaged or hostile: nothing was loaded."
+    )
+
+
+def _constant(name: str) -> float:
+    """The value of a name that JSON itself does not have; some configs name infinity, and NaN means nothing in one."""
+    if name == "NaN":
+        raise ValueError("NaN is no number")
+    return float(name)
 
 
 @dataclass(frozen=True)
@@ -235,7 +259,7 @@ def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Pa
             raise FileNotFoundError(
                 f"{name!r} lacks the shard {shard!r}, one of {len(shards)} that its index lists; copy or download it."
             )
-        _refuse_link(folder / shard, name)  # it may have a name that nobody asked for
+        _refuse_link(folder / shard, folder, name)  # it may have a name that nobody asked for
     return [folder / shard for shard in shards]
 
 
@@ -298,17 +322,18 @@ def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
             )
 
 
-def _refuse_link(entry: Path, name: str) -> None:
-    """Raises ValueError if a wanted file is a link out of its folder; the Hub cache links into its own `blobs`."""
-    inside = entry.parent.resolve()
-    blobs = inside.parent.parent / "blobs"
-    if entry.is_symlink():
-        real = entry.resolve()
-        if inside not in real.parents and blobs not in real.parents:
-            raise ValueError(
-                f"{entry.name} of {name!r} is a link to {str(real)!r}, outside the folder; files elsewhere are not "
-                "opened. Copy the file into the folder, or give the folder that it is in."
-            )
+def _refuse_link(entry: Path, folder: Path, name: str) -> None:
+    """Raises ValueError if a file of a checkpoint is, or lies behind, a link out of its folder.
+
+    The Hub cache keeps a snapshot in `<repo>/snapshots/<commit>`, whose files are links to `<repo>/blobs`.
+    """
+    inside, real = folder.resolve(), entry.resolve()
+    blobs = [parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots"][:1]
+    if not any(place in real.parents for place in (inside, *blobs)):
+        raise ValueError(
+            f"{entry.relative_to(folder)} of {name!r} is a link to {str(real)!r}, outside the folder; files elsewhere "
+            "are not opened. Copy the file into the folder, or give the folder that it is in."
+        )
 
 
 def _present(folder: Path) -> list[str]:

@@ -20,6 +20,7 @@ from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
 from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.wording import printable
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
 # Of our fields, what a reader wants to see first; nested ones are looked for by their last part.
@@ -81,12 +82,12 @@ class Inspection:
             largest = sorted(self.tensors.items(), key=lambda item: -math.prod(item[1]))[:3]
             rows["largest"] = ", ".join(f"{name} {list(shape)}" for name, shape in largest)
         width = max(map(len, rows)) + 2
-        lines = [self.name, *(f"  {name:<{width}}{value}" for name, value in rows.items())]
+        lines = [self.name, *(f"  {name:<{width}}{printable(value)}" for name, value in rows.items())]
         if self.notes:
-            lines += ["notes:", *(f"  - {note}" for note in self.notes)]
+            lines += ["notes:", *(f"  - {printable(note)}" for note in self.notes)]
         if not self.problems:
             return "\n".join([*lines, "  no problems found"])
-        return "\n".join([*lines, "problems:", *(f"  - {problem}" for problem in self.problems)])
+        return "\n".join([*lines, "problems:", *(f"  - {printable(problem)}" for problem in self.problems)])
 
 
 def inspect_drafter(
@@ -175,7 +176,9 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
 def _own_files(source: Source, folder: Path, format: Format, fields: dict[str, Any]) -> list[str]:
     """What is wrong with files that a layout has beside its weights; only those of a local folder are looked into."""
     problems = []
-    for file, parts in format.own_files(fields).items():
+    own_files = format.own_files(fields)
+    source.locate([f"{Path(file).parent}/*" for file in own_files])  # refuses links out of the folder
+    for file, parts in own_files.items():
         if not (folder / file).is_file():
             problems.append(f"{file} is missing")
             continue

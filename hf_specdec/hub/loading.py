@@ -7,17 +7,17 @@ with the target, and from the headers alone whether the weights are complete. Fi
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -28,7 +28,8 @@ from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import FAMILIES, Family
+from hf_specdec.drafters.registry import FAMILIES
+from hf_specdec.drafters.vocabulary import check_draft_to_target
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
     CONFIG_FILE,
@@ -39,7 +40,11 @@ from hf_specdec.hub.files import (
     weight_files,
 )
 from hf_specdec.hub.formats.base import Format, as_it_is
+from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
+from hf_specdec.hub.wording import printable
+
+MAX_TABLE_BYTES = 2**30  # of rotary and mask tables that a language model makes itself
 
 
 def load_drafter(
@@ -88,7 +93,8 @@ def load_drafter(
     format, fields = read_config(folder, source, registered_formats(), _host_defaults)
     family = FAMILIES[format.family]
     if family.load is not None:
-        host_model: Any = _load_host_model(family, fields, source, folder, asked_dtype, target, drafting_options)
+        dtype = asked_dtype or _dtype_of(target)
+        host_model: Any = _load_host_model(format, fields, source, folder, dtype, target, drafting_options)
         return host_model.to(_device_for(target) if device is None else device)
 
     with _naming_config(format, name):
@@ -127,6 +133,8 @@ def load_drafter(
         loaded |= load_tensors(weights, name)
     format.check(loaded, name)
     tensors = {ours: loaded[theirs].contiguous() for theirs, ours in names.items()} | side_tensors
+    if "d2t" in tensors:
+        check_draft_to_target(tensors["d2t"], config.vocab_size, name)
     drafter = family.drafter.from_pretrained(
         None,
         config=config,
@@ -138,7 +146,8 @@ def load_drafter(
     drafter.load_beside(
         folder,
         lambda patterns: source.locate(patterns, revision=folder.name),
-        lambda place: _language_model(replace(source, name=place, revision=None)),
+        lambda place: _draft_model(replace(source, name=place, revision=None), drafter.dtype),
+        from_hub=not Path(name).expanduser().is_dir(),
     )
     drafter.set_options(**drafting_options)
     if target is not None:
@@ -149,7 +158,7 @@ def load_drafter(
 def registered_formats() -> list[tuple[Callable[[dict[str, Any]], bool], Format]]:
     """The layouts of families that say themselves what is theirs."""
     return [
-        (family.recognises, Format(family.name, family.name, as_it_is))
+        (family.recognises, LANGUAGE_MODEL if family.load is not None else Format(family.name, family.name, as_it_is))
         for family in FAMILIES.values()
         if family.recognises is not None
     ]
@@ -162,7 +171,7 @@ def _host_defaults(format: Format) -> dict[str, Any]:
 
 
 def _load_host_model(
-    family: Family,
+    format: Format,
     fields: dict[str, Any],
     source: Source,
     folder: Path,
@@ -171,17 +180,27 @@ def _load_host_model(
     options: dict[str, Any],
 ) -> Drafter:
     """Loads a drafter that is a model of transformers; what can be refused is refused before its weights are there."""
-    assert family.load is not None
+    load = FAMILIES[format.family].load
+    assert load is not None
     folder = source.locate(TOKENIZER_FILES, revision=folder.name)
-    with _naming_config(Format(family.name, family.name, as_it_is), source.name):
-        blueprint = family.load(fields, source.name, folder, None, False)
+    with _naming_config(format, source.name):
+        blueprint: Any = load(fields, source.name, folder, None, False)
     blueprint.set_options(**options)
     if target is not None:
         blueprint.check_target(target)
     wanted = ["model*.safetensors", INDEX_FILE, "generation_config.json", TRAINING_FILE, MEASUREMENTS_FILE]
     folder = source.locate(wanted, revision=folder.name)
-    read_headers(weight_files(folder, source.name), source.name)
-    drafter = family.load(fields, source.name, folder, dtype or _dtype_of(target), True)
+    stored = read_headers(weight_files(folder, source.name), source.name)
+    _check_amount(blueprint.model, stored, source.name, format.problems(fields, stored))
+    try:
+        drafter = load(fields, source.name, folder, dtype, True)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # as in _naming_config
+        raise ValueError(
+            f"The files of {source.name!r} cannot be loaded as a {format.name} drafter: they are damaged, or not of "
+            f"one checkpoint. Copy or download them again. {_in_words(error)}"
+        ) from error
     if isinstance(drafter, PublishedDrafter):
         drafter.training_record = read_record(folder, TRAINING_FILE)
         drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
@@ -189,16 +208,48 @@ def _load_host_model(
     return drafter
 
 
-def _language_model(source: Source) -> Path:
-    """The folder of a language model whose weight files are there and whole, downloaded where needed.
+def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
+    """The language model that a drafter drafts with, as a drafter of its own.
 
     Raises:
-        OSError, ValueError: as `Source.locate` and `read_headers`.
+        OSError, ValueError: as `load_drafter`, or it is no language model.
     """
-    folder = source.locate([CONFIG_FILE, "generation_config.json", *TOKENIZER_FILES])
-    folder = source.locate(["model*.safetensors", INDEX_FILE], revision=folder.name)
-    read_headers(weight_files(folder, source.name), source.name)
-    return folder
+    folder = source.locate([CONFIG_FILE])
+    format, fields = read_config(folder, source, registered_formats(), _host_defaults)
+    if FAMILIES[format.family].load is None:
+        raise ValueError(f"{source.name!r} is a drafter ({format.name}), not a language model.")
+    return _load_host_model(format, fields, source, folder, dtype, None, {})
+
+
+def _check_amount(
+    blueprint: nn.Module, stored: Mapping[str, StoredTensor], name: str, differences: Sequence[str]
+) -> None:
+    """Raises ValueError if a model needs far more numbers than its files hold, before memory for them is taken.
+
+    transformers renames, splits and joins tensors as it loads them, so their sizes are compared as a whole: a model
+    that needs more than there is lacks weights, whatever they are called. Where it lacks less than the files hold,
+    loading it is cheap, and tells which weights.
+
+    Args:
+        blueprint: the model on the meta device.
+        stored: headers of its files.
+        name: what the user asked for.
+        differences: what else is known of how the two differ; for the message.
+    """
+    held = sum(math.prod(tensor.shape) for tensor in stored.values())
+    needed = sum(tensor.numel() for tensor in blueprint.parameters())
+    tables = sum(tensor.nbytes for tensor in blueprint.buffers())
+    if needed > 2 * held:
+        raise ValueError(
+            f"{CONFIG_FILE} of {name!r} describes a model of {needed:,} numbers, but its weight files hold {held:,}. "
+            f"Nothing was loaded: check that weights and {CONFIG_FILE} are of one checkpoint. "
+            f"{'; '.join(differences)}".rstrip()
+        )
+    if tables > MAX_TABLE_BYTES:
+        raise ValueError(
+            f"{CONFIG_FILE} of {name!r} describes a model whose tables, which no file holds, take {tables:,} bytes; "
+            f"at most {MAX_TABLE_BYTES:,} are taken. The checkpoint is damaged or hostile: nothing was loaded."
+        )
 
 
 def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
@@ -227,19 +278,17 @@ def _naming_config(format: Format, name: str) -> Iterator[None]:
     """Says which file is at fault for whatever the host's classes raise on values that make no sense."""
     try:
         yield
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-        RuntimeError,
-        StrictDataclassError,
-    ) as error:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    except OSError:
+        raise
+    except Exception as error:  # classes of others meet values that nobody thought of: it shows in many kinds
         raise ValueError(
-            f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {kind}{str(error).strip()}"
+            f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {_in_words(error)}"
         ) from error
+
+
+def _in_words(error: Exception) -> str:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return kind + printable(" ".join(str(error).split()))
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

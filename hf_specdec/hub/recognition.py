@@ -55,20 +55,40 @@ def recognise(
     Raises:
         ValueError: a format that is known but not loaded, or no drafter at all; says what the config holds.
     """
-    if (own := own_format(config, name)) is not None:
-        return own
-    for recognises, format in _BY_CONFIG:
-        if recognises(config):
-            return _loaded(format, name)
-    if config.get("num_hidden_layers") == 1 or "model_type" not in config:
-        names = set(tensor_names())
-        for recognises_names, format in _BY_TENSORS:
-            if recognises_names(names):
-                return _loaded(format, name)
+    if (found := _published(config, name, tensor_names)) is not None:
+        return _loaded(found, name)
     for recognises, format in [*families, (is_language_model, LANGUAGE_MODEL)]:
         if recognises(config):
             return format
     raise not_a_drafter(config, name)
+
+
+def drafter_layout(config: Config, name: str) -> str | None:
+    """The layout of a checkpoint that its config tells to be a drafter, loaded here or not; None for any other.
+
+    Args:
+        config: as for `recognise`.
+        name: likewise.
+
+    Raises:
+        ValueError: it is of a family of ours that is not here.
+    """
+    found = _published(config, name, tuple)
+    return None if found is None else found.name
+
+
+def _published(config: Config, name: str, tensor_names: Callable[[], Collection[str]]) -> Format | Unread | None:
+    if (own := own_format(config, name)) is not None:
+        return own
+    for recognises, format in _BY_CONFIG:
+        if recognises(config):
+            return format
+    if config.get("num_hidden_layers") == 1 or "model_type" not in config:
+        names = set(tensor_names())
+        for recognises_names, format in _BY_TENSORS:
+            if recognises_names(names):
+                return format
+    return None
 
 
 def not_a_drafter(config: Config, name: str) -> ValueError:

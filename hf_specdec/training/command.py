@@ -40,7 +40,6 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -51,6 +50,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 import hf_specdec
 from hf_specdec.drafters.card import TRAINING_FILE, read_record
+from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -414,7 +414,7 @@ def load_target(path: str) -> PreTrainedModel:
     """The frozen target: on the GPU in bfloat16 where there is one, else on the CPU as it was saved."""
     dtype = torch.bfloat16 if torch.cuda.is_available() else "auto"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    return whole_target(path, dtype=dtype).to(device).eval()
 
 
 def _write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict[str, Any]) -> None:

@@ -30,11 +30,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.candidates import last_features
@@ -355,8 +356,7 @@ def main(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     target, draft_model = (
-        AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-        for name in (arguments.target, arguments.draft_model)
+        whole_target(name, dtype=dtype).to(device).eval() for name in (arguments.target, arguments.draft_model)
     )
     texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     documents = tokenizer(texts)["input_ids"]

@@ -80,7 +80,8 @@ class LoopbackHub:
     def add(self, repo_id: str, folder: Path, branch: str = "main", **settings: Any) -> str:
         """Publishes a folder as one commit, not counted as a request; returns the commit."""
         repo = self.repos.setdefault(repo_id, Repo(**settings))
-        return repo.commit({file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}, branch)
+        files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+        return repo.commit({name: file.read_bytes() for name, file in files.items()}, branch)
 
     def downloaded(self) -> set[str]:
         """Names of the files whose content was asked for."""

@@ -189,16 +189,23 @@ def test_vocabulary_map_of_absolute_ids_is_refused(target: PreTrainedModel, tmp_
         load_drafter(tmp_path)
 
 
-def test_vocabulary_map_out_of_range_is_refused_before_the_first_token(target: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (100, "leads to target ids from 0 to 105, but the target has ids 0 to 63"),
+        (-6, "leads to target ids from -1 to 62, but the target has ids 0 to 63"),
+        (-1, "leads 2 times to target id 4, but each draft id must be a target id of its own"),
+    ],
+)
+def test_vocabulary_map_to_no_target_ids_is_refused(
+    offset: int, message: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
     config, tensors = save_eagle3(target, tmp_path)
     del tensors["t2d"]
-    tensors["d2t"][5] = 100
+    tensors["d2t"][5] = offset
     save(tmp_path, config, tensors)
-    drafter = load_drafter(tmp_path, target)
-    with pytest.raises(
-        ValueError, match="d2t of drafter .* leads to target ids from 0 to 105, but the target has ids 0 to 63"
-    ):
-        target.generate(**one_prompt(), assistant_model=drafter, max_new_tokens=3)
+    with pytest.raises(ValueError, match=f"d2t of drafter .* {message}"):
+        load_drafter(tmp_path)
 
 
 def test_lost_vocabulary_map_warns(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_problems_are_told(folder: Path) -> None:
     ("change", "problem"),
     [
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a positive integer"),
-        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, more than the 1024 that are built"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, more than the 256 that are built"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),

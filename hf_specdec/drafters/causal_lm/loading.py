@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter
-from hf_specdec.drafters.pretrained import loading_differences
-from hf_specdec.host_keys import without_host_keys
+from hf_specdec.drafters.pretrained import check_numbers, loading_differences
 
 
 def is_causal_lm(config: dict[str, Any]) -> bool:
@@ -32,15 +30,12 @@ def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
     Args:
         source: its folder.
         name: of the model, for messages.
-        settings: for `from_pretrained`; without a `config` among them, that of the folder is read.
+        settings: for `from_pretrained`.
 
     Raises:
-        OSError: as `from_pretrained`, or there is no config.
-        ValueError: the config cannot be read, transformers knows no such model, or the weights are not those that the
-            config describes; names them.
+        OSError: as `from_pretrained`.
+        ValueError: the weights are not those that the config describes, or hold NaN; names them.
     """
-    if "config" not in settings:
-        settings["config"] = _config_of(source, name)
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         use_safetensors=True,
@@ -54,21 +49,32 @@ def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
             f"The weights of {name!r} are not those of the {type(model).__name__} that its config.json describes: "
             f"{differences}. Nothing was loaded: check that weights and config.json are of one checkpoint."
         )
+    check_numbers(model, name)
     return model
 
 
-def _config_of(folder: Path, name: str) -> PreTrainedConfig:
-    """The config of a folder, without what would load or run something of its choice."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{name!r} has no config.json, so it is not a language model.")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError(f"it holds a {type(fields).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config.json of {name!r} is no JSON object ({error}); copy or download it again.") from error
-    return _parsed(without_host_keys(fields)[0])
+def whole_target(name: str, **settings: Any) -> PreTrainedModel:
+    """A target with all its weights; transformers alone makes up those that are missing, with no more than a warning.
+
+    Args:
+        name: a folder or a Hub id.
+        settings: for `from_pretrained`.
+
+    Raises:
+        OSError: as `from_pretrained`.
+        ValueError: as `from_pretrained`, or weights are missing or of another shape; names them.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+    )
+    lacking = {kind: info[kind] for kind in ("missing_keys", "mismatched_keys")}
+    if differences := loading_differences(lacking | {"unexpected_keys": ()}):
+        raise ValueError(
+            f"The files of {name!r} do not hold all weights of the {type(model).__name__} that its config.json "
+            f"describes. {differences[0].upper()}{differences[1:]}. Check that it is a whole language model and no "
+            "drafter; copy or download it again."
+        )
+    return model
 
 
 def _parsed(config: dict[str, Any]) -> PreTrainedConfig:

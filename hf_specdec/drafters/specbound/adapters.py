@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import HFValidationError
 from peft import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -90,7 +88,11 @@ def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
         try:
             config = LoraConfig.from_pretrained(str(folder))
             tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
-        except (OSError, ValueError, TypeError, SafetensorError, HFValidationError) as error:
+            if type(config.r) is not int or config.r < 1 or not 0 <= config.lora_alpha < float("inf"):
+                raise ValueError(
+                    f"r is {config.r!r} and lora_alpha {config.lora_alpha!r}; both must be numbers above 0"
+                )
+        except Exception as error:  # files of others, read by others' classes: damage shows in many kinds
             raise ValueError(
                 f"{where} cannot be read as a PEFT LoRA adapter ({type(error).__name__}: {error}). Copy or download "
                 "the checkpoint again."

@@ -6,6 +6,7 @@ How a call drafts is in `candidates.py` and `drafting.py`. Source: SpecBranch, S
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.causal_lm.loading import whole_model
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import unknown_name
@@ -222,7 +223,14 @@ class SpecBranchDrafter(PretrainedDrafter):
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
 
-    def load_beside(self, folder: Path, locate: Callable[[Sequence[str]], Path], fetch: Callable[[str], Path]) -> None:
+    def load_beside(
+        self,
+        folder: Path,
+        locate: Callable[[Sequence[str]], Path],
+        fetch: Callable[[str], Drafter],
+        *,
+        from_hub: bool,
+    ) -> None:
         place = self.config.draft_model
         name = self.name_or_path
         if place is None:
@@ -230,8 +238,14 @@ class SpecBranchDrafter(PretrainedDrafter):
                 f"{name!r} names no draft model (draft_model in its config.json), so it cannot draft: save it again "
                 "with a draft model attached."
             )
+        if from_hub and place != OWN_DRAFT_MODEL and not _is_found(place, None):
+            raise ValueError(
+                f"{name!r} is from the Hub and names {place!r} as its draft model, but a checkpoint from there can "
+                f"only name a Hub id, 'owner/name', that is no folder here, or {OWN_DRAFT_MODEL!r} in its repo. "
+                "Nothing was opened: use another drafter, or download this one and its draft model to folders."
+            )
         if place == OWN_DRAFT_MODEL or place.startswith("."):
-            if place == OWN_DRAFT_MODEL and not (folder / place).is_dir():
+            if place == OWN_DRAFT_MODEL:
                 folder = locate(self.late_files)
             found = (folder / place).resolve()
             if not found.is_dir():
@@ -240,16 +254,14 @@ class SpecBranchDrafter(PretrainedDrafter):
                     "Put it there, or name another one as draft_model in config.json."
                 )
             place = str(found)
-        else:
-            try:
-                found = fetch(place)
-            except (OSError, ValueError) as error:
-                kind = OSError if isinstance(error, OSError) else ValueError
-                raise kind(f"The draft model of {name!r} cannot be had. {error}") from error
-        model = whole_model(found, place, dtype=self.dtype, local_files_only=True)
-        model.name_or_path = model.config.name_or_path = place
-        self.attach(model)
-        self._pair.tokenizer_folder = found
+        try:
+            loaded = fetch(place)
+        except (OSError, ValueError) as error:
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"The draft model of {name!r} cannot be had. {error}") from error
+        assert isinstance(loaded, CausalLMDrafter)
+        self.attach(loaded.model)
+        self._pair.tokenizer_folder = loaded.tokenizer_folder
 
     @contextmanager
     def config_for(self, folder: Path | None) -> Iterator[None]:
@@ -445,7 +457,7 @@ def _is_found(place: str | None, folder: Path | None) -> bool:
         return folder is not None and (folder / place).resolve().is_dir()
     if Path(place).is_absolute():
         return folder is not None and Path(place).is_dir()
-    return place.count("/") < 2 and not Path(place).exists()  # a Hub id
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) is not None and not Path(place).exists()  # a Hub id
 
 
 def last_layers(model: PreTrainedModel, count: int) -> tuple[int, ...]:

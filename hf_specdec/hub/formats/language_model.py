@@ -33,6 +33,9 @@ def problems(fields: Config, stored: Headers) -> list[str]:
     numbers = {int(match[1]) for match in map(_LAYER.search, stored) if match}
     if type(layers) is int and numbers and numbers != set(range(layers)):
         found.append(f"the weights have layers {_ranges(numbers)}, but config.json says there are {layers}, from 0")
+    padding = fields.get("pad_token_id")
+    if type(padding) is int and type(vocab) is int and not -vocab <= padding < vocab:
+        found.append(f"pad_token_id is {padding}, but config.json makes a vocabulary of {vocab}")
     return found
 
 
@@ -52,4 +55,12 @@ def _ranges(numbers: set[int]) -> str:
     return ", ".join(" to ".join(map(str, part)) for part in parts)
 
 
-LANGUAGE_MODEL = Format("causal_lm", "causal_lm", as_it_is, problems=problems)
+LANGUAGE_MODEL = Format(
+    "causal_lm",
+    "causal_lm",
+    as_it_is,
+    problems=problems,
+    refused={
+        "adapter_config.json": "an adapter of PEFT, which is not loaded; merge_and_unload() makes one model of the two"
+    },
+)

@@ -12,6 +12,7 @@ import re
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes
 from hf_specdec.hub.formats.keys import decoder
 
+MAX_LAYERS = 256
 _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
 
 
@@ -59,9 +60,15 @@ def read(fields: Config, stored: Headers | None) -> Reading | None:
 def medusa_shapes(fields: Config) -> Shapes:
     """The tensors of a `MedusaDrafter` whose config has these fields."""
     hidden, vocab = fields.get("hidden_size", 4096), fields.get("vocab_size", 32000)
+    heads, layers = fields.get("medusa_num_heads", 5), fields.get("medusa_num_layers", 1)
+    if heads * layers > MAX_LAYERS:
+        raise ValueError(
+            f"medusa_num_heads is {heads} and medusa_num_layers {layers}: together more than the {MAX_LAYERS} layers "
+            "that are built."
+        )
     found: Shapes = {}
-    for head in range(fields.get("medusa_num_heads", 5)):
-        for layer in range(fields.get("medusa_num_layers", 1)):
+    for head in range(heads):
+        for layer in range(layers):
             found[f"heads.{head}.blocks.{layer}.linear.weight"] = (hidden, hidden)
             found[f"heads.{head}.blocks.{layer}.linear.bias"] = (hidden,)
         if fields.get("own_head", True):

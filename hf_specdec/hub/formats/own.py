@@ -6,6 +6,7 @@ Such a config has `model_type` "hf_specdec_" and the family's name, so that noth
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 from hf_specdec.hub.files import CONFIG_FILE
@@ -51,7 +52,7 @@ def missing_draft_model(fields: Config, folder: Path | None) -> list[str]:
         return [f"{CONFIG_FILE} names no draft model: draft_model is {place!r}"]
     relative, absolute = place.startswith("."), Path(place).is_absolute()
     if folder is None:
-        found = not relative and not absolute
+        found = not relative and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) is not None
     else:
         elsewhere = not relative and not absolute and place != "draft_model"
         found = elsewhere or (folder / place).resolve().is_dir()
