@@ -26,6 +26,7 @@ MAX_LAYERS, MAX_EXPERTS = 256, 1024
 _MOST = {
     re.compile(r"^(?!max_)(\w+_)?(layers?|medusa_num_heads)$"): MAX_LAYERS,
     re.compile(r"(^|_)experts$"): MAX_EXPERTS,
+    re.compile(r"^num_labels$"): 2**20,  # the host makes a name for each
 }
 _LAYER_LIST = re.compile(r"layer|^h_rad_sizes$")
 _KINDS: dict[str, Any] = {

@@ -150,9 +150,10 @@ def test_configs_of_absurd_size_are_refused(folder: Path, fields: dict[str, Any]
         ({"vocab_size": 2**62}, "does not describe a causal_lm drafter. RuntimeError: Storage size"),
         ({"num_hidden_layers": 100}, "the weights have layers 0 to 3, but config.json says there are 100"),
         ({"num_hidden_layers": 1000}, "num_hidden_layers=1000, more than the 256 that are built"),
+        ({"num_labels": 10**9}, "num_labels=1000000000, more than the 1048576 that are built"),
         ({"pad_token_id": 10**9}, "does not describe a causal_lm drafter. AssertionError: Padding_idx"),
     ],
-    ids=["vocabulary", "endless vocabulary", "overflow", "layers", "endless layers", "padding"],
+    ids=["vocabulary", "endless vocabulary", "overflow", "layers", "endless layers", "labels", "padding"],
 )
 def test_language_model_larger_than_its_files_is_refused_before_memory_is_taken(
     kind: str, fields: dict[str, Any], message: str, request: pytest.FixtureRequest
