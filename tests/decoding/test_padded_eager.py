@@ -22,6 +22,7 @@ PADDED = (1, 2)  # rows of the ragged batch
 
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.usefixtures("nan_from_padding")
 def test_rows_that_the_target_gives_nan_for_do_not_hold_up_the_others(processors: dict[str, float]) -> None:
     target, prompts = make_target("llama", "eager", torch.float64), PROMPTS["ragged batch of three"]()
     alone = target.generate(**prompts, **GREEDY, **processors)
@@ -38,6 +39,7 @@ def test_rows_that_the_target_gives_nan_for_do_not_hold_up_the_others(processors
     assert stats.num_target_forwards <= NEW, "no more than plain decoding, and one for finding out"
 
 
+@pytest.mark.usefixtures("nan_from_padding")
 def test_rows_that_recover_from_nan_are_drafted_for_again() -> None:
     # Every layer slides: the host's cache drops its padding, and with it what was NaN.
     target, prompts = make_target("mistral-sliding", "eager", torch.float64), PROMPTS["ragged batch of three"]()
@@ -66,6 +68,7 @@ def test_a_draft_model_with_eager_attention_drafts_as_with_sdpa(make: Callable[[
 
 @pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("nan_from_padding")
 def test_methods_bear_rows_that_the_target_gives_nan_for(method: str) -> None:
     target, prompts = make_target("llama", "eager", torch.float64), PROMPTS["ragged batch of three"]()
     alone = target.generate(**prompts, **GREEDY)
