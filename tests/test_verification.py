@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,16 +14,16 @@ from transformers import PreTrainedModel
 
 from hf_specdec import verify_lossless
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.acceptance import Acceptance, FollowTarget
 from hf_specdec.decoding.candidates import DraftContext
-from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
+from hf_specdec.verification.precision import Raised
 from hf_specdec.verification.replay import TreeReplay
-from tests.methods import METHODS, make_causal_lm_chain
-from tests.scripted import StubDrafter, fixed_tree
+from tests.faults import FAULTS, SOUND, Relaxed, drafting_best_last, seeing_siblings
+from tests.methods import METHODS
+from tests.scripted import StubDrafter
 from tests.targets import make_target, one_prompt, tiny_tokenizer
 
 PROMPT = one_prompt()["input_ids"]
@@ -37,6 +38,11 @@ def check(target: PreTrainedModel, drafter: Drafter, **settings: Any) -> Lossles
     return verify_lossless(target, drafter, [PROMPT], max_new_tokens=16, verbose=False, **settings)
 
 
+def share_of_bound(report: LosslessReport) -> list[float]:
+    """How far logits of trees were from those of plain forwards, in parts of what rounding may explain."""
+    return [replay.logit_error / replay.bound for replay in report.replays if replay.logit_error is not None]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_passes(method: str, target: PreTrainedModel) -> None:
     drafter = METHODS[method](target)
@@ -47,7 +53,8 @@ def test_every_method_passes(method: str, target: PreTrainedModel) -> None:
     assert report.lossless, str(report)
     assert report.num_tokens == 16
     assert report.replays
-    assert all(replay.logit_error < 1e-3 for replay in report.replays)
+    assert not report.left_out
+    assert max(share_of_bound(report)) < 1e-2
 
 
 def test_verdict_is_printed(target: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +63,7 @@ def test_verdict_is_printed(target: PreTrainedModel, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert printed.startswith("LOSSLESS: DFlashDrafter (ddtree) drafting for LlamaForCausalLM")
     assert "1 prompts, 4 tokens" in printed
-    assert "sigma (bound 4.75)" in printed
+    assert "of the law of the verified logits (bound 1e-06)" in printed
 
 
 def test_a_text_is_one_prompt(target: PreTrainedModel) -> None:
@@ -101,17 +108,6 @@ def test_random_state_is_left_alone(target: PreTrainedModel) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-class Relaxed(FollowTarget):
-    """Likes what was drafted: a drafted token counts for more than the target says."""
-
-    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
-        bent = logits.clone()
-        for node in range(1, tree.num_nodes):
-            rows = torch.arange(len(bent))
-            bent[rows, tree.parents[:, node], tree.token_ids[:, node]] += 1.0
-        return super().__call__(tree, bent, sequences, ahead)
-
-
 def drafts_near_misses(target: PreTrainedModel) -> StubDrafter:
     """A chain of what the target likes second best."""
 
@@ -133,101 +129,93 @@ def test_relaxed_acceptance_is_caught_in_both_modes(target: PreTrainedModel, mon
     assert "NOT a near tie" in str(report)
 
 
-class Warmer(FollowTarget):
-    """Chooses by another law: that of twice the temperature."""
-
-    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
-        return super().__call__(tree, logits / 2, sequences, ahead)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain"])
-@pytest.mark.parametrize("wrong", [Relaxed, Warmer])
-def test_wrong_rules_are_caught_on_fixed_and_on_drawn_drafts(
-    wrong: type, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught_and_told_from_each_other(fault: str, dtype: torch.dtype) -> None:
+    make_wrong, during, verdict = FAULTS[fault]
     target = make_target("llama", "sdpa", dtype, initializer_range=0.15)
-    monkeypatch.setattr(loop, "FollowTarget", wrong)
-    report = check(target, METHODS[method](target))
-    assert report.verified  # the logits are sound
-    assert not report.sampled
+    with during():
+        report = check(target, make_wrong(target))
     assert not report.lossless
+    assert [name for name in ("sampled", "verified") if not getattr(report, name)] == [verdict], str(report)
+    if verdict == "verified":  # far from what rounding may explain
+        assert max(share_of_bound(report)) > 1e4
+        assert "DIFFERENT" in str(report)
+    else:
+        assert max(share_of_bound(report)) < 1e-2
 
 
-def test_drafts_that_were_not_drawn_from_their_law_are_caught(target: PreTrainedModel) -> None:
-    honest = make_causal_lm_chain(target, seed=1)
-    assert check(target, honest).drawn_sigma is not None
-
-    make = honest.candidate_generator
-
-    def lying(model: TargetModel) -> Any:
-        generator: Any = make(model)
-        draft = generator.draft
-
-        def likeliest(context: DraftContext) -> DraftTree:
-            tree = draft(context)
-            if tree.draft_probs is None:
-                return tree
-            token_ids = torch.cat([tree.token_ids[:, :1], tree.draft_probs.argmax(-1)], dim=1)
-            return replace(tree, token_ids=token_ids, children=None)
-
-        generator.draft = likeliest
-        return generator
-
-    honest.candidate_generator = lying  # type: ignore[method-assign]
-    report = check(target, honest)
-    assert report.greedy
-    assert not report.sampled
-    assert report.drawn_sigma is not None
-    assert report.drawn_sigma > 4.75
-
-
-SOUND = fixed_tree([3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 2, 3])
-
-
-def seeing_siblings(context: DraftContext) -> DraftTree:
-    tree = SOUND.draft(context)
-    return replace(tree, ancestor_mask=torch.ones_like(tree.ancestor_mask).tril())
-
-
-def one_place_late(context: DraftContext) -> DraftTree:
-    tree = SOUND.draft(context)
-    return replace(tree, depths=tree.depths + (tree.depths > 0).to(tree.depths.dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wrong", [seeing_siblings, one_place_late])
-def test_wrong_masks_and_positions_are_caught_as_wrong_logits(wrong: Any, dtype: torch.dtype) -> None:
-    target = make_target("llama", "sdpa", dtype, initializer_range=0.15)
+def test_sound_neighbours_of_the_faults_pass(target: PreTrainedModel) -> None:
     assert check(target, SOUND)
-    report = check(target, StubDrafter(wrong))
-    assert report.sampled  # the rule does as these logits say
-    assert not report.verified
-    assert not report.lossless
-    assert max(replay.logit_error for replay in report.replays) > 0.1
-    assert "MORE than rounding" in str(report)
+    assert check(target, drafting_best_last(target))
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("method", ["ngram", "causal_lm_tree", "causal_lm_chain"])
-def test_rounding_in_bfloat16_is_no_loss(method: str, seed: int) -> None:
-    target = make_target("llama", "sdpa", torch.bfloat16, seed, initializer_range=0.15, vocab_size=512)
-    report = check(target, METHODS[method](target), seed=seed)
+def test_rounding_in_bfloat16_is_no_loss(method: str) -> None:
+    # With these weights and AVX2 the own-dtype logits of tree and plain forwards are further apart than most.
+    target = make_target("llama", "sdpa", torch.bfloat16, 0, initializer_range=0.15, vocab_size=512)
+    report = check(target, METHODS[method](target))
     assert report.lossless, str(report)
-    assert report.replays
-    assert max(replay.logit_error for replay in report.replays) > 1e-3
+    assert report.precision == torch.float64
+    assert max(replay.rounding for replay in report.replays) > 1e-3
+    assert max(share_of_bound(report)) < 1e-2
 
 
-def test_the_bound_of_logits_is_rounding_measured_on_all_trees() -> None:
-    def report(*errors: float) -> LosslessReport:
-        return LosslessReport("t", "d", replays=[TreeReplay(3, 2000, 0.0, error, rounding=0.1) for error in errors])
+def test_every_test_of_a_draw_counts_for_the_p_value() -> None:
+    def report(*values: float, drawn: float | None = None) -> LosslessReport:
+        replays = [TreeReplay(3, 2000, (value,), 0.1) for value in values]
+        return LosslessReport("t", "d", replays=replays, drawn_p_value=drawn)
 
-    assert report(0.0, 0.2).lossless
-    assert "differ by at most 0.2; rounding moves them by 0.1: rounding" in str(report(0.0, 0.2))
-    assert not report(0.0, 0.21).lossless
-    assert report(0.21).sampled
+    assert report(0.5, 2e-6, 0.1).p_value == pytest.approx(6e-6)
+    assert report(0.5, 5e-7, 0.1).lossless
+    assert not report(0.5, 2e-7, 0.1).lossless
+    assert not report(0.5, drawn=1e-7).sampled
+    assert report().p_value == 1.0
+
+
+def test_logits_are_equal_up_to_the_bound_in_high_precision_whatever_the_own_dtype_gives() -> None:
+    def report(error: float | None) -> LosslessReport:
+        return LosslessReport("t", "d", replays=[TreeReplay(3, 2000, (0.5,), 0.7, error, 1e-8)])
+
+    assert report(1e-9).lossless
+    assert not report(1e-7).lossless
     assert not report(math.nan).lossless
-    assert "MORE than rounding" in str(report(0.0, 0.21))
+    assert "differ by at most 1e-07 (bound 1e-08): DIFFERENT" in str(report(1e-7))
+    assert "differ by at most 0.7" in str(report(1e-7))
+
+
+def test_a_target_that_runs_in_its_own_dtype_only_is_reported_as_not_compared(target: PreTrainedModel) -> None:
+    def own_kernel(module: Any, args: Any) -> None:
+        if args[0].dtype != torch.bfloat16:
+            raise RuntimeError("this kernel needs bfloat16")
+
+    target = make_target("llama", "sdpa", torch.bfloat16, initializer_range=0.15)
+    handle = target.get_output_embeddings().register_forward_pre_hook(own_kernel)
+    try:
+        report = check(target, SOUND)
+    finally:
+        handle.remove()
+    assert report.lossless
+    assert report.precision is None
+    assert str(report).startswith("LOSSLESS as far as checked: ")
+    assert "left out logits of tree forwards, since torch.float64: this kernel needs bfloat16" in str(report)
+
+
+def test_float32_does_where_there_is_no_float64() -> None:
+    target = make_target("llama", "sdpa", torch.bfloat16, initializer_range=0.15)
+
+    def no_float64(module: Any, args: Any) -> None:
+        if args[0].dtype == torch.float64:
+            raise TypeError("this device has no float64")
+
+    handle = target.get_output_embeddings().register_forward_pre_hook(no_float64)
+    try:
+        sound, wrong = check(target, SOUND), check(target, StubDrafter(seeing_siblings))
+    finally:
+        handle.remove()
+    assert sound.precision == torch.float32
+    assert sound.lossless, str(sound)
+    assert not wrong.verified
 
 
 def test_difference_within_rounding_is_a_near_tie() -> None:
@@ -239,17 +227,33 @@ def test_difference_within_rounding_is_a_near_tie() -> None:
     assert "identical up to 1 near ties" in str(report)
 
 
+@pytest.mark.parametrize("high", [False, True])
 @torch.no_grad()
-def test_gap_is_the_targets_own(target: PreTrainedModel) -> None:
+def test_gap_is_the_targets_own(high: bool, target: PreTrainedModel) -> None:
     plain = target.generate(PROMPT, max_new_tokens=4, do_sample=False)[0, PROMPT.shape[1] :].tolist()
     other = [*plain[:2], (plain[2] + 1) % 64, 5]
-    difference = first_difference(target, PROMPT, plain, other)
+    precision = functools.partial(Raised, torch.float64) if high else nullcontext
+    difference = first_difference(target, PROMPT, plain, other, precision)
     logits = target(torch.cat([PROMPT, torch.tensor([plain[:2]])], 1)).logits[0, -1]
     assert difference.position == 2
     assert difference.gap == pytest.approx(float(logits[plain[2]] - logits[other[2]]), rel=1e-4)
     assert difference.top2_gap == pytest.approx(float(logits[plain[2]] - logits.topk(2).values[1]), rel=1e-4)
+    assert 0 < difference.rounding < 1e-4
     assert not difference.is_near_tie
     assert math.isinf(first_difference(target, PROMPT, plain, plain[:3]).gap)
+
+
+@torch.no_grad()
+def test_rounding_is_measured_at_many_places() -> None:
+    # One place would do by chance only: two forwards may agree there and differ a token later.
+    target = make_target("llama", "sdpa", torch.bfloat16, initializer_range=0.15)
+    plain = target.generate(PROMPT, max_new_tokens=24, do_sample=False)[0, PROMPT.shape[1] :].tolist()
+    ends = [
+        first_difference(target, PROMPT, plain, [*plain[:at], -1], functools.partial(Raised, torch.float64))
+        for at in (20, 21, 22, 23)
+    ]
+    roundings = [each.rounding for each in ends]
+    assert min(roundings) > 0.5 * max(roundings) > 0
 
 
 @pytest.mark.parametrize("never", [-math.inf, torch.finfo(torch.float32).min])
@@ -272,7 +276,8 @@ def test_tokens_that_are_never_to_come_do_not_make_every_difference_a_near_tie(
     assert difference.rounding < 1e-3
     assert not difference.is_near_tie
     assert report.lossless
-    assert report.rounding < 1e-3
+    assert max(replay.rounding for replay in report.replays) < 1e-3
+    assert all(replay.bound < 1e-3 for replay in report.replays)
 
 
 def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from hf_specdec.verification.precision import top_difference
+
+STEPS = 32  # places at which rounding is measured
 
 
 @dataclass(frozen=True)
@@ -18,11 +24,12 @@ class Difference:
         position: generated tokens before it, equal in both runs.
         plain_token: id that plain `generate` chose.
         assisted_token: id that came with the drafter.
-        gap: the target's logit of its best token minus that of `assisted_token`, by a forward over the whole prefix.
-        rounding: how far logits of this target move by rounding alone, there: one `ulp`, or more where two plain
-            forwards of the target (over the whole prefix; over its last token, after a cache of the others) give logits
-            that differ by more.
-        top2_gap: between the target's two best logits there.
+        gap: the best logit there minus that of `assisted_token`, by one plain forward over the whole text, in high
+            precision where `first_difference` was given one.
+        rounding: how far logits of this target move by rounding alone: the largest difference between those of that
+            forward and those of plain decoding, which sees one token at a time, at up to 32 places and over the best
+            tokens of each; at least one `ulp`.
+        top2_gap: between the two best logits there.
         ulp: unit in the last place, in the target's dtype, of its best logit there.
     """
 
@@ -40,7 +47,13 @@ class Difference:
         return abs(self.gap) <= 2 * self.rounding
 
 
-def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], assisted: list[int]) -> Difference:
+def first_difference(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    plain: list[int],
+    assisted: list[int],
+    precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Difference:
     """Where two continuations part, and how the target sees it.
 
     Args:
@@ -48,6 +61,7 @@ def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], a
         prompt: [1, seq] int64.
         plain: tokens of plain decoding.
         assisted: other ones.
+        precision: makes a context in which the target computes with more digits than its own; none by default.
     """
     pairs = zip(plain, assisted, strict=False)
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(plain), len(assisted)))
@@ -55,14 +69,19 @@ def first_difference(model: PreTrainedModel, prompt: Tensor, plain: list[int], a
         ends = -1
         tokens = [row[position] if position < len(row) else ends for row in (plain, assisted)]
         return Difference(position, tokens[0], tokens[1], math.inf, 0.0)
-    prefix = torch.cat([prompt, torch.tensor([plain[:position]], dtype=torch.int64, device=prompt.device)], dim=1)
-    logits = last_logits(model, prefix)[0]
-    # Of the best: those of tokens that are never to come are -inf in some targets, or as low as the dtype goes.
-    rounding = ulp = unit_in_the_last_place(float(logits.max()), model.dtype)
-    if prefix.shape[1] > 1:
-        rounding = max(rounding, largest_difference(last_logits_after_cache(model, prefix)[0], logits))
-    gap = float(logits.max() - logits[assisted[position]])
-    best, second = logits.topk(2).values.tolist()
+    text = torch.cat([prompt, torch.tensor([plain[:position]], dtype=torch.int64, device=prompt.device)], dim=1)
+    steps = min(STEPS, text.shape[1])
+    with precision():
+        logits = model(text, use_cache=False).logits[0, -steps:].cpu().double()
+    cache, stepped = None, []
+    for end in range(text.shape[1] - steps + 1, text.shape[1] + 1):
+        output = model(text[:, 0 if cache is None else end - 1 : end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        stepped.append(output.logits[0, -1].cpu().double())
+    best, second = logits[-1].topk(2).values.tolist()
+    ulp = unit_in_the_last_place(best, model.dtype)
+    rounding = max(ulp, top_difference(torch.stack(stepped), logits))
+    gap = best - float(logits[-1, assisted[position]])
     return Difference(position, plain[position], assisted[position], gap, rounding, best - second, ulp)
 
 
@@ -77,19 +96,3 @@ def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:
         return math.nan
     known = torch.finfo(dtype)
     return known.eps * 2.0 ** math.floor(math.log2(max(abs(value), known.smallest_normal)))
-
-
-def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Between two tensors of logits of one shape; two that are -inf do not differ."""
-    return float((one - other).where(one != other, 0.0).abs().max())
-
-
-def last_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """[rows, vocab] float32: what the target alone says after each row of [rows, seq] ids."""
-    return model(token_ids, use_cache=False).logits[:, -1].float()
-
-
-def last_logits_after_cache(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """The same logits on another way: the last token alone, after a cache of the others; [rows, seq] of at least 2."""
-    cache = model(token_ids[:, :-1], use_cache=True).past_key_values
-    return model(token_ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1].float()

@@ -1,9 +1,10 @@
-"""Trees of a real sampled call, frozen, and walked again and again by the acceptance rule.
+"""Trees of a real sampled call, frozen: walked again and again by the acceptance rule, and verified again.
 
 Two things are held apart. The rule must follow the law of the logits that verification gave it, exactly in every dtype.
-And those must be the target's own, by plain forwards without tree, cache or mask of ours, but for rounding: in bfloat16
-that alone takes other tokens into the top k, so walks cannot be held to the law of plain forwards. Drafts that are said
-to have been drawn from a law are checked to look drawn from it.
+And verification must give the target's own logits. This is asked in high precision (`precision.py`): the call is made
+again with the same trees and the same tokens, and the logits of its rounds are held to those of plain forwards without
+tree, cache or mask of ours. In the target's own dtype rounding may hide an error, so that the difference there is only
+reported. Drafts that are said to have been drawn from a law are checked to look drawn from it.
 """
 
 from __future__ import annotations
@@ -11,30 +12,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specdec.chi_square import deviation_sigma
+from hf_specdec.chi_square import p_value
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.verification.differences import (
-    largest_difference,
-    last_logits,
-    last_logits_after_cache,
-    unit_in_the_last_place,
-)
+from hf_specdec.verification.precision import TOP, Precision, top_difference
 
-TEMPERATURE, TOP_K = 1.0, 16  # top-k keeps the laws short enough to be counted
+TEMPERATURE, TOP_K = 1.0, TOP  # top-k keeps the laws short enough to be counted
 DRAWS = 2000  # walks of each frozen tree
 
 
@@ -45,18 +41,19 @@ class TreeReplay:
     Attributes:
         num_nodes: drafted nodes.
         num_draws: walks.
-        sigma: deviation of the walks from the law of the verified logits, in standard deviations.
-        logit_error: largest difference of a logit between tree verification and plain forwards, over the tokens that
-            can be sampled or were drafted.
-        rounding: how far logits of this target move by rounding alone, on these paths: one unit in the last place of
-            the best, in the target's dtype, or more where two plain forwards (see `Difference`) differ by more.
+        p_values: of the walks, by the law of the verified logits: one test, or one per node whose token was drawn.
+        rounding: largest difference of a logit between tree verification and plain forwards in the target's own dtype,
+            over the best tokens of each node.
+        logit_error: the same in high precision; None where that was not to be had.
+        bound: the largest `logit_error` that rounding may explain.
     """
 
     num_nodes: int
     num_draws: int
-    sigma: float
-    logit_error: float
+    p_values: tuple[float, ...]
     rounding: float
+    logit_error: float | None = None
+    bound: float = 0.0
 
 
 @dataclass
@@ -65,7 +62,29 @@ class FrozenRound:
 
     prefix: Tensor  # [length] int64, root included
     tree: DraftTree
-    logits: Tensor  # [nodes, vocab] float32
+    logits: Tensor  # [nodes, vocab] float32, or float64 in that precision
+    layers_passed: list[int] | None  # of each node before verification, where the drafter runs the target's layers
+
+
+def settings(model: PreTrainedModel, **own: Any) -> GenerationConfig:
+    """Settings of a call with the target's special tokens."""
+    given = model.generation_config
+    ids = {name: getattr(given, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if ids["pad_token_id"] is None:
+        ends = ids["eos_token_id"]
+        ids["pad_token_id"] = ends[0] if isinstance(ends, list) else (0 if ends is None else ends)
+    return GenerationConfig(**ids, **own)
+
+
+def generate(
+    model: PreTrainedModel, prompt: Tensor, config: GenerationConfig, drafter: Drafter | None, **arguments: Any
+) -> Tensor:
+    """[length] int64: the text of one call, prompt included."""
+    mask = torch.ones_like(prompt)
+    output: Tensor = model.generate(
+        prompt, attention_mask=mask, generation_config=config, assistant_model=drafter, **arguments
+    )
+    return output[0]
 
 
 @contextlib.contextmanager
@@ -77,16 +96,21 @@ def listening(drafter: Drafter, rounds: list[FrozenRound], most: int) -> Iterato
         generator: Any = make(target)
         generator.drafts_early = False  # the text of a round must be known when its tree is drafted
         draft, observe = generator.draft, generator.observe
-        prefixes: list[Tensor] = []
+        drafted: list[tuple[Tensor, list[int] | None]] = []
 
         def keeping(context: DraftContext) -> DraftTree:
-            prefixes.append(context.sequences[0, : context.lengths[0]].clone())
-            return draft(context)
+            prefix = context.sequences[0, : context.lengths[0]].clone()
+            tree: DraftTree = draft(context)
+            drafted.append((prefix, None if tree.pending is None else tree.pending.layers_passed))
+            return tree
 
         def noting(outcome: RoundOutcome) -> None:
             if outcome.tree is not None and bool(outcome.tree.valid[0, 1:].any()) and len(rounds) < most:
                 tree = outcome.tree.of_rows([0])  # a copy: captured drafts are written over by the next ones
-                rounds.append(FrozenRound(prefixes[-1], tree, outcome.target_logits[0].clone()))
+                prefix, layers_passed = drafted[-1]
+                rounds.append(
+                    FrozenRound(prefix, replace(tree, pending=None), outcome.target_logits[0].clone(), layers_passed)
+                )
             observe(outcome)
 
         generator.draft, generator.observe = keeping, noting
@@ -99,63 +123,147 @@ def listening(drafter: Drafter, rounds: list[FrozenRound], most: int) -> Iterato
         del drafter.candidate_generator
 
 
-def replay(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
+class FrozenDrafter(Drafter):
+    """Drafts the frozen trees of a call again, each after the tokens that it was drafted after; else nothing."""
+
+    method = "frozen"
+
+    def __init__(self, rounds: Sequence[FrozenRound]) -> None:
+        self.rounds = {len(each.prefix): each for each in rounds}
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        """Fits the target that the trees were drafted for."""
+
+    def check_options(self) -> None:
+        """Has none."""
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        return _FrozenGenerator(self.rounds, target)
+
+
+class _FrozenGenerator(TreeCandidateGenerator):
+    def __init__(self, rounds: dict[int, FrozenRound], target: TargetModel) -> None:
+        self.rounds, self.target = rounds, target
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        frozen = self.rounds.get(context.lengths[0])
+        if frozen is None:
+            return DraftTree.root_only(context.root_ids)
+        tree = replace(frozen.tree, draft_probs=None, path_logprobs=None)
+        if frozen.layers_passed is None:
+            return tree
+        pending = self.target.begin_chain(context.root_positions, tree.num_nodes)
+        for node, layer in enumerate(frozen.layers_passed):
+            pending.extend(tree.token_ids[:, node])
+            pending.advance(layer)
+        return replace(tree, pending=pending)
+
+
+class Following(LogitsProcessor):
+    """Lets nothing come but the tokens of one text, [length] int64."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.text = text
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.text[min(input_ids.shape[1], len(self.text) - 1)]] = 0.0
+        return forced
+
+
+def verify_again(
+    model: PreTrainedModel, rounds: Sequence[FrozenRound], text: Tensor, num_prompt: int, precision: Precision
+) -> dict[int, tuple[float, float]]:
+    """Makes a call again in high precision, with the same trees and tokens.
+
+    Args:
+        model: the target.
+        rounds: the frozen trees of that call.
+        text: [length] int64, its tokens, prompt included.
+        num_prompt: tokens of the prompt.
+        precision: of the target.
+
+    Returns:
+        `logit_error` and `bound` of each tree that was reached, by the length of the prefix.
+    """
+    again: list[FrozenRound] = []
+    drafter, stop = FrozenDrafter(rounds), len(rounds[-1].prefix) + 1
+    deepest = max(each.tree.max_depth for each in rounds)  # deep nodes need positions, too
+    with listening(drafter, again, most=len(rounds)), precision():
+        generate(
+            model,
+            text[None, :num_prompt],
+            settings(model, do_sample=False, max_new_tokens=stop + deepest - num_prompt),
+            drafter,
+            logits_processor=LogitsProcessorList([Following(text)]),
+            stopping_criteria=[lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= stop, device=ids.device)],
+        )
+        plain = [plain_logits(model, each) for each in again]
+    return {
+        len(each.prefix): (
+            top_difference(each.logits[nodes_of(each)].to(logits.device), logits),
+            precision.bound(logits),
+        )
+        for each, logits in zip(again, plain, strict=True)
+    }
+
+
+def walk(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
     """Walks one frozen tree many times."""
     tree = frozen.tree
-    nodes = [node for node in range(tree.num_nodes) if bool(tree.valid[0, node])]
+    nodes = nodes_of(frozen)
     place = {node: index for index, node in enumerate(nodes)}
-    token_ids = [int(tree.token_ids[0, node]) for node in nodes]
+    token_ids = tree.token_ids[0, nodes].tolist()
     parents = [place[int(tree.parents[0, node])] if node else -1 for node in nodes]
-    plain, cached = _plain_logits(model, frozen.prefix, token_ids, parents)
-    verified = frozen.logits[nodes].to(plain.device)
+    verified = frozen.logits[nodes]
+    rounding = top_difference(verified, plain_logits(model, frozen).to(verified))
 
     # Only tokens that can be sampled somewhere, or were drafted, matter; the others share the last place.
-    top = torch.cat([plain, verified]).topk(min(TOP_K, plain.shape[-1]), dim=-1)
-    kept = torch.cat([top.indices.flatten(), torch.tensor(token_ids, device=plain.device)]).unique()
+    top = verified.topk(min(TOP_K, verified.shape[-1]), dim=-1).indices
+    kept = torch.cat([top.flatten(), torch.tensor(token_ids, device=verified.device)]).unique()
     names = {int(token): index for index, token in enumerate(kept.tolist())}
-    error = largest_difference(verified[:, kept], plain[:, kept])
-    ulp = unit_in_the_last_place(float(top.values[: len(nodes), 0].abs().max()), model.dtype)
-    rounding = max(ulp, largest_difference(cached, plain))
-
     verified = torch.cat([verified[:, kept], verified.new_full((len(nodes), 1), -torch.inf)], dim=1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
-    laws = warpers(torch.zeros(1, 1), verified).cpu().double().softmax(-1).tolist()
+    laws = warpers(torch.zeros(1, 1), verified).double().softmax(-1).tolist()
     drafted = [names[token] for token in token_ids]
     if tree.draft_probs is None:
-        sigma = deviation_sigma(_walks(drafted, parents, verified, warpers), _law(drafted, parents, laws))
+        values = [p_value(_walks(drafted, parents, verified, warpers), _law(drafted, parents, laws))]
     else:
         probs = tree.draft_probs[0][:, kept.to(tree.draft_probs.device)].to(verified.device)
         probs = torch.cat([probs, (1 - probs.sum(-1, keepdim=True)).clamp(min=0)], dim=-1)
-        sigma = max(
-            deviation_sigma(
+        values = [
+            p_value(
                 _steps(probs[node - 1], verified[place[node] - 1], warpers),
                 dict(enumerate(laws[place[node] - 1])),
             )
             for node in nodes[1:]
-        )
-    return TreeReplay(len(nodes) - 1, DRAWS, sigma, error, rounding)
+        ]
+    return TreeReplay(len(nodes) - 1, DRAWS, tuple(values), rounding)
 
 
-def _plain_logits(
-    model: PreTrainedModel, prefix: Tensor, token_ids: list[int], parents: list[int]
-) -> tuple[Tensor, Tensor]:
-    """[nodes, vocab] float32 twice: the target's logits after each node's own path, by forwards that know no tree.
+def nodes_of(frozen: FrozenRound) -> list[int]:
+    """The nodes of the tree that are no padding."""
+    return frozen.tree.valid[0].nonzero().flatten().tolist()
 
-    Once without a cache, once the last token of each path after a cache of the others.
+
+def plain_logits(model: PreTrainedModel, frozen: FrozenRound) -> Tensor:
+    """[nodes, vocab] of the target's own dtype: after each node's own path, by a forward that knows no tree and cache.
+
+    The row of a leaf gives the logits of all nodes above it. Shorter rows go on with anything, which they do not see.
     """
-    paths: list[list[int]] = [[]]
-    for node in range(1, len(token_ids)):
-        paths.append([*paths[parents[node]], token_ids[node]])
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for depth in sorted({len(path) for path in paths}):
-        level = [node for node, path in enumerate(paths) if len(path) == depth]
-        tails = torch.tensor([paths[node] for node in level], dtype=torch.int64, device=prefix.device)
-        rows = torch.cat([prefix.expand(len(level), -1), tails.view(len(level), depth)], dim=1)
-        rows = rows.to(model.device)
-        both = zip(last_logits(model, rows), last_logits_after_cache(model, rows), strict=True)
-        found |= dict(zip(level, both, strict=True))
-    plain, cached = zip(*(found[node] for node in range(len(token_ids))), strict=True)
-    return torch.stack(plain), torch.stack(cached)
+    parents, token_ids = frozen.tree.parents[0].tolist(), frozen.tree.token_ids[0].tolist()
+    paths = {0: [0]}
+    for node in nodes_of(frozen)[1:]:
+        paths[node] = [*paths[parents[node]], node]
+    above = {parents[node] for node in paths}
+    leaves = [path for node, path in paths.items() if node not in above]
+    width, start = max(map(len, leaves)), len(frozen.prefix) - 1
+    tails = [[token_ids[node] for node in path + path[-1:] * (width - len(path))] for path in leaves]
+    rows = torch.cat([frozen.prefix[:-1].expand(len(leaves), -1), torch.tensor(tails).to(frozen.prefix)], dim=1)
+    parts = rows.to(model.device).split(8)  # the logits of a large vocabulary take their room
+    logits = torch.cat([model(part, use_cache=False).logits[:, start:] for part in parts])
+    places = {node: (row, depth) for row, path in enumerate(leaves) for depth, node in enumerate(path)}
+    return torch.stack([logits[places[node]] for node in paths])
 
 
 def _walks(
@@ -209,21 +317,24 @@ def _law(drafted: list[int], parents: list[int], law: list[list[float]]) -> dict
     }
 
 
-def drawn_sigma(rounds: list[FrozenRound]) -> float | None:
-    """How far drafted tokens lie from the laws they are said to be drawn from; positive where they are too likely.
+def drawn_p_value(rounds: Sequence[FrozenRound]) -> float | None:
+    """A bound of the probability that drafted tokens lie as far from the laws they are said to be drawn from.
 
-    The mean of the drafted tokens' own probabilities against its expectation, in standard deviations.
+    With s the sum of the drafted tokens' own probabilities, exp(t s) over its expectation has mean 1 for every t, and
+    so has the mean of several t: by Markov's inequality it exceeds 1/p with a probability of p at most, however few
+    drafts there are and whatever their laws. Positive t find drafts that are too likely, negative ones too unlikely.
+
+    Returns:
+        None without such drafts.
     """
-    seen, expected, variance = 0.0, 0.0, 0.0
+    slopes = torch.cat([sign * torch.logspace(-1, 2, 13, dtype=torch.float64) for sign in (-1, 1)]).unsqueeze(1)
+    log_ratios, drawn = torch.zeros(len(slopes), dtype=torch.float64), False
     for each in rounds:
-        assert each.tree.draft_probs is not None
-        for node in range(1, each.tree.num_nodes):
-            if bool(each.tree.valid[0, node]):
-                law = each.tree.draft_probs[0, node - 1].cpu().double()
-                mean = float((law * law).sum())
-                seen += float(law[each.tree.token_ids[0, node]])
-                expected += mean
-                variance += float((law * law * law).sum()) - mean**2
-    if not rounds:
-        return None
-    return (seen - expected) / math.sqrt(variance) if variance > 1e-12 else 0.0
+        if each.tree.draft_probs is None:
+            continue
+        drawn = True
+        for node in nodes_of(each)[1:]:
+            law = each.tree.draft_probs[0, node - 1].cpu().double()
+            seen = law[each.tree.token_ids[0, node]]
+            log_ratios += slopes[:, 0] * seen - (law.log() + slopes * law).logsumexp(1)
+    return min(1.0, math.exp(math.log(len(slopes)) - float(log_ratios.logsumexp(0)))) if drawn else None
