@@ -3,8 +3,8 @@
 The part `exact` of the speed suite (`speed.py`). In float32 every output must be plain decoding's. In bfloat16 a
 forward over a tree rounds differently from one over a token, so that a near tie may fall the other way. How near is
 defined by `verification.first_difference`: a difference is explained if the target's logits of the two tokens lie no
-further apart than twice what rounding moves a logit there, and that is one unit in the last place (`ulp`) of the
-best logit, or more where plain decoding itself, with and without a cache, differs by more.
+further apart than twice what rounding moves logits before it, and that is one unit in the last place (`ulp`) of the
+best logit, or more where plain decoding itself, with and without a cache, differs by more at any of up to 32 places.
 """
 
 from __future__ import annotations

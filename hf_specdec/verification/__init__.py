@@ -2,8 +2,8 @@
 
 Greedy: the tokens of plain `generate`, prompt by prompt; where two runs part, how near the target's two best tokens
 were, since a near tie may fall either way in the rounding of any library (`differences.py`). Sampling: trees of a real
-call are frozen, the acceptance rule walks each of them again and again, and their logits are held to those of plain
-forwards (`replay.py`).
+call are frozen, and the acceptance rule walks each of them again and again; then the call is made again in float64, and
+the logits of its trees are held to those of plain forwards (`replay.py`, `precision.py`).
 """
 
 from hf_specdec.verification.differences import Difference, first_difference, unit_in_the_last_place
