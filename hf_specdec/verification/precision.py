@@ -24,7 +24,7 @@ TOP = 16  # of the logits after a text, so many best tokens are compared: others
 class Raised(TorchDispatchMode):
     """While it is entered, operations on floating tensors compute in `dtype`, and give it.
 
-    Tensors that were made before, such as weights, stay as they are.
+    Tensors that were made before, such as weights, stay as they are, whatever is written to them meanwhile.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -196,7 +196,9 @@ def verify_again(
             settings(model, do_sample=False, max_new_tokens=stop + deepest - num_prompt),
             drafter,
             logits_processor=LogitsProcessorList([Following(text)]),
-            stopping_criteria=[lambda ids, scores: torch.full((len(ids),), ids.shape[1] >= stop, device=ids.device)],
+            stopping_criteria=[
+                lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= stop, device=ids.device)
+            ],
         )
         plain = [plain_logits(model, each) for each in again]
     return {
