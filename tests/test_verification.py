@@ -157,7 +157,6 @@ def test_rounding_in_bfloat16_is_no_loss(method: str) -> None:
     report = check(target, METHODS[method](target))
     assert report.lossless, str(report)
     assert report.precision == torch.float64
-    assert max(replay.rounding for replay in report.replays) > 1e-3
     assert max(share_of_bound(report)) < 1e-2
 
 
