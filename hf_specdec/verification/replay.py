@@ -226,7 +226,7 @@ def walk(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
     names = {int(token): index for index, token in enumerate(kept.tolist())}
     verified = torch.cat([verified[:, kept], verified.new_full((len(nodes), 1), -torch.inf)], dim=1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K)])
-    laws = warpers(torch.zeros(1, 1), verified).double().softmax(-1).tolist()
+    laws = warpers(torch.zeros(1, 1), verified).cpu().double().softmax(-1).tolist()
     drafted = [names[token] for token in token_ids]
     if tree.draft_probs is None:
         values = [p_value(_walks(drafted, parents, verified, warpers), _law(drafted, parents, laws))]
