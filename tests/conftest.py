@@ -44,3 +44,9 @@ def fixed_seed() -> None:
 def whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished rows stay in the batch, for tests that look at rows of it by their number."""
     monkeypatch.setattr("hf_specdec.decoding.loop.SpeculativeDecoding.drop_finished_rows", lambda self, generator: None)
+
+
+@pytest.fixture
+def draws(pytestconfig: pytest.Config) -> int:
+    """How often tests of sampling draw that there are many of; a chi-square bound holds for any number."""
+    return 6_000 if pytestconfig.getoption("exhaustive") else 2_000

@@ -90,6 +90,7 @@ def test_rule_of_use_is_sdpa_without_soft_caps_and_sinks(family: str) -> None:
         assert usable(make_target(family, kind)) == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", [name for name, (_, _, kinds) in FAMILIES.items() if "sdpa" in kinds])
 def test_prefix_without_a_mask_changes_no_token(family: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:

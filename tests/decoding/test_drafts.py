@@ -28,6 +28,7 @@ def target() -> PreTrainedModel:
     return make_target("qwen3-mixed", "sdpa")
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("siblings", [0, 2])
 @pytest.mark.parametrize("num_right", range(8))
@@ -243,6 +244,7 @@ def test_any_budget_gives_the_same_tokens(target: PreTrainedModel, budget: int) 
     assert drafter.stats.num_draft_tokens == budget * drafter.stats.num_spec_steps
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     "settings",
@@ -282,6 +284,7 @@ def test_a_token_that_the_target_has_no_numbers_for_spoils_no_other(
     assert drafter.stats.num_target_forwards == 2 * len(drafter.stats.per_step_accepted[0])
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
 @pytest.mark.parametrize("method", METHODS)

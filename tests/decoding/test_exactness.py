@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(("family", "attention", "batch", "setting"), CASES)
 def test_drafts_that_are_partly_right_change_no_token(family: str, attention: str, batch: str, setting: str) -> None:
     target, prompts = family_target(family, attention, batch), PROMPTS[batch]()
@@ -75,6 +76,7 @@ def test_drafts_that_are_partly_right_change_no_token(family: str, attention: st
         assert drafter.stats.num_accepted_draft_tokens > 0, f"{name}: no draft was right, so nothing was tested"
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gemma3"])

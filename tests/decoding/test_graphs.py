@@ -121,6 +121,7 @@ def compiling(drafter: Any) -> Any:
     return drafter
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "moe" not in name and "mixtral" not in name])
 def test_captured_rounds_give_the_targets_tokens_and_cache(family: str, batch: str) -> None:
@@ -304,6 +305,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("split", [False, True], ids=["whole mask", "context as intervals"])
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -331,6 +333,7 @@ def test_captured_blocks_have_the_logits_of_the_usual_forward(
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*EARLY, "causal_lm_tree", "causal_lm_chain"])
@@ -388,6 +391,7 @@ def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
     assert Replaying.replays == 3 * rounds - 1 + 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -92,6 +92,7 @@ def target() -> PreTrainedModel:
 ON_DEVICE = ["dflash", "ddtree", "medusa", "eagle3"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("method", "compile_mode"),
     [

@@ -88,6 +88,7 @@ def early(prompts: dict[str, Tensor], script: Tensor, num_right: int | list[int]
     return drafter
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -176,6 +177,7 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
+@pytest.mark.each_pair
 @pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -212,6 +214,7 @@ def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
         assert sum(kept + 1 for kept in stats.per_step_accepted[0]) >= NEW - 1
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("batch", PROMPTS)

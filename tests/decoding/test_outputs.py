@@ -93,6 +93,7 @@ def test_attentions_and_hidden_states_are_those_of_plain_decoding(family: str, b
                 assert torch.allclose(state, expected, **tolerances), where
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
 @pytest.mark.parametrize("new", [1, 2, NEW])
@@ -189,6 +190,7 @@ def test_cache_of_a_prefix_may_come_with_only_the_new_tokens(batch: str) -> None
         assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 4, 50])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
@@ -225,6 +227,7 @@ def test_attentions_of_a_chunked_prefill_leave_out_what_windows_have_dropped(fam
         assert ours.shape == plain.shape
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
 def test_embeddings_may_take_the_place_of_ids(method: str, batch: str) -> None:

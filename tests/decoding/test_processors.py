@@ -48,6 +48,7 @@ def run(target: PreTrainedModel, batch: str, settings: dict[str, Any], drafter: 
     return target.generate(**arguments, assistant_model=drafter).tolist()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processor_gives_what_it_gives_plain_decoding(target: PreTrainedModel, name: str, batch: str) -> None:

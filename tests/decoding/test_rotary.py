@@ -79,6 +79,7 @@ def assert_same_as_plain(target: PreTrainedModel, prompts: dict[str, Tensor], ne
         torch.testing.assert_close(assisted.logits, alone.logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [9, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 10])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_text_that_passes_the_limit_is_plain_decodings(kind: str, length: int) -> None:
@@ -87,6 +88,7 @@ def test_a_text_that_passes_the_limit_is_plain_decodings(kind: str, length: int)
     assert_same_as_plain(limited(kind), one_prompt(length=length), 24)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("new_tokens", [10, 11, 12])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_nodes_beyond_the_limit_do_not_change_texts_that_stay_below(kind: str, new_tokens: int) -> None:

@@ -84,10 +84,12 @@ def enumerate_law(target: PreTrainedModel, prompt: list[int], sampling: str, **p
     return {tokens: weight for tokens, weight in law.items() if weight > 0}
 
 
-def draw(target: PreTrainedModel, prompt: Tensor, sampling: str, drafter: Drafter, **kwargs: Any) -> Tensor:
+def draw(
+    target: PreTrainedModel, prompt: Tensor, sampling: str, drafter: Drafter, draws: int = DRAWS, **kwargs: Any
+) -> Tensor:
     """[draws * prompts, DEPTH] sampled continuations."""
     drawn = []
-    for _ in range(DRAWS // ROWS):
+    for _ in range(draws // ROWS):
         output = target.generate(
             prompt,
             assistant_model=drafter,
@@ -109,20 +111,21 @@ def count(drawn: Tensor) -> Counter[Any]:
     [(sampling, "tree") for sampling in SAMPLING]
     + [(sampling, tree) for tree in TREES if tree != "tree" for sampling in ("plain", "all of them")],
 )
-def test_sampled_tokens_follow_the_target_whatever_the_tree(sampling: str, tree: str) -> None:
+def test_sampled_tokens_follow_the_target_whatever_the_tree(sampling: str, tree: str, draws: int) -> None:
     target = sampled_target()
     drafter = fixed_tree(*TREES[tree])
-    drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter)
+    drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter, draws)
     assert_follows(count(drawn), enumerate_law(target, PROMPT, sampling))
     assert drafter.stats.num_accepted_draft_tokens > ROWS / 20
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", ["plain", "all of them"])
 @pytest.mark.parametrize("method", METHODS)
-def test_sampled_tokens_of_a_method_follow_the_target(method: str, sampling: str) -> None:
+def test_sampled_tokens_of_a_method_follow_the_target(method: str, sampling: str, draws: int) -> None:
     target = sampled_target()
     drafter = METHODS[method](target)
-    drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter)
+    drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter, draws)
     assert_follows(count(drawn), enumerate_law(target, PROMPT, sampling))
     if sampling == "plain":
         assert drafter.stats.num_accepted_draft_tokens > ROWS / 20
