@@ -154,7 +154,9 @@ def drawn_chains(depth: int, *, lengths: tuple[int, ...] = (), honest: bool = Tr
 @pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(), (0, 2, 1, 3)])
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_sampled_tokens_follow_the_target_with_drawn_drafts(sampling: str, lengths: tuple[int, ...], draws: int) -> None:
+def test_sampled_tokens_follow_the_target_with_drawn_drafts(
+    sampling: str, lengths: tuple[int, ...], draws: int
+) -> None:
     target = sampled_target()
     drafter = drawn_chains(DEPTH, lengths=lengths)
     drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter, draws)

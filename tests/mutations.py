@@ -1,0 +1,62 @@
+"""Whether `make test` notices mistakes: plants those of `mutations.txt` one at a time and expects the tests to fail.
+
+Run by `make test-mutations`. A paragraph of that file names a module of `hf_specdec` and the tests that should notice;
+then come its mistakes, the text as it is after `-`, which occurs once, and what is put in its place after `+`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "model_cards")
+
+
+def first_failure(module: str, tests: str, right: str, wrong: str) -> str:
+    """The first test that fails in a copy of the project with the mistake in it; "" if none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "project")
+        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        source = copy / "hf_specdec" / module
+        text = source.read_text()
+        if text.count(right) != 1:
+            raise SystemExit(f"{module} holds this {text.count(right)} times, and should hold it once:\n{right}")
+        source.write_text(text.replace(right, wrong))
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests],
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    failures = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    if run.returncode not in (0, 1) or bool(failures) != bool(run.returncode):
+        raise SystemExit(f"pytest ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    return failures[0] if failures else ""
+
+
+def main(parts: list[str]) -> None:
+    """Plants all mistakes, or those of modules whose path contains one of `parts`."""
+    missed = 0
+    for paragraph in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n"):
+        head, mistakes = paragraph.split("\n", 1)
+        module, tests = head.split()
+        if parts and not any(part in module for part in parts):
+            continue
+        for mistake in re.findall(r"((?:^- .*\n?)+)((?:^\+ .*\n?)+)", mistakes, re.MULTILINE):
+            right, wrong = ("\n".join(line[2:] for line in side.splitlines()) for side in mistake)
+            failure = first_failure(module, tests, right, wrong)
+            missed += not failure
+            print(f"{module}\n- {right}\n+ {wrong}\n    {failure or 'MISSED'}", flush=True)
+    raise SystemExit(f"{missed} mistakes were not noticed." if missed else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
