@@ -14,6 +14,8 @@ OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 # One torch thread per worker: more would fight over the cores.
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+NUMERICAL := exactness or verification or golden
+
 # $(call install,venv,extra,constraints): installs this project into a virtual environment and stamps the target.
 # `.unfinished` stays behind when the install is cut short. What pip had half written then looks installed to it, so
 # the next run starts from nothing; so it does when the interpreter has gone. pip's own cache keeps the downloads.
@@ -37,18 +39,28 @@ DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-oldest lint types format clean FORCE
+.PHONY: help demo test test-all test-numerics test-mutations test-oldest lint types format clean FORCE
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(DEMO_STAMP) ## Install into .venv and compare all ways of drafting on the bundled model
 	$(VENV)/bin/python examples/quickstart.py
 
-test: $(VENV)/.dev ## Install into .venv and run all tests and doctests (PYTEST_ARGS="-k tree" to choose)
+test: $(VENV)/.dev ## Install into .venv and run the tests and doctests (PYTEST_ARGS="-k tree" to choose)
 	$(call PYTEST,$(VENV))
 
-test-oldest: $(OLDEST_VENV)/.dev ## The same in .venv-oldest, with the oldest transformers we support
+test-all: $(VENV)/.dev ## The same with all combinations of parameters
+	$(call PYTEST,$(VENV)) --exhaustive
+
+test-numerics: $(VENV)/.dev ## The tests that compare numbers, with the kernels of other processors
+	ATEN_CPU_CAPABILITY=default $(call PYTEST,$(VENV)) -k '$(NUMERICAL)'
+	ATEN_CPU_CAPABILITY=avx2 $(call PYTEST,$(VENV)) -k '$(NUMERICAL)'
+
+test-mutations: $(VENV)/.dev ## Plant mistakes in a copy, one at a time, and see that the tests notice them
+	$(VENV)/bin/python tests/mutations.py
+
+test-oldest: $(OLDEST_VENV)/.dev ## `make test` in .venv-oldest, with the oldest transformers we support
 	$(call PYTEST,$(OLDEST_VENV))
 
 lint: $(VENV)/.dev ## Check style and format

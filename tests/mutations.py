@@ -1,7 +1,7 @@
 """Whether `make test` notices mistakes: plants those of `mutations.txt` one at a time and expects the tests to fail.
 
-Run by `make test-mutations`. A paragraph of that file names a module of `hf_specdec` and the tests that should notice;
-then come its mistakes, the text as it is after `-`, which occurs once, and what is put in its place after `+`.
+Run by `make test-mutations`. A paragraph of that file names a module of `hf_specdec` and the tests that should notice.
+Then come its mistakes: after `-` the text as it is, which occurs once, and after `+` what is put in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "model_cards")
 
 
-def first_failure(module: str, tests: str, right: str, wrong: str) -> str:
+def first_failure(module: str, tests: list[str], right: str, wrong: str) -> str:
     """The first test that fails in a copy of the project with the mistake in it; "" if none does."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
@@ -29,7 +29,7 @@ def first_failure(module: str, tests: str, right: str, wrong: str) -> str:
             raise SystemExit(f"{module} holds this {text.count(right)} times, and should hold it once:\n{right}")
         source.write_text(text.replace(right, wrong))
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=copy,
             env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -47,7 +47,7 @@ def main(parts: list[str]) -> None:
     missed = 0
     for paragraph in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n"):
         head, mistakes = paragraph.split("\n", 1)
-        module, tests = head.split()
+        module, *tests = head.split()
         if parts and not any(part in module for part in parts):
             continue
         for mistake in re.findall(r"((?:^- .*\n?)+)((?:^\+ .*\n?)+)", mistakes, re.MULTILINE):

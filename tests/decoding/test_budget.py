@@ -43,6 +43,7 @@ class Every(AutoBudget):
         self.drafting = self.rounds % 3 == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", TREE_METHODS)
 def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
@@ -54,6 +55,7 @@ def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
     assert drafter.stats.num_draft_tokens > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", TREE_METHODS)

@@ -74,6 +74,7 @@ def test_finished_rows_leave_the_batch_and_change_nothing(method: str, family: s
     assert [len(row) for row in drafter.stats.per_step_accepted] != [len(drafter.stats.per_step_accepted[0])] * 5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree", "specblock", "eagle3", "medusa", "ngram"])
 def test_rows_leave_under_an_automatic_budget_too(method: str, batches: list[int]) -> None:
     target = make_target("llama", "sdpa")

@@ -412,6 +412,7 @@ def test_the_next_tree_is_drafted_before_the_outcome_is_read(
     assert events == ["draft"] + ["draft", "read"] * drafter.stats.num_target_forwards
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)

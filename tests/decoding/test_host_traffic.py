@@ -128,6 +128,7 @@ def test_a_round_transfers_once_from_the_device(
         assert len(seen) <= 1, f"a round waits for the device more than once: {seen}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("method", "compile_mode"),
     [

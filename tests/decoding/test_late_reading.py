@@ -88,7 +88,7 @@ def early(prompts: dict[str, Tensor], script: Tensor, num_right: int | list[int]
     return drafter
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])

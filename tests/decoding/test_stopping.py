@@ -28,6 +28,7 @@ def script_of(target: PreTrainedModel, prompts: dict[str, Tensor]) -> Tensor:
     return target.generate(**prompts, max_new_tokens=NEW + 12, do_sample=False)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("at", range(1, 9))
 def test_end_of_text_inside_an_accepted_path_ends_the_row_there(target: PreTrainedModel, at: int, batch: str) -> None:
@@ -51,6 +52,7 @@ def test_every_row_may_end_elsewhere_and_is_padded(target: PreTrainedModel) -> N
     assert (alone == PAD).any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("new", range(1, 10))
 def test_length_limit_inside_an_accepted_path_is_kept(target: PreTrainedModel, new: int, batch: str) -> None:
@@ -130,6 +132,7 @@ class Listens(StoppingCriteria):
         return torch.full((len(input_ids),), len(self.heard) >= self.limit)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("output_scores", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
 def test_stateful_criterion_hears_in_a_batch_of_one_what_plain_decoding_tells_it(

@@ -23,6 +23,7 @@ def traced(drafter: Drafter, prompts: dict[str, Any], **settings: Any) -> tuple[
     return drafter.trace, output
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_tells_what_was_written_and_which_tokens_were_drafted(method: str, prompts: str) -> None:
@@ -44,6 +45,7 @@ def test_a_trace_tells_what_was_written_and_which_tokens_were_drafted(method: st
             assert all(parent < node for node, parent in enumerate(traced_round.parents))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_probabilities_and_forwards_in_a_trace_are_possible_ones(method: str, do_sample: bool) -> None:

@@ -59,6 +59,7 @@ def stats_of(drafter: SpecBranchDrafter) -> SpeculationStats:
     return drafter.stats
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("way", WAYS)
@@ -329,6 +330,7 @@ def test_more_branches_cost_entries_and_no_copies_of_the_text(hedge: bool, more:
     assert peaks[-1] - peaks[0] <= more * 4  # so many branches more, of at most four entries
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("candidates", ["top_k", "drawn"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_sampled_tokens_follow_the_target_branch_points_included(

@@ -45,10 +45,10 @@ def delayed(function: Callable[..., Any], most_s: float, source: random.Random) 
     return call
 
 
-@pytest.mark.parametrize(("worker", "runs"), [("thread", 200), ("process", 200)])
-def test_results_do_not_depend_on_who_is_faster(worker: str, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if worker == "process" and not CAN_FORK:
-        pytest.skip("needs fork")
+@pytest.mark.parametrize("worker", WORKERS)
+def test_results_do_not_depend_on_who_is_faster(
+    worker: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
     target = make_target("llama", "sdpa", num_hidden_layers=1)
     sampled = SAMPLED | {"max_new_tokens": 6}
     prompts = PROMPTS["batch of one"]()
@@ -57,7 +57,7 @@ def test_results_do_not_depend_on_who_is_faster(worker: str, runs: int, monkeypa
     monkeypatch.setattr(TargetModel, "verify", delayed(TargetModel.verify, 0.001, source))  # either side's forwards
     monkeypatch.setattr(BranchDrafting, "draft_ahead", delayed(BranchDrafting.draft_ahead, 0.002, source))
     seen = set()
-    for _ in range(runs):
+    for _ in range(200 if pytestconfig.getoption("exhaustive") else 40):
         torch.manual_seed(5)
         output = target.generate(**prompts, **sampled, assistant_model=drafter)
         assert drafter.stats is not None
@@ -78,6 +78,7 @@ def test_thread_process_and_seed_say_the_same() -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["start", "draft", "draft_ahead"])
 @pytest.mark.parametrize("worker", WORKERS)
 def test_an_error_of_the_worker_surfaces_and_the_next_call_works(
