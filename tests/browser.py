@@ -84,7 +84,7 @@ def look_at(html: str, folder: Path, *, dark: bool = False) -> Seen:
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--log-level=0",
             "--window-size=1120,900", f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert found is not None, f"the page's script did not run: {done.stderr[-500:]}"

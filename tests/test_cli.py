@@ -228,7 +228,7 @@ def test_output_that_nobody_reads_ends_quietly(drafter: Path) -> None:
     assert process.stdout is not None
     process.stdout.close()  # before anything is written
     process.stdout = None
-    assert process.communicate(timeout=120)[1] == b""
+    assert process.communicate(timeout=600)[1] == b""
     assert process.returncode == 141  # as a shell says of what SIGPIPE ends
 
 

@@ -53,7 +53,7 @@ def train(tiny, folder, *options, launcher=()):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **streams) as process:
         try:
-            printed, errors = process.communicate(timeout=180)
+            printed, errors = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             process.terminate()  # a launcher that is killed would leave its processes behind
             raise
