@@ -1,7 +1,7 @@
 """What pytest leaves out: doctests that need an optional package, and combinations of parameters (`--exhaustive`).
 
-A test with many combinations of parameters carries one of three marks, by which only some of them are run; with
-`--exhaustive` (`make test-all`) all are. A combination that is named on the command line is always run.
+A test with many combinations of parameters carries a mark, by which only some of them are run; with `--exhaustive`
+(`make test-all`) all are. A combination that is named on the command line is run whatever the mark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ collect_ignore = [] if importlib.util.find_spec("triton") else ["hf_specdec/deco
 MARKS = {
     "each_value": "run so many combinations of parameters that each value of each parameter occurs",
     "each_pair": "run so many combinations of parameters that each value meets each value of every other parameter",
-    "one_in(n)": "run the first and then every n-th combination of parameters",
+    "one_in(n)": "run the first combination of parameters and every n-th after it",
 }
 
 

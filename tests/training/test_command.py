@@ -226,6 +226,7 @@ def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_b
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("moment", ["they start", "they write"])
 def test_ctrl_c_ends_the_writers_without_a_word_from_them(moment: str, place: Path) -> None:
     program = (
