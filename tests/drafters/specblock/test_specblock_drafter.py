@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,7 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter, candidates
 from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import rank_features
-from hf_specdec.drafters.specblock.tree import Shape
+from hf_specdec.drafters.specblock.tree import Nodes, Reading, Shape, Starts, attach, cut
 from tests.methods import make_specblock
 from tests.targets import PROMPTS, make_target
 
@@ -433,3 +434,22 @@ def test_saved_weights_have_the_published_names(tmp_path: Path, target: PreTrain
     )} <= names  # fmt: skip
     assert "shift_proj.0.weight" in names
     assert not [name for name in names if "embed_tokens" in name or "rotary" in name]
+
+
+def test_a_slot_that_gives_up_ends_the_branching_of_its_block_and_not_the_chain() -> None:
+    shape = Shape(
+        branching=np.array([3, 0]), width=3, slots=3, beam_width=None, max_starts=None, tree_budget=20,
+        index=np.arange(100),
+    )  # fmt: skip
+    reading = Reading(
+        token_ids=np.arange(1, 10).reshape(1, 1, 3, 3),
+        logprobs=np.log(np.full((1, 1, 3, 3), [0.5, 0.3, 0.1], dtype=np.float32)),
+        classes=np.array([[[0, 1, 0]]]),  # the second slot gives up
+        finite=np.array([True]),
+    )
+    root_ids = np.array([0])
+    nodes, _ = attach(Nodes.root(root_ids, shape), Starts.root(1, like=root_ids), reading)
+    tree, _ = cut(nodes, 20, 3, merge=True, finite=reading.finite)
+    assert sorted(zip(tree.depths[0].tolist(), tree.token_ids[0].tolist(), strict=True)) == [
+        (0, 0), (1, 1), (1, 2), (1, 3), (2, 4), (3, 7),
+    ]  # fmt: skip
