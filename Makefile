@@ -53,9 +53,10 @@ test: $(VENV)/.dev ## Install into .venv and run the tests and doctests (PYTEST_
 test-all: $(VENV)/.dev ## The same with all combinations of parameters
 	$(call PYTEST,$(VENV)) --exhaustive
 
-test-numerics: $(VENV)/.dev ## The tests that compare numbers, with the kernels of other processors
-	ATEN_CPU_CAPABILITY=default $(call PYTEST,$(VENV)) -k '$(NUMERICAL)'
-	ATEN_CPU_CAPABILITY=avx2 $(call PYTEST,$(VENV)) -k '$(NUMERICAL)'
+test-numerics: test-numerics-default test-numerics-avx2 ## The tests that compare numbers, with other processors' kernels
+
+test-numerics-%: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=$* $(call PYTEST,$(VENV)) -k '$(NUMERICAL)'
 
 test-mutations: $(VENV)/.dev ## Plant mistakes in a copy, one at a time, and see that the tests notice them
 	$(VENV)/bin/python tests/mutations.py
