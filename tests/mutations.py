@@ -24,10 +24,7 @@ def first_failure(module: str, tests: list[str], right: str, wrong: str) -> str:
         copy = Path(folder, "project")
         shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
         source = copy / "hf_specdec" / module
-        text = source.read_text()
-        if text.count(right) != 1:
-            raise SystemExit(f"{module} holds this {text.count(right)} times, and should hold it once:\n{right}")
-        source.write_text(text.replace(right, wrong))
+        source.write_text(source.read_text().replace(right, wrong))
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
             cwd=copy,
@@ -52,10 +49,12 @@ def main(parts: list[str]) -> None:
             continue
         for mistake in re.findall(r"((?:^- .*\n?)+)((?:^\+ .*\n?)+)", mistakes, re.MULTILINE):
             right, wrong = ("\n".join(line[2:] for line in side.splitlines()) for side in mistake)
-            failure = first_failure(module, tests, right, wrong)
+            once = (ROOT / "hf_specdec" / module).read_text().count(right) == 1
+            failure = first_failure(module, tests, right, wrong) if once else ""
             missed += not failure
-            print(f"{module}\n- {right}\n+ {wrong}\n    {failure or 'MISSED'}", flush=True)
-    raise SystemExit(f"{missed} mistakes were not noticed." if missed else 0)
+            found = failure or ("MISSED" if once else "NOT PLANTED: the source does not hold it once any more")
+            print(f"{module}\n- {right}\n+ {wrong}\n    {found}", flush=True)
+    raise SystemExit(f"{missed} mistakes were not noticed or not planted." if missed else 0)
 
 
 if __name__ == "__main__":
