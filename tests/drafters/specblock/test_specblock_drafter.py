@@ -293,6 +293,22 @@ def test_slots_per_round_grow_with_blocks_and_starts_not_with_the_depth_reached(
     assert all(width <= 2 for width in later)
 
 
+def test_a_feature_enters_at_the_position_of_the_token_after_it(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[list[int]] = []
+    block_hidden = SpecBlockDrafter.block_hidden
+
+    def noting(self: SpecBlockDrafter, features: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor,
+               **kwargs: Any) -> Any:  # fmt: skip
+        entered.append(positions[0].tolist())
+        return block_hidden(self, features, embedded, positions, **kwargs)
+
+    monkeypatch.setattr(SpecBlockDrafter, "block_hidden", noting)
+    drafts_of(make_specblock(target, num_blocks=1), target)
+    assert entered[0] == list(range(1, 10))  # the prompt has 9 tokens; the root is the next
+
+
 def test_fixed_top_k_gives_every_place_k_children(target: PreTrainedModel) -> None:
     # K = 1 block of 3 slots, k = 3: the chain and two alternatives at each of its places.
     drafter = make_specblock(target, num_blocks=1, branching=[3] * 4, beam_width=None, tree_budget=60)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_specdec.decoding.candidates import GREEDY
+from hf_specdec.decoding.candidates import GREEDY, ChoiceRule
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.drafters.specbranch.branches import (
@@ -101,8 +101,9 @@ def drafting(model: PreTrainedModel, **changes: Any) -> BranchDrafting:
         "most_hedges": 0,
         "min_confidence": 0.0,
         "draw_candidates": False,
+        "choice": GREEDY,
     }
-    made = BranchDrafting(model, DraftingPlan(**(plan | changes), choice=GREEDY))
+    made = BranchDrafting(model, DraftingPlan(**(plan | changes)))
     made.start([TEXT], None, 0)
     return made
 
@@ -328,6 +329,24 @@ def test_more_branches_cost_entries_and_no_copies_of_the_text(hedge: bool, more:
         peaks.append(stats_of(drafter).peak_draft_entries)
     assert peaks == sorted(peaks)
     assert peaks[-1] - peaks[0] <= more * 4  # so many branches more, of at most four entries
+
+
+def test_each_drawn_candidate_carries_the_law_that_those_before_it_have_left() -> None:
+    model = make_causal_lm(make_target("llama", "sdpa")).model
+    choice = ChoiceRule(do_sample=True, warpers=LogitsProcessorList())
+    made, signals = (
+        drafting(model, most_branches=12, draw_candidates=True, choice=choice),
+        [Signals(ALL_ACCEPT, ALL_ACCEPT)],
+    )
+    made.draft([[]], [True], signals)
+    ahead = made.draft_ahead(signals)
+    assert ahead.laws is not None
+    tokens, laws = ahead.candidates[0], ahead.laws[0]
+    assert len(tokens) > 2
+    left = laws[0].clone()
+    for token, law in zip(tokens, laws, strict=True):
+        torch.testing.assert_close(law, left / left.sum())
+        left[token] = 0
 
 
 @pytest.mark.each_value
