@@ -92,8 +92,9 @@ def test_without_a_trace_no_drafter_is_asked_to_describe_anything(monkeypatch: p
         raise AssertionError("describe() was called without a trace")
 
     monkeypatch.setattr(TreeCandidateGenerator, "describe", asked)
-    drafter = METHODS["ngram"](make_target("llama", "sdpa"))
-    make_target("llama", "sdpa").generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+    target = make_target("llama", "sdpa")
+    drafter = METHODS["ngram"](target)
+    target.generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
     drafter.trace = Trace()
     with pytest.raises(AssertionError, match="without a trace"):
-        make_target("llama", "sdpa").generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+        target.generate(**one_prompt(), assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
