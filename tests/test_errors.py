@@ -230,7 +230,7 @@ def test_an_attribute_that_is_almost_an_option_is_taken_for_a_slip(target: PreTr
             {"hidden_size": 16, "head_dim": 4},
             r"hidden states of size 16, but target .* has hidden_size 32\. A drafter fits",
         ),
-        ({"vocab_size": 60}, r"vocabulary of 60, but target .* has 64 embeddings"),
+        ({"vocab_size": 48}, r"vocabulary of 48, but target .* has 64 embeddings"),
         ({"num_target_layers": 6}, r"trained for a target of 6 layers, but target .* has 4"),
         (
             {"num_target_layers": None, "dflash_config": {"target_layer_ids": [0, 7]}},

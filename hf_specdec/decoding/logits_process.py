@@ -54,6 +54,41 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
         return confidence, token_ids
 
 
+class TargetVocabularyLogitsProcessor(LogitsProcessor):
+    """Brings draft logits to the columns of the target's, so that drafts and their probabilities are over its tokens.
+
+    Tables of one tokenizer differ in size by padding, by tokens that were added to one of the models, and where a
+    drafter can say a part of the tokens only. A token that the target does not have is dropped; one that the drafter
+    cannot say gets -inf, so that it is never drafted and its draft probability is 0.
+
+    Args:
+        vocab_size: columns of the target's logits.
+        token_ids: [draft_vocab] int64, ascending target ids of the draft columns, all below `vocab_size`; None where
+            draft id and target id are the same.
+
+    Example:
+        >>> TargetVocabularyLogitsProcessor(4)(None, torch.tensor([[1.0, 2.0]]))
+        tensor([[1., 2., -inf, -inf]])
+        >>> TargetVocabularyLogitsProcessor(1)(None, torch.tensor([[1.0, 2.0]]))
+        tensor([[1.]])
+        >>> TargetVocabularyLogitsProcessor(4, torch.tensor([0, 2]))(None, torch.tensor([[1.0, 2.0]]))
+        tensor([[1., -inf, 2., -inf]])
+    """
+
+    def __init__(self, vocab_size: int, token_ids: Tensor | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.token_ids = token_ids
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        """[..., draft_vocab] -> [..., vocab_size], `scores` itself where nothing differs; ignores the prefix."""
+        if self.token_ids is not None:
+            everywhere = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+            return everywhere.index_copy_(-1, self.token_ids.to(scores.device), scores)
+        missing = self.vocab_size - scores.shape[-1]
+        # A negative pad cuts.
+        return scores if missing == 0 else torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+
+
 def check_annealing(alpha: float, threshold: float) -> None:
     """Raises ValueError, naming value and range, if annealing is negative or a threshold not a probability."""
     if not 0 <= alpha < float("inf"):

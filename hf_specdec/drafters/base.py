@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes, Trace
@@ -207,7 +208,10 @@ class BlockMarginals(ABC):
 
     @abstractmethod
     def marginals(self, context: DraftContext) -> Tensor:
-        """[batch, depth, vocab] float32 logits; entry d-1 is for the token d places after the root."""
+        """[batch, depth, vocab] float32 logits; entry d-1 is for the token d places after the root.
+
+        `vocab` may differ from the target's: id i is the same token in both.
+        """
 
     @abstractmethod
     def observe(self, outcome: RoundOutcome) -> None:
@@ -230,11 +234,12 @@ class MarginalsGenerator(TreeCandidateGenerator):
         source: gives the marginals of each round.
 
     Attributes:
-        logits: [batch, depth, vocab] float32, the marginals of the latest round.
+        logits: [batch, depth, vocab] float32, the marginals of the latest round, in the columns of the target's logits.
     """
 
     drops_rows = True
     logits: Tensor
+    vocabulary: TargetVocabularyLogitsProcessor
 
     def __init__(self, source: BlockMarginals) -> None:
         self.source = source
@@ -245,13 +250,15 @@ class MarginalsGenerator(TreeCandidateGenerator):
         """The tree for a round; `logits` [batch, depth, vocab] float32, as `BlockMarginals.marginals` gives them."""
 
     def draft(self, context: DraftContext) -> DraftTree:
-        self.logits = self.source.marginals(context)
+        self.logits = self.vocabulary(None, self.source.marginals(context))
         context.lap("draft")
         tree = self.tree(context, self.logits)
         context.lap("tree")
         return tree
 
     def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.tree is None:
+            self.vocabulary = TargetVocabularyLogitsProcessor(outcome.target_logits.shape[-1])
         self.source.observe(outcome)
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+MOST_ADDED = 32  # added tokens that a fingerprint is sought without: each takes a tenth of a second
 # All that a tokenizer is made of.
 TOKENIZER_FILES = (
     *_VOCABULARIES,
@@ -27,8 +28,30 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     Recorded at training as `target_tokenizer_sha256` in the drafter's config. Templates and normalisation leave it as
     it is: a drafter reads and writes ids, and what it needs is that the same id is the same token.
     """
-    pairs = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(pairs, ensure_ascii=False, separators=(",", ":")).encode()).hexdigest()
+    return _fingerprint(tokenizer.get_vocab())
+
+
+def has_fingerprint(tokenizer: PreTrainedTokenizerBase, recorded: str) -> bool:
+    """Whether a recorded fingerprint is the tokenizer's, or was before tokens were added to it.
+
+    Args:
+        tokenizer: the target's.
+        recorded: of `tokenizer_fingerprint`.
+    """
+    vocabulary = dict(tokenizer.get_vocab())
+    if _fingerprint(vocabulary) == recorded:
+        return True
+    tokens = {token_id: token for token, token_id in vocabulary.items()}
+    for token_id in sorted(tokenizer.added_tokens_decoder, reverse=True)[:MOST_ADDED]:
+        vocabulary.pop(tokens[token_id])
+        if _fingerprint(vocabulary) == recorded:
+            return True
+    return False
+
+
+def _fingerprint(vocabulary: dict[str, int]) -> str:
+    pairs = json.dumps(sorted(vocabulary.items()), ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(pairs.encode()).hexdigest()
 
 
 def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
@@ -56,14 +79,13 @@ def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def first_difference(
-    one: PreTrainedTokenizerBase | None, other: PreTrainedTokenizerBase | None
-) -> tuple[int, str | None, str | None] | None:
-    """The lowest id that means different tokens, with both; None where there is none, or a tokenizer is not known."""
-    if one is None or other is None:
-        return None
+def first_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
+    """The lowest id that means different tokens, with both; None where there is none.
+
+    An id that one of them does not know is no difference: tokens may have been added to the other.
+    """
     tokens, others = ({token_id: token for token, token_id in each.get_vocab().items()} for each in (one, other))
-    for token_id in sorted(tokens.keys() | others.keys()):
-        if tokens.get(token_id) != others.get(token_id):
-            return token_id, tokens.get(token_id), others.get(token_id)
+    for token_id in sorted(tokens.keys() & others.keys()):
+        if tokens[token_id] != others[token_id]:
+            return token_id, tokens[token_id], others[token_id]
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.card import Record, is_hub_id
-from hf_specdec.drafters.fingerprint import tokenizer_at_hand, tokenizer_fingerprint
+from hf_specdec.drafters.fingerprint import has_fingerprint, tokenizer_at_hand, tokenizer_fingerprint
 
 
 def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
@@ -67,21 +67,46 @@ def check_taps(name: str, config: Any, record: Record | None, model: PreTrainedM
         )
 
 
-def check_tokenizer(name: str, config: Any, model: PreTrainedModel) -> None:
-    """Raises ValueError if the target's tokenizer is at hand and not the one recorded at training."""
+def check_tokenizer(name: str, config: Any, model: PreTrainedModel) -> bool:
+    """Compares the target's tokenizer with the one recorded at training, where both are at hand.
+
+    Returns:
+        Whether they were compared. Tokens that were added to the target's since then are no difference.
+
+    Raises:
+        ValueError: they are not the same.
+    """
     recorded = config.target_tokenizer_sha256
     if recorded is None:
-        return
+        return False
     tokenizer = tokenizer_at_hand(model.name_or_path)
     if tokenizer is None:
-        return
-    found = tokenizer_fingerprint(tokenizer)
-    if found != recorded:
+        return False
+    if not has_fingerprint(tokenizer, recorded):
         raise ValueError(
             f"Drafter {name!r} was trained with the tokenizer of {config.target_name_or_path or 'its target'!r} "
             f"(vocabulary sha256 {recorded[:12]}...), but target {model.name_or_path!r} has another one (sha256 "
-            f"{found[:12]}..., {len(tokenizer)} tokens): the same ids are other tokens. Use the target it was trained "
-            "for, or a drafter trained for this target."
+            f"{tokenizer_fingerprint(tokenizer)[:12]}..., {len(tokenizer)} tokens): the same ids are other tokens. Use "
+            "the target it was trained for, or a drafter trained for this target."
+        )
+    return True
+
+
+def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
+    """Warns if two tables differ in size; to be asked where no tokenizers could be compared.
+
+    Args:
+        name: the drafter's, for the message.
+        own_size: tokens of the drafter.
+        model: the target.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    if own_size != size:
+        warnings.warn(
+            f"Drafter {name!r} has a vocabulary of {own_size}, and target {model.name_or_path!r} one of {size}. The "
+            "difference is taken for padding or added tokens, since there are no tokenizers here to be compared. If "
+            "the two have different tokenizers, few drafts will be accepted: use a drafter for this tokenizer.",
+            stacklevel=3,
         )
 
 

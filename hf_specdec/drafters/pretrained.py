@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer
+from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer, warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
 
 
@@ -42,6 +42,12 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     def target_revision(self) -> str | None:
         return self.config.target_revision
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Size of the target's vocabulary that it was trained with; None where it does not depend on one."""
+        size: int | None = self.config.vocab_size
+        return size
+
     def count_parameters(self) -> int:
         return self.num_parameters()
 
@@ -53,7 +59,9 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         compared, with_prompt = (None, False) if self._compared is None else (self._compared[0](), self._compared[1])
         name = self.name_or_path or type(self).__name__
         if compared is not model:
-            check_tokenizer(name, self.config, model)
+            compared_tokens = check_tokenizer(name, self.config, model)
+            if not compared_tokens and self.num_tokens is not None:
+                warn_of_sizes(name, self.num_tokens, model)
             check_names(name, self.config, model)
             if self.name_or_path:  # one that is being made has no other reading
                 check_taps(name, self.config, self.training_record, model)

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.vocabulary import may_be_padding
+
 
 def check_shapes(
     drafter: Any,
@@ -26,7 +28,7 @@ def check_shapes(
         model: the target.
         hidden_size: of the target's hidden states.
         embedding_size: of token embeddings that the drafter borrows.
-        vocab_size: number of token embeddings.
+        vocab_size: number of token embeddings; may differ by padding and added tokens.
         num_layers: of the target.
         layers: those whose outputs are read.
         first_layer: the lowest one that can be read.
@@ -55,10 +57,10 @@ def check_shapes(
             f"reads target layers {list(layers)}, but {outside} are not among the layers 0 to {depth - 1} of target "
             f"{target_name!r}"
         )
-    elif vocab_size not in (None, embeddings.num_embeddings):
+    elif vocab_size is not None and not may_be_padding(vocab_size, embeddings.num_embeddings):
         problem = (
             f"was trained for a vocabulary of {vocab_size}, but target {target_name!r} has "
-            f"{embeddings.num_embeddings} embeddings"
+            f"{embeddings.num_embeddings} embeddings, which is more than padding or added tokens explain"
         )
     if problem is not None:
         raise ValueError(f"Drafter {drafter.name_or_path or type(drafter).__name__!r} {problem}. {way_out(drafter)}")

@@ -1,12 +1,63 @@
-"""Draft vocabularies: some drafters can say only a part of the target's tokens.
+"""Where the tokens of a drafter and of its target differ in number: padding, added tokens, draft vocabularies.
+
+One tokenizer gives an id the same meaning in all models; how many rows their tables have is up to each model. Rows
+beyond the tokenizer's ids are padding, and a target may have been resized for an added token. Draft logits are brought
+to the target's columns by `TargetVocabularyLogitsProcessor`; a token that a drafter has no row for is read as the last
+row that it has (`known_ids`), which costs accepted drafts at most. Whether two vocabularies are the same one is
+compared in `pairing.py`.
 
 A published map `d2t` holds offsets: target id = draft id + d2t[draft id].
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+# Of the larger table: what padding and added tokens may come to where no tokenizer can be compared. Vocabularies that
+# are not the same differ by more (Llama 3 and Qwen: 16%), or are told apart by their tokenizers.
+MOST_PADDING = 1 / 8
+
+
+def may_be_padding(one: int, other: int) -> bool:
+    """Whether the sizes of two tables may be those of one vocabulary.
+
+    Example:
+        >>> may_be_padding(151936, 152064), may_be_padding(32000, 50257)
+        (True, False)
+    """
+    return abs(one - other) <= MOST_PADDING * max(one, other)
+
+
+def known_ids(token_ids: Tensor, num_rows: int) -> Tensor:
+    """Ids that a table of `num_rows` can look up: an id beyond it becomes the last one.
+
+    Example:
+        >>> known_ids(torch.tensor([3, 9]), 8)
+        tensor([3, 7])
+    """
+    return token_ids.clamp(max=num_rows - 1)
+
+
+def check_same_size(drafter: Any, model: PreTrainedModel, purpose: str) -> None:
+    """Raises ValueError if a drafter that learns from the target, or is compared with it, has another vocabulary size.
+
+    Args:
+        drafter: with `config.vocab_size`.
+        model: the target.
+        purpose: what needs equal sizes.
+    """
+    own, rows = drafter.config.vocab_size, model.get_input_embeddings().num_embeddings
+    if own != rows:
+        raise ValueError(
+            f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has a vocabulary of {own}, but target "
+            f"{model.name_or_path or type(model).__name__!r} has {rows} embeddings. It can draft for this target, but "
+            f"{purpose} compares the two token by token and needs equal sizes: bring the target to {own} with "
+            "resize_token_embeddings, or train a new drafter for it."
+        )
 
 
 def check_draft_to_target(d2t: Tensor, vocab_size: int, name: str) -> None:
@@ -21,7 +72,8 @@ def check_draft_to_target(d2t: Tensor, vocab_size: int, name: str) -> None:
         return
     target_ids = torch.arange(d2t.numel(), device=d2t.device) + d2t
     way_out = (
-        "It must hold offsets (target id minus draft id): save the drafter again with the map it was trained with."
+        "It must hold offsets (target id minus draft id) to tokens that the target has: save the drafter again with "
+        "the map it was trained with, or use the target it was trained for."
     )
     lowest, highest = torch.stack(target_ids.aminmax()).tolist()
     if lowest < 0 or highest >= vocab_size:

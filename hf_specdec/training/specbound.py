@@ -18,6 +18,7 @@ from hf_specdec.decoding.slices import LayerSlices
 from hf_specdec.drafters.specbound.adapters import sample_of
 from hf_specdec.drafters.specbound.configuration import HEAD_KINDS, PAPER_DEPTH_SHARE, SpecBoundConfig
 from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
+from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, ce_loss, kl_loss
 from hf_specdec.training.option_types import positive_int
@@ -46,6 +47,7 @@ class SpecBoundStep(TrainingStep):
         self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: LossName = "ce"
     ) -> None:
         drafter.check_target(target)
+        check_same_size(drafter, target, "training")
         if loss not in LOSSES:
             raise ValueError(f"loss={loss!r} is not known here; choose one of {list(LOSSES)}.")
         if num_positions < 1:
@@ -157,7 +159,9 @@ def new_drafter(
             lora_rank=lora_rank,
             draft_vocab_size=None if vocabulary is None else len(vocabulary),
             head_module=head_module,
-            target_head_sample=[float(f"{value:.4g}") for value in sample_of(lm_head.weight).tolist()],
+            target_head_sample=[
+                float(f"{value:.4g}") for value in sample_of(lm_head.weight, len(lm_head.weight)).tolist()
+            ],
             target_name_or_path=target.name_or_path or None,
         )
     )

@@ -24,6 +24,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import path_notes
+from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
     drops_rows = True
 
-    def __init__(self, drafter: TargetModel, target: TargetModel, max_depth: int, stopping: StoppingRule) -> None:
+    def __init__(self, drafter: DraftModel, target: TargetModel, max_depth: int, stopping: StoppingRule) -> None:
         self.drafter = drafter
         self.target = target
         self.max_depth = max_depth
@@ -53,6 +54,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         self.num_positions: int | None = getattr(drafter.config, "max_position_embeddings", None)
 
     def observe(self, outcome: RoundOutcome) -> None:
+        self.drafter.vocab_size = outcome.target_logits.shape[-1]
         if outcome.tree is not None:
             self.pending = outcome
 
@@ -134,7 +136,7 @@ class ChainGenerator(DraftModelGenerator):
     """
 
     def __init__(
-        self, drafter: TargetModel, target: TargetModel, max_depth: int, stopping: StoppingRule, sample_drafts: bool
+        self, drafter: DraftModel, target: TargetModel, max_depth: int, stopping: StoppingRule, sample_drafts: bool
     ) -> None:
         super().__init__(drafter, target, max_depth, stopping)
         self.sample_drafts = sample_drafts
@@ -229,7 +231,7 @@ class TreeGenerator(DraftModelGenerator):
 
     def __init__(
         self,
-        drafter: TargetModel,
+        drafter: DraftModel,
         target: TargetModel,
         max_depth: int,
         stopping: StoppingRule,

@@ -16,10 +16,13 @@ from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
+from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 from hf_specdec.drafters.fingerprint import first_difference, tokenizer_at_hand
+from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.vocabulary import may_be_padding
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
 MAX_TREE_BUDGET = 1024
@@ -29,10 +32,13 @@ MAX_DEPTH = 256
 class CausalLMDrafter(PublishedDrafter):
     """A plain causal language model as drafter: speculative sampling as it was first published, and its tree.
 
-    Nothing is trained for it; any model of the target's vocabulary will do, and the more often it says what the target
+    Nothing is trained for it; any model with the target's tokenizer will do, and the more often it says what the target
     says, the better. A forward per drafted level is what it pays for that: the drafters that read the target's hidden
     states (`dflash`, `ddtree`) draft all levels in one. Unlike transformers' own assisted generation it drafts trees,
     takes batches, and keeps its cache over the rounds of a call.
+
+    Its tables may have more rows than the target's, or fewer, by padding or added tokens. A token that the target does
+    not have is never drafted; a token that the draft model has no row for is read as its last row.
 
     Args:
         model: the draft model; not changed, and shared rather than copied.
@@ -147,7 +153,7 @@ class CausalLMDrafter(PublishedDrafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         # On a CPU it is too small to gain from being compiled.
         compile_mode: graphs.CompileMode = self.compile_mode if graphs.can_capture(self.device) else "none"
-        drafter = TargetModel(self.model, compile_mode=compile_mode)
+        drafter = DraftModel(self.model, compile_mode=compile_mode)
         stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)
         if self.method == "causal_lm_chain":
             return ChainGenerator(drafter, target, self.max_depth, stopping, self.sample_drafts)
@@ -176,21 +182,29 @@ class CausalLMDrafter(PublishedDrafter):
             check_supported(self.model)
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
-        own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
-        if own != other:
-            raise ValueError(
-                f"Draft model {self.name_or_path!r} has a vocabulary of {own}, but target {target_name!r} has one of "
-                f"{other}. A draft model must speak in the target's tokens: choose one with the target's tokenizer."
-            )
         if self._compared is None or self._compared() is not model:
             self._compare_once(model, target_name)
             self._compared = weakref.ref(model)
 
+    def _compare_sizes(self, model: PreTrainedModel, target_name: str) -> None:
+        """All there is to go by where a tokenizer is not at hand."""
+        own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
+        if not may_be_padding(own, other):
+            raise ValueError(
+                f"Draft model {self.name_or_path!r} has a vocabulary of {own}, but target {target_name!r} has one of "
+                f"{other}: more than padding or added tokens explain, and there are no two tokenizers here to be "
+                "compared. A draft model must speak in the target's tokens: choose one with the target's tokenizer, "
+                "or, if it has that, put the tokenizers' files beside both models."
+            )
+        warn_of_sizes(self.name_or_path, own, model)
+
     def _compare_once(self, model: PreTrainedModel, target_name: str) -> None:
         """What takes too long to be looked at in every call."""
-        own = str(self.tokenizer_folder or self.model.name_or_path)
-        difference = first_difference(tokenizer_at_hand(own), tokenizer_at_hand(model.name_or_path))
-        if difference is not None:
+        tokenizer = tokenizer_at_hand(str(self.tokenizer_folder or self.model.name_or_path))
+        other = tokenizer_at_hand(model.name_or_path)
+        if tokenizer is None or other is None:
+            self._compare_sizes(model, target_name)
+        elif (difference := first_difference(tokenizer, other)) is not None:
             token_id, own_token, target_token = difference
             raise ValueError(
                 f"Draft model {self.name_or_path!r} and target {target_name!r} have different tokenizers: id "

@@ -23,13 +23,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from hf_specdec.decoding.attention import is_split, tree_attention_forward
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
 from hf_specdec.drafters.shapes import check_shapes, way_out
-from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.vocabulary import check_draft_to_target, known_ids
 
 MAX_TREE_BUDGET = 1024
 
@@ -168,6 +169,8 @@ class DFlashDrafter(PretrainedDrafter):
             target may be able to emit it, but a draft of it would be a guess about nothing.
         """
         context = self.hidden_norm(self.fc(features))
+        if self.config.own_embeddings:  # a target may have tokens that this table lacks
+            block_ids = known_ids(block_ids, self.embed_tokens.num_embeddings)
         hidden = embed_tokens(block_ids).to(self.norm.weight)
         rotary = self.rotary_emb(hidden, position_ids)
         for index, layer in enumerate(self.layers):
@@ -181,9 +184,9 @@ class DFlashDrafter(PretrainedDrafter):
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         if self.config.maps_vocabulary:
+            assert self.config.vocab_size is not None, "check() asks for it"
             target_ids = torch.arange(self.config.draft_vocab_size, device=logits.device) + self.d2t.to(logits.device)
-            everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-            logits = everywhere.index_copy_(-1, target_ids, logits)
+            logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, target_ids)(None, logits)
         logits.select(-1, self.config.mask_token_id).fill_(-torch.inf)
         return logits
 
@@ -239,12 +242,13 @@ class DFlashDrafter(PretrainedDrafter):
             first_layer=-1,
         )
         name = self.name_or_path or type(self).__name__
-        vocab_size = config.vocab_size or model.get_input_embeddings().num_embeddings
+        rows = model.get_input_embeddings().num_embeddings
+        shared = min(config.vocab_size or rows, rows)
         if config.maps_vocabulary:
-            check_draft_to_target(self.d2t, vocab_size, name)
-        if not 0 <= config.mask_token_id < vocab_size:
+            check_draft_to_target(self.d2t, shared, name)
+        if not 0 <= config.mask_token_id < shared:
             target_name = model.name_or_path or type(model).__name__
             raise ValueError(
                 f"Drafter {name!r} writes mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
-                f"{vocab_size} embeddings. {way_out(self)}"
+                f"{shared} embeddings. {way_out(self)}"
             )

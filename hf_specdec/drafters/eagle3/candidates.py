@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
@@ -24,6 +25,7 @@ from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, count_up, from_host
 from hf_specdec.drafters.base import captured_tree, path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
+from hf_specdec.drafters.vocabulary import known_ids
 
 
 class Eagle3Generator(TreeCandidateGenerator):
@@ -39,8 +41,11 @@ class Eagle3Generator(TreeCandidateGenerator):
     def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.node_limit
-        own = drafter.config.own_embeddings
-        self.embeddings: nn.Module = drafter.embed_tokens if own else target.model.get_input_embeddings()
+        self.own_embeddings = drafter.config.own_embeddings
+        self.embeddings: nn.Module = (
+            drafter.embed_tokens if self.own_embeddings else target.model.get_input_embeddings()
+        )
+        self.vocab_size: int  # columns of the target's logits
         self.cache: TreeCache | None = None
         self.pending: RoundOutcome | None = None
         self.path_logprobs: Any  # [batch, nodes], of the latest tree
@@ -53,7 +58,7 @@ class Eagle3Generator(TreeCandidateGenerator):
 
     def observe(self, outcome: RoundOutcome) -> None:
         assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
-        self.pending = outcome
+        self.pending, self.vocab_size = outcome, outcome.target_logits.shape[-1]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
@@ -78,6 +83,8 @@ class Eagle3Generator(TreeCandidateGenerator):
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[batch, seq] -> [batch, seq, hidden] of the drafter's dtype, on its device."""
         table: Any = self.embeddings
+        if self.own_embeddings:  # a target may have tokens that this table lacks
+            token_ids = known_ids(token_ids, table.num_embeddings)
         # Embedding classes of their own scale what they look up; drafters are trained on the table itself.
         embedded = table(token_ids) if type(table) is nn.Embedding else nn.functional.embedding(token_ids, table.weight)
         return embedded.to(device=self.drafter.device, dtype=self.drafter.dtype)
@@ -190,7 +197,7 @@ class Eagle3Generator(TreeCandidateGenerator):
             at = prefix_bucket(cache.longest)
             cache.place_nodes(at)
             cache.reserve((self.depth - 1) * self.top_k)
-            key = ("levels", self.depth, self.top_k, at, cache.addresses)
+            key = ("levels", self.depth, self.top_k, self.vocab_size, at, cache.addresses)
             levels = self.calls(key, functools.partial(_levels, at), *values)
         context.lap("draft")
         build = functools.partial(_best_tree, depth=self.depth, budget=self.tree_budget)
@@ -219,7 +226,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
 
         # Candidates of all levels so far, level after level, parents by their place among them, -1 for the root.
-        logprobs, draft_ids = drafter.logits(outputs).log_softmax(-1).topk(width)
+        logprobs, draft_ids = self._logits(outputs).log_softmax(-1).topk(width)
         finite = logprobs.isfinite().all(-1)
         token_ids = drafter.to_target_ids(draft_ids)
         all_scores, all_ids, all_parents = [logprobs], [token_ids], [torch.full_like(token_ids, -1)]
@@ -238,7 +245,7 @@ class Eagle3Generator(TreeCandidateGenerator):
                     mask=self._additive(block, at, lengths),
                     cache=cache,
                 )
-            logprobs, draft_ids = drafter.logits(outputs).log_softmax(-1).topk(width)
+            logprobs, draft_ids = self._logits(outputs).log_softmax(-1).topk(width)
             finite &= logprobs.isfinite().all(-1).all(-1)
             candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
             token_ids = drafter.to_target_ids(draft_ids).flatten(1)
@@ -253,6 +260,13 @@ class Eagle3Generator(TreeCandidateGenerator):
             block = torch.cat([block[rows, above], itself], dim=-1)
             start += width * width
         return torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        """[..., hidden] -> [..., draft_vocab] float32, without tokens that the target does not have."""
+        logits = self.drafter.logits(outputs)
+        if self.drafter.config.maps_vocabulary:  # to the target's tokens alone, `check_target` has looked
+            return logits
+        return TargetVocabularyLogitsProcessor(self.vocab_size)(None, logits)
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return path_notes(tree, self.path_logprobs, tree.depths)  # a forward per level

@@ -255,4 +255,5 @@ class Eagle3Drafter(PretrainedDrafter):
             first_layer=-1,
         )
         if config.maps_vocabulary:
-            check_draft_to_target(self.d2t, config.vocab_size, self.name_or_path or type(self).__name__)
+            shared = min(config.vocab_size, model.get_input_embeddings().num_embeddings)
+            check_draft_to_target(self.d2t, shared, self.name_or_path or type(self).__name__)

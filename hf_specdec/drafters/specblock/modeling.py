@@ -27,6 +27,7 @@ from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
+from hf_specdec.drafters.vocabulary import check_draft_to_target
 
 MAX_TREE_BUDGET = 1024
 NUM_RANK_FEATURES = 15
@@ -368,3 +369,6 @@ class SpecBlockDrafter(PretrainedDrafter):
             vocab_size=self.config.vocab_size,
             layers=self.feature_layers(model),
         )
+        rows = model.get_input_embeddings().num_embeddings
+        if rows < self.config.vocab_size:  # else `check_vocabulary` has seen to it
+            check_draft_to_target(self.d2t, rows, self.name_or_path or type(self).__name__)

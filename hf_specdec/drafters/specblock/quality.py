@@ -154,7 +154,7 @@ def rank_head_quality(
             f"are {buckets}: {', '.join(bucket_names())}. Only rank heads of these buckets can be compared."
         )
     counts = torch.zeros(buckets * buckets, dtype=torch.int64)
-    slots = drafter.config.block_size
+    slots, rows = drafter.config.block_size, target.get_input_embeddings().num_embeddings
     for ids, prompt_length in texts:
         length = len(ids)
         if not _has_room(length, prompt_length, drafter):
@@ -167,10 +167,11 @@ def rank_head_quality(
         logits, rank_logits = drafter.heads(hidden)
         starts = torch.arange(max(0, prompt_length - 1), length - slots, device=features.device)
         valid = torch.ones_like(starts, dtype=torch.bool)
-        sayable_ids = drafter.t2d.cumsum(0) - 1
+        t2d = torch.nn.functional.pad(drafter.t2d, (0, rows - len(drafter.t2d)))  # the target may have more tokens
+        sayable_ids = t2d.cumsum(0) - 1
         for slot in range(slots):
             true_ids = best_ids[starts + 1 + slot].to(drafter.device)
-            counted = valid & drafter.t2d[true_ids]
+            counted = valid & t2d[true_ids]
             at_slot, wanted = logits[starts, slot], sayable_ids[true_ids].clamp(min=0)
             true, said = rank_classes(at_slot, wanted), rank_logits[starts, slot].argmax(-1)
             counts += (true * buckets + said)[counted].bincount(minlength=buckets**2).cpu()

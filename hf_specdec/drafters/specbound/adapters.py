@@ -111,7 +111,11 @@ def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
     return found
 
 
-def sample_of(weight: Tensor, count: int = 32) -> Tensor:
-    """[count] float32: values of a matrix at places that depend on its size alone."""
+def sample_of(weight: Tensor, rows: int, count: int = 32) -> Tensor:
+    """[count] float32: values of a matrix at places that depend on a number of rows and the columns alone.
+
+    Fewer values where the matrix has fewer rows than that.
+    """
     flat = weight.detach().flatten()
-    return flat[torch.arange(count, device=flat.device) * (flat.numel() // count)].float().cpu()
+    places = torch.arange(count, device=flat.device) * (rows * weight.shape[1] // count)
+    return flat[places[places < flat.numel()]].float().cpu()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.target import TargetModel
@@ -65,7 +66,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         self.rules = drafter.exit_rules()
         self.is_unbounded = drafter.d_max == drafter.config.num_target_layers
         self.draft_ids = drafter.draft_ids
-        self.vocab_size = drafter.config.vocab_size
+        self.vocabulary: TargetVocabularyLogitsProcessor
         # Per row the pairs (token, draft behind it) whose draft was refused the last time.
         self.refused: list[set[tuple[int, int]]] = []
         self.chains: list[list[int]] = []  # per row, the root and the drafts of this round
@@ -111,6 +112,8 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         )
 
     def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.tree is None:
+            self.vocabulary = TargetVocabularyLogitsProcessor(outcome.target_logits.shape[-1], self.draft_ids)
         if not self.drafter.learn_refusals:
             return
         for refused, chain, num_kept in zip(self.refused, self.chains, outcome.num_accepted, strict=False):
@@ -128,6 +131,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         logits, token_ids = None, None
         for layer, rule in self.rules.items():
             here = self.drafter.exit_logits(layer, chain.advance(layer), self.target.slices)
+            here = here[:, : self.vocabulary.vocab_size]
             confidence, likeliest = rule.confidence(here)
             leaving = []
             for row, value in enumerate(confidence.tolist()):
@@ -137,7 +141,9 @@ class EarlyExitGenerator(TreeCandidateGenerator):
                     finite[row] = leaving[row] or (finite[row] and value == value)
             if any(leaving):
                 if self.draft_ids is not None:
-                    likeliest, here = self.draft_ids[likeliest], self.everywhere(here) if choice.do_sample else here
+                    likeliest = self.draft_ids[likeliest]
+                if choice.do_sample:
+                    here = self.vocabulary(None, here)
                 waiting = [there and not now for there, now in zip(waiting, leaving, strict=True)]
                 if any(self.refused):
                     pairs = zip((row[-1] for row in self.chains), likeliest.tolist(), strict=True)
@@ -158,11 +164,6 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         if choice.do_sample:
             return NextTokens(found, *self.draw(logits, found, choice), finite)
         return NextTokens(found, token_ids, None, finite)
-
-    def everywhere(self, logits: Tensor) -> Tensor:
-        """[batch, draft_vocab] -> [batch, vocab], with no chance for what the heads cannot say."""
-        assert self.draft_ids is not None
-        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
 
     def draw(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
         """Tokens [batch] drawn as the call draws its own, and their law [batch, vocab]; not annealed."""

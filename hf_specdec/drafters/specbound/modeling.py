@@ -168,7 +168,7 @@ class SpecBoundDrafter(PretrainedDrafter):
             slices: the target's; its final norm and, for "lora", its head are used.
 
         Returns:
-            [..., draft_vocab] logits.
+            [..., draft_vocab] logits; "lora" without a draft vocabulary: of the tokens that drafter and target share.
         """
         head: Any = self.heads[str(layer)]
         normed = slices.norm(states)
@@ -177,7 +177,8 @@ class SpecBoundDrafter(PretrainedDrafter):
         lm_head, up = slices.lm_head, head.lora_B
         ids = self.draft_ids
         if ids is None:
-            logits = lm_head(normed.to(lm_head.weight.dtype))
+            logits = lm_head(normed.to(lm_head.weight.dtype))[..., : len(up)]  # a target may have more tokens, or fewer
+            up = up[: logits.shape[-1]]
         else:
             weight, up = lm_head.weight[ids].to(up.dtype), up[ids]
             bias = None if lm_head.bias is None else lm_head.bias[ids].to(up.dtype)
@@ -323,12 +324,15 @@ class SpecBoundDrafter(PretrainedDrafter):
             num_layers=config.num_target_layers,
         )
         name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
-        check_draft_to_target(self.d2t, config.vocab_size, name)
+        shared = config.vocab_size
+        if config.draft_vocab_size < config.vocab_size:  # else what the target lacks is cut off
+            shared = min(shared, model.get_input_embeddings().num_embeddings)
+        check_draft_to_target(self.d2t, shared, name)
         weight = model.get_output_embeddings().weight
         if config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
-            likeness = nn.functional.cosine_similarity(
-                sample_of(weight), torch.tensor(config.target_head_sample), dim=0
-            ).item()
+            found = sample_of(weight, config.vocab_size)
+            recorded = torch.tensor(config.target_head_sample[: len(found)])
+            likeness = nn.functional.cosine_similarity(found, recorded, dim=0).item()
             if not likeness >= LEAST_LIKENESS:
                 raise ValueError(
                     f"Drafter {name!r} holds adapters trained for another target: values of the head of "

@@ -32,6 +32,7 @@ class DraftingPlan:
         draw_candidates: draws the candidates of a branch point without replacement in calls that sample; else they are
             the likeliest ones.
         choice: how the call chooses tokens.
+        vocab_size: columns of the target's logits.
     """
 
     most_tokens: int
@@ -40,6 +41,7 @@ class DraftingPlan:
     min_confidence: float
     draw_candidates: bool
     choice: ChoiceRule
+    vocab_size: int
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
 
     Args:
         target: the target of this call.
-        make_drafting: the draft model's side, for the rule by which this call chooses tokens.
+        make_drafting: the draft model's side, for the rule by which this call chooses tokens and the columns of the
+            target's logits.
         make_worker: where it runs.
         speed_ratio: T_p / T_q where it is known, and how it is noted where it had to be measured.
         predict: H-RAD; None where `lengths` does not ask for it.
@@ -66,7 +67,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def __init__(
         self,
         target: TargetModel,
-        make_drafting: Callable[[ChoiceRule], BranchDrafting],
+        make_drafting: Callable[[ChoiceRule, int], BranchDrafting],
         make_worker: Callable[[BranchDrafting], Worker],
         speed_ratio: SpeedRatio,
         *,
@@ -122,7 +123,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def _start(self, context: DraftContext) -> Worker:
         rows = zip(context.sequences.tolist(), context.lengths, strict=True)
         texts = [row[:length] for row, length in rows]
-        drafting = self.make_drafting(context.choice)
+        assert self.last is not None, "the prefill has been observed"
+        drafting = self.make_drafting(context.choice, self.last.target_logits.shape[-1])
         # From the host's generator, so that a seed says everything; in all ways of working alike. Greedy draws none.
         seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         worker = self.worker = self.make_worker(drafting)

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
     ALL_REJECT,
@@ -53,7 +53,8 @@ class BranchDrafting:
     def __init__(self, model: PreTrainedModel, plan: DraftingPlan) -> None:
         # Never captured: it drafts while other threads have the device wait and allocate, which ends a capture, and the
         # nodes it holds are other ones, and more or fewer, in each forward.
-        self.drafter = TargetModel(model)
+        self.drafter = DraftModel(model)
+        self.drafter.vocab_size = plan.vocab_size
         self.plan = plan
         self.rows: list[Row] = []
         self.counters = Counters()

@@ -199,6 +199,11 @@ class SpecBranchDrafter(PretrainedDrafter):
         return self._whereabouts if self.draft_model is None else self.draft_model
 
     @property
+    def num_tokens(self) -> int | None:
+        """None: the draft model's vocabulary is compared with the target's in `check_target`."""
+        return None
+
+    @property
     def draft_model(self) -> PreTrainedModel | None:
         """The language model that drafts."""
         return None if self._pair is None else self._pair.model
@@ -338,7 +343,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         if self._measured is None or self._measured[0]() is not target.model:
             self._measured = weakref.ref(target.model), SpeedRatio()
 
-        def make_drafting(choice: ChoiceRule) -> BranchDrafting:
+        def make_drafting(choice: ChoiceRule, vocab_size: int) -> BranchDrafting:
             branches = self.k_max if self.parallel else 1
             plan = DraftingPlan(
                 most_tokens=self.max_depth,
@@ -347,6 +352,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                 min_confidence=self.min_confidence,
                 draw_candidates=self.candidates == "drawn",
                 choice=choice,
+                vocab_size=vocab_size,
             )
             return BranchDrafting(draft_model, plan)
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS
 from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
+from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader, TargetStates
 from hf_specdec.training.specblock.losses import BlockLosses, RankLoss, SlotWeights, block_losses
 from hf_specdec.training.step import AdaptiveStep, StepOutput
@@ -68,6 +69,7 @@ class SpecBlockStep(AdaptiveStep):
         sparse: bool = False,
     ) -> None:
         drafter.check_target(target)
+        check_same_size(drafter, target, "training")
         for name, value, least in (
             ("num_blocks", num_blocks, 1),
             ("rank_start_step", rank_start_step, 0),

@@ -110,8 +110,9 @@ def test_static_tree_holds_the_heads_guesses_rank_by_rank(target: PreTrainedMode
     source = MedusaMarginals(drafter, TargetModel(target))
     generator = drafter.candidate_generator(TargetModel(target))
     features = torch.randn(1, 4, 32, dtype=target.dtype)
+    logits = torch.zeros(1, 1, target.config.vocab_size)
     outcome = RoundOutcome(
-        torch.zeros(1, 4, dtype=torch.int64), features, torch.arange(4)[None], None, [4], [0], features
+        torch.zeros(1, 4, dtype=torch.int64), features, torch.arange(4)[None], None, [4], [0], logits
     )
     context = DraftContext(torch.tensor([7]), torch.tensor([4]), torch.zeros(1, 8, dtype=torch.int64), [5], [True])
     source.observe(outcome)

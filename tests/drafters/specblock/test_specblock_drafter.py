@@ -210,7 +210,7 @@ def test_an_option_out_of_range_raises(target: PreTrainedModel, case: str) -> No
         ({"target_hidden_size": 48}, "reads target hidden states of size 48, but target .* has hidden_size 32"),
         ({"hidden_size": 64, "target_hidden_size": 32}, "borrows token embeddings of size 64"),
         ({"target_layer_ids": [0, 4]}, r"reads target layers \[0, 4\], but \[4\] are not among the layers 0 to 3"),
-        ({"vocab_size": 70}, "a vocabulary of 70, but target .* has 64 embeddings"),
+        ({"vocab_size": 80}, "a vocabulary of 80, but target .* has 64 embeddings"),
     ],
 )
 def test_a_target_that_does_not_fit_raises(target: PreTrainedModel, settings: dict[str, Any], message: str) -> None:

@@ -102,6 +102,7 @@ def drafting(model: PreTrainedModel, **changes: Any) -> BranchDrafting:
         "min_confidence": 0.0,
         "draw_candidates": False,
         "choice": GREEDY,
+        "vocab_size": model.config.vocab_size,
     }
     made = BranchDrafting(model, DraftingPlan(**(plan | changes)))
     made.start([TEXT], None, 0)
