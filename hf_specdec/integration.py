@@ -1,10 +1,16 @@
-"""The two wraps on GenerationMixin, idempotent and reversible, and the check of all its functions that we rely on.
+"""The wraps in transformers, two on GenerationMixin and one in pipelines, and the check of all that we rely on there.
+
+Enabling is idempotent and reversible.
 
 `generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
 streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
 wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
 other assistants take the stock path, untouched. `decoding/` calls `_prefill` and
 `_update_model_kwargs_for_generation` of the host, and registers an attention function with it.
+
+The constructor of a pipeline compares the config of `assistant_model` with the target's, to learn whether text must be
+translated between two tokenizers; a `Drafter` drafts the target's own tokens and needs no config, so our wrap of
+`load_assistant_model` hands it on.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
+from transformers.pipelines import base as pipelines
 
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.stats import SpeculationStats
@@ -25,7 +32,9 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 
 # What we wrap or call, and the leading parameters that each must have for that to mean what we think it means.
+_OF_PIPELINES = "load_assistant_model"
 _EXPECTED = {
+    _OF_PIPELINES: ("model", "assistant_model", "assistant_tokenizer"),
     "_assisted_decoding": ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
     "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
     "_prefill": ("self", "input_ids", "generation_config", "model_kwargs"),
@@ -43,33 +52,35 @@ def enable() -> None:
         ImportError: the installed transformers has functions of another shape than the ones we know.
     """
     _check_host()
-    for name, wrap in (
-        ("_assisted_decoding", _wrap_assisted_decoding),
-        ("_validate_generation_mode", _wrap_validate_generation_mode),
-    ):
-        function = getattr(GenerationMixin, name)
+    for name, wrap in _WRAPS.items():
+        function = getattr(_owner(name), name)
         if not hasattr(function, "_hf_specdec_original"):
             wrapped = wrap(function)
-            wrapped._hf_specdec_original = function  # type: ignore[attr-defined]
-            setattr(GenerationMixin, name, wrapped)
+            wrapped._hf_specdec_original = function
+            setattr(_owner(name), name, wrapped)
 
 
 def disable() -> None:
     """Puts transformers back as it was; a `Drafter` then is an assistant that stock `generate` does not understand."""
-    for name in ("_assisted_decoding", "_validate_generation_mode"):
-        original = getattr(getattr(GenerationMixin, name), "_hf_specdec_original", None)
+    for name in _WRAPS:
+        original = getattr(getattr(_owner(name), name), "_hf_specdec_original", None)
         if original is not None:
-            setattr(GenerationMixin, name, original)
+            setattr(_owner(name), name, original)
+
+
+def _owner(name: str) -> Any:
+    return pipelines if name == _OF_PIPELINES else GenerationMixin
 
 
 def _check_host() -> None:
     for name, expected in _EXPECTED.items():
-        function = getattr(GenerationMixin, name, None)
+        function = getattr(_owner(name), name, None)
         found = tuple(inspect.signature(function).parameters)[: len(expected)] if function is not None else None
         if found != expected:
             raise ImportError(
-                f"hf_specdec needs GenerationMixin.{name}{expected}, but transformers {transformers.__version__} has "
-                f"{name}{found if found is not None else ' missing'}. Supported: transformers >= 5.17, < 6."
+                f"hf_specdec needs {_owner(name).__name__}.{name}{expected}, but transformers "
+                f"{transformers.__version__} has {name}{found if found is not None else ' missing'}. Supported: "
+                "transformers >= 5.17, < 6."
             )
 
 
@@ -98,6 +109,23 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
         return None
 
     return _validate_generation_mode
+
+
+def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
+        if not isinstance(assistant_model, Drafter):
+            return original(model, assistant_model, assistant_tokenizer)
+        return assistant_model, None
+
+    return load_assistant_model
+
+
+_WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "_assisted_decoding": _wrap_assisted_decoding,
+    "_validate_generation_mode": _wrap_validate_generation_mode,
+    _OF_PIPELINES: _wrap_load_assistant_model,
+}
 
 
 def _check_call(

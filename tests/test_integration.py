@@ -1,4 +1,4 @@
-"""The seam: two wraps on GenerationMixin that come and go, and leave every other way of generating alone."""
+"""The seam: wraps that come and go, and leave every other way of generating alone."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, pipeline
 from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
 from tests.methods import METHODS, make_ddtree
 from tests.scripted import right_for
-from tests.targets import PROMPTS, fresh_target, make_target
+from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
 
-WRAPPED = ("_assisted_decoding", "_validate_generation_mode")
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -30,7 +29,7 @@ def leave_enabled() -> Iterator[None]:
 
 
 def functions() -> list[Any]:
-    return [getattr(GenerationMixin, name) for name in WRAPPED]
+    return [getattr(integration._owner(name), name) for name in integration._WRAPS]
 
 
 def test_enabling_twice_wraps_once() -> None:
@@ -44,7 +43,7 @@ def test_enabling_twice_wraps_once() -> None:
 def test_disabling_puts_the_hosts_own_functions_back() -> None:
     hf_specdec.disable()
     for function in functions():
-        assert function.__module__ == "transformers.generation.utils"
+        assert function.__module__ in ("transformers.generation.utils", "transformers.pipelines.base")
         assert not hasattr(function, "_hf_specdec_original")
         assert not hasattr(function, "__wrapped__")
     own = functions()
@@ -54,12 +53,12 @@ def test_disabling_puts_the_hosts_own_functions_back() -> None:
     assert [function._hf_specdec_original for function in functions()] == own
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", integration._WRAPS)
 def test_wrapped_functions_keep_the_signature_that_generate_inspects(name: str) -> None:
     hf_specdec.disable()
-    own = inspect.signature(getattr(GenerationMixin, name))
+    own = inspect.signature(getattr(integration._owner(name), name))
     hf_specdec.enable()
-    assert inspect.signature(getattr(GenerationMixin, name)) == own
+    assert inspect.signature(getattr(integration._owner(name), name)) == own
 
 
 @pytest.mark.parametrize("name", integration._EXPECTED)
@@ -70,10 +69,8 @@ def test_a_host_function_of_another_shape_is_refused_with_the_version(
 
     def renamed(self: Any, ids: Tensor, **kwargs: Any) -> None: ...
 
-    monkeypatch.setattr(GenerationMixin, name, renamed)
-    with pytest.raises(
-        ImportError, match=rf"GenerationMixin\.{name}\(.*transformers {transformers.__version__} has .*"
-    ):
+    monkeypatch.setattr(integration._owner(name), name, renamed)
+    with pytest.raises(ImportError, match=rf"needs .*\.{name}\(.*transformers {transformers.__version__} has .*"):
         hf_specdec.enable()
     monkeypatch.undo()
     assert not any(hasattr(function, "_hf_specdec_original") for function in functions())
@@ -84,6 +81,28 @@ def test_a_missing_host_function_is_refused_with_the_version(monkeypatch: pytest
     monkeypatch.delattr(GenerationMixin, "_prefill")
     with pytest.raises(ImportError, match=r"_prefill missing\. Supported: transformers >= 5\.17"):
         hf_specdec.enable()
+
+
+@pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree", "ngram", "specbranch"])
+def test_a_pipeline_takes_a_drafter_when_it_is_made(method: str) -> None:
+    # Neither special tokens nor a config are needed: whatever it drafts are the target's own tokens.
+    target = make_target("llama", "sdpa", torch.float32)
+    drafter: Any = METHODS[method](target)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    text = "abacadabra"
+    alone = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer())(text, **settings)
+    assisted = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=drafter)
+    assert assisted(text, **settings) == alone
+    assert drafter.stats.num_target_forwards > 1
+
+
+def test_a_pipeline_of_an_ordinary_assistant_is_untouched() -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    pipe = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=target)
+    assert pipe.assistant_model is target
+    other = make_target("llama", "sdpa", torch.float32, vocab_size=80)
+    with pytest.raises(ValueError, match="You should pass the assistant tokenizer"):
+        pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=other)
 
 
 def ordinary_assistant(target: PreTrainedModel) -> dict[str, Any]:
