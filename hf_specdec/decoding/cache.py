@@ -37,6 +37,7 @@ class Extent:
     longest: int | None = None  # None during prefill
     nodes_at: int | None = None  # where the nodes of a round lie, if not right behind the longest row
     held: int = 0  # nodes of the round in flight that earlier forwards have written
+    contiguous: bool = False  # whether layers get entries as copies, each a block of memory of its own
 
     @property
     def node_start(self) -> int:
@@ -75,7 +76,8 @@ class TreeCacheLayer(CacheLayerMixin):
         stop = start + key_states.shape[2]
         self.keys[:, :, start:stop] = key_states
         self.values[:, :, start:stop] = value_states
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
+        return (keys.contiguous(), values.contiguous()) if self.extent.contiguous else (keys, values)
 
     def get_seq_length(self) -> int:
         if not self.is_initialized:  # nor will it be: cross-attention without anything to attend to
@@ -219,11 +221,17 @@ class TreeCache(Cache):
                     moved = torch.empty_like(held).scatter_(2, target.expand_as(held), held)
                     setattr(layer, name, moved.masked_fill_(~seen, 0))
 
-    def begin_rounds(self, capacity: int) -> None:
-        """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row."""
+    def begin_rounds(self, capacity: int, *, contiguous: bool = False) -> None:
+        """Ends the prefill: moves every layer into preallocated buffers with room for `capacity` entries a row.
+
+        Args:
+            capacity: grows where it does not suffice.
+            contiguous: layers get copies of their entries, contiguous as in the host's cache, in place of views.
+        """
         started = [layer for layer in self.layers if layer.is_initialized]
         batch, _, length, _ = started[0].keys.shape
         self.device = started[0].device
+        self._extent.contiguous = contiguous and batch > 1  # one row is one block as it lies
         self._allocate(started, length, capacity)
         self._set_lengths([length] * batch)
 

@@ -89,6 +89,8 @@ class TargetModel:
         self.dtype = model.dtype
         self.num_layers: int = self.config.num_hidden_layers  # a config takes its time to answer
         self.uses_tree_attention = usable(model)
+        # Attention code of a family's own may need contiguous keys; a product over several rows copies them anyway.
+        self.copies_entries = not (model._supports_attention_backend or model._supports_sdpa)
         self.own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
         # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
         self.splits_prefix = abilities(model.device).splits_prefix
@@ -293,7 +295,7 @@ class TargetModel:
                 self.static = StaticVerify(workspace)
                 self.cache.workspace = workspace
                 capacity = capacity_for(capacity)
-        self.cache.begin_rounds(capacity)
+        self.cache.begin_rounds(capacity, contiguous=self.copies_entries)
         device = self.cache.lengths.device
         self.visible = torch.zeros((), dtype=self.dtype, device=device)
         self.hidden = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
@@ -394,7 +396,7 @@ class TargetModel:
             return
         cache = TreeCache(self.num_layers)
         self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache.begin_rounds(self.cache.capacity)
+        cache.begin_rounds(self.cache.capacity, contiguous=self.copies_entries)
         cache.rollback([token_ids.shape[1] - 1])  # the root is run with its tree
         self.cache = cache
 

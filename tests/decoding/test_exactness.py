@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM, PreTrainedModel
 
 from tests.methods import METHODS
 from tests.scripted import random_trees, right_for
@@ -50,6 +50,22 @@ def plain(family: str, attention: str, batch: str, setting: str) -> tuple[dict[s
     continuation = target.generate(**prompts, **greedy)[:, prompts["input_ids"].shape[1] :]
     arguments = {**greedy, **settings_for(setting, continuation)}
     return arguments, target.generate(**prompts, **arguments)
+
+
+def test_attention_that_a_family_writes_itself_takes_batches() -> None:
+    # It views keys as one block of memory, which entries in a buffer of more rows than one are not.
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(3)
+    target = GPTNeoXJapaneseForCausalLM(GPTNeoXJapaneseConfig(**shape, initializer_range=0.3)).eval()
+    target.generation_config.update(pad_token_id=0, eos_token_id=None)
+    for prompts in (make() for make in PROMPTS.values()):
+        alone = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
+        for method in ("causal_lm_tree", "ngram"):
+            drafter = METHODS[method](target)
+            assisted = target.generate(**prompts, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+            torch.testing.assert_close(assisted, alone, rtol=0, atol=0)
+            assert drafter.stats is not None
+            assert drafter.stats.num_accepted_draft_tokens > 0
 
 
 CASES = [

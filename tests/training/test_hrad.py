@@ -79,11 +79,11 @@ def test_caches_of_a_call_do_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> 
     caches: weakref.WeakSet[TreeCache] = weakref.WeakSet()
     begin = TreeCache.begin_rounds
 
-    def counted(cache: TreeCache, capacity: int) -> None:
+    def counted(cache: TreeCache, capacity: int, *, contiguous: bool = False) -> None:
         gc.collect()
         alive.append(len(caches))
         caches.add(cache)
-        begin(cache, capacity)
+        begin(cache, capacity, contiguous=contiguous)
 
     monkeypatch.setattr(TreeCache, "begin_rounds", counted)
     collect(target, model, [[5, 6, 7]] * 4, draft_length=3, new_tokens=10, batch_size=1)
