@@ -42,7 +42,7 @@ def has_fingerprint(tokenizer: PreTrainedTokenizerBase, recorded: str) -> bool:
     if _fingerprint(vocabulary) == recorded:
         return True
     tokens = {token_id: token for token, token_id in vocabulary.items()}
-    for token_id in sorted(tokenizer.added_tokens_decoder, reverse=True)[:MOST_ADDED]:
+    for token_id in sorted(tokens.keys() & tokenizer.added_tokens_decoder.keys(), reverse=True)[:MOST_ADDED]:
         vocabulary.pop(tokens[token_id])
         if _fingerprint(vocabulary) == recorded:
             return True

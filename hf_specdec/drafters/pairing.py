@@ -103,9 +103,10 @@ def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
     size = model.get_input_embeddings().num_embeddings
     if own_size != size:
         warnings.warn(
-            f"Drafter {name!r} has a vocabulary of {own_size}, and target {model.name_or_path!r} one of {size}. The "
-            "difference is taken for padding or added tokens, since there are no tokenizers here to be compared. If "
-            "the two have different tokenizers, few drafts will be accepted: use a drafter for this tokenizer.",
+            f"Drafter {name!r} has a vocabulary of {own_size}, and target "
+            f"{model.name_or_path or type(model).__name__!r} one of {size}. The difference is taken for "
+            "padding or added tokens, since there are no tokenizers here to be compared. If the two have different "
+            "tokenizers, few drafts will be accepted: use a drafter for this tokenizer.",
             stacklevel=3,
         )
 
