@@ -9,6 +9,7 @@ they will be asked to foresee. The states of the target for these rows are in `f
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -19,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.training.features import fingerprint, settings_of
+from hf_specdec.training.progress import TokenProgress
 
 if TYPE_CHECKING:
     import datasets
@@ -108,12 +109,17 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class _MostFinished(StoppingCriteria):
-    """Ends a batch once a share of its rows has reached the end of text; the rest is cut, which is still its text."""
+    """Ends a batch once a share of its rows has reached the end of text; the rest is cut, which is still its text.
 
-    def __init__(self, prompt_length: int, end_ids: Tensor, share: float) -> None:
+    Asked after every token, it also counts them: `progress` gets one per row.
+    """
+
+    def __init__(self, prompt_length: int, end_ids: Tensor, share: float, progress: TokenProgress) -> None:
         self.prompt_length, self.end_ids, self.share = prompt_length, end_ids, share
+        self.progress = progress
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.progress.add(len(input_ids))
         written = input_ids[:, self.prompt_length :]
         finished = torch.isin(written, self.end_ids.to(written.device)).any(1)
         stop = finished.float().mean() >= self.share
@@ -129,6 +135,18 @@ def check_wanted(num_rows: int, prompt_lengths: tuple[int, int]) -> None:
         raise ValueError(
             f"Prompts of {shortest} to {longest} tokens were asked for; the shortest must have at least 1 token and no "
             "more than the longest."
+        )
+
+
+def check_documents(documents: Sequence[Sequence[int]], shortest: int) -> None:
+    """Raises ValueError if no document is longer than `shortest` tokens, the shortest prompt.
+
+    A prompt may be a whole document, but the target should not only continue after its end.
+    """
+    if not any(len(document) > shortest for document in documents):
+        raise ValueError(
+            f"None of {len(documents)} documents has more than {shortest} tokens, the shortest prompt; lower "
+            "prompt_lengths."
         )
 
 
@@ -185,14 +203,8 @@ def write_continuations(
     """
     datasets = _datasets()
     check_wanted(num_rows, prompt_lengths)
-    shortest = prompt_lengths[0]
+    check_documents(documents, prompt_lengths[0])
     lengths = torch.tensor([len(document) for document in documents])
-    # A prompt may be a whole document, but the target should not only continue after its end.
-    if not bool((lengths > shortest).any()):
-        raise ValueError(
-            f"None of {len(documents)} documents has more than {shortest} tokens, the shortest prompt; lower "
-            "prompt_lengths."
-        )
     recipe = {
         "target": fingerprint(model),
         "generation_config": settings_of(model.generation_config),
@@ -210,24 +222,30 @@ def write_continuations(
     own.mkdir(parents=True, exist_ok=True)
     (own / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
 
-    started = time.monotonic()
     rank, workers = worker
-    parts = []
-    numbers = range(rank, -(-num_rows // batch_size), workers)
-    for number in tqdm(numbers, desc="target writes", unit="batch", disable=rank > 0):
-        part = own / f"part-{number:06d}"
-        if not part.exists():
+    files = [own / f"part-{number:06d}" for number in range(rank, -(-num_rows // batch_size), workers)]
+    missing = [file for file in files if not file.exists()]
+    action = "target writes" if workers == 1 else f"target writes (process {rank + 1} of {workers})"
+    started = time.monotonic()
+    with TokenProgress(
+        action,
+        len(missing) * batch_size * new_tokens,
+        max_seconds=None if max_minutes is None else 60 * max_minutes,
+        stream=None if rank == 0 else io.StringIO(),  # one shows what all do
+    ) as progress:
+        for part in missing:
             if max_minutes is not None and time.monotonic() - started >= 60 * max_minutes:
-                continue  # later parts may be there, written by another worker
-            rows = _write_batch(model, documents, lengths, recipe, number, cache_implementation)
+                break
+            number = int(part.name.removeprefix("part-"))
+            rows = _write_batch(model, documents, lengths, recipe, number, cache_implementation, progress)
             unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
             datasets.Dataset.from_dict(rows).save_to_disk(unfinished)
             if part.exists():  # another process was asked for the same part and came first
                 shutil.rmtree(unfinished)
             else:
                 unfinished.rename(part)
-        parts.append(datasets.load_from_disk(part))
-    if not numbers:
+    parts = [datasets.load_from_disk(file) for file in files if file.exists()]
+    if not files:
         return datasets.Dataset.from_dict({column: [] for column in COLUMNS})
     if not parts:
         raise ValueError(f"max_minutes={max_minutes} left no time for a single batch of {batch_size} rows.")
@@ -249,6 +267,7 @@ def _write_batch(
     recipe: dict[str, Any],
     number: int,
     cache_implementation: str | None,
+    progress: TokenProgress,
 ) -> dict[str, list[Any]]:
     chosen = torch.Generator().manual_seed(recipe["seed"] * 1_000_003 + number)
     shortest, longest = recipe["prompt_lengths"]
@@ -264,7 +283,7 @@ def _write_batch(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     end = model.generation_config.eos_token_id
     end_ids = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
-    stopping = StoppingCriteriaList([_MostFinished(prompt_length, end_ids, recipe["finished_share"])])
+    stopping = StoppingCriteriaList([_MostFinished(prompt_length, end_ids, recipe["finished_share"], progress)])
     # generate() draws from the global generator; leave it to the caller as it was found.
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(recipe["seed"] * 1_000_003 + number)
@@ -279,6 +298,7 @@ def _write_batch(
             disable_compile=True,
             **sampling,
         ).cpu()
+    progress.skip(len(written) * (prompt_length + recipe["new_tokens"] - written.shape[1]))
     width = recipe["prompt_lengths"][1] + recipe["new_tokens"]
     rows = torch.zeros(len(written), width, dtype=torch.long)
     rows[:, : written.shape[1]] = written

@@ -21,10 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.slices import tap_layer
+from hf_specdec.training.progress import TokenProgress
 
 
 @dataclass(frozen=True)
@@ -173,23 +173,24 @@ def cache_states(
     own = Path(folder) / f"states-{name}"
     own.mkdir(parents=True, exist_ok=True)
     (own / "identity.json").write_text(json.dumps(identity, indent=2) + "\n")
-    files = []
+    files = {start: own / f"rows-{start:08d}.safetensors" for start in range(0, len(input_ids), rows_per_file)}
+    missing = {start: file for start, file in files.items() if not file.exists()}
     device = reader.model.device
-    for start in tqdm(range(0, len(input_ids), rows_per_file), desc="target states", unit="file"):
-        file = own / f"rows-{start:08d}.safetensors"
-        files.append(file)
-        if file.exists():
-            continue
-        parts: dict[str, list[Tensor]] = {"features": [], "last_hidden": []}
-        for chunk in input_ids[start : start + rows_per_file].split(batch_size):
-            states = reader.read(chunk.to(device))
-            parts["features"].append(states.features.to("cpu", dtype))
-            if states.last_hidden is not None:
-                parts["last_hidden"].append(states.last_hidden.to("cpu", dtype))
-        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-        save_file({key: torch.cat(value) for key, value in parts.items() if value}, unfinished)
-        unfinished.replace(file)
-    return CachedStates(rows, files, rows_per_file)
+    with TokenProgress(
+        "target states", sum(input_ids[start : start + rows_per_file].numel() for start in missing)
+    ) as progress:
+        for start, file in missing.items():
+            parts: dict[str, list[Tensor]] = {"features": [], "last_hidden": []}
+            for chunk in input_ids[start : start + rows_per_file].split(batch_size):
+                states = reader.read(chunk.to(device))
+                parts["features"].append(states.features.to("cpu", dtype))
+                if states.last_hidden is not None:
+                    parts["last_hidden"].append(states.last_hidden.to("cpu", dtype))
+                progress.add(chunk.numel())
+            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+            save_file({key: torch.cat(value) for key, value in parts.items() if value}, unfinished)
+            unfinished.replace(file)
+    return CachedStates(rows, list(files.values()), rows_per_file)
 
 
 class CachedStates(Dataset):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_specdec.training import data
+from hf_specdec.training import data, progress
 from hf_specdec.training.data import collate, mix, pack_text, training_folders, write_continuations
 from hf_specdec.training.features import TargetReader, cache_states, fingerprint
 from tests.targets import EOS, VOCAB, fresh_target
@@ -74,6 +75,24 @@ def test_greedy_rows_are_the_targets_own_continuations(target, documents, tmp_pa
         assert any(document[:prompt_length] == prompt[0].tolist() for document in documents)
         alone = target.generate(prompt, max_new_tokens=6, do_sample=False)
         assert row["input_ids"][:length] == alone[0].tolist()
+
+
+def test_progress_is_told_in_tokens_while_a_batch_is_under_way(target, documents, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
+    line = r"target {}: {} of {} tokens, [\d.,]+ tokens/s, 0:0\d left"
+
+    def expect(work, first, total, run):
+        result = run()
+        lines = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(line.format(work, first, total), lines[0]), lines
+        assert re.fullmatch(line.format(work, total, total), lines[-1]), lines
+        run()
+        assert not capsys.readouterr().err, "nothing is left to do"
+        return result
+
+    rows = expect("writes", 4, 12 * 6, lambda: write(target, documents, tmp_path))
+    reader = TargetReader(target, [1])
+    expect("states", 3 * 13, 12 * 13, lambda: cache_states(reader, rows, tmp_path, batch_size=3))
 
 
 def test_sampled_batches_follow_their_own_seed_and_leave_the_callers_generator_alone(target, documents, tmp_path):
