@@ -1,0 +1,55 @@
+"""Which number type a device trains in: a trial, since not every processor that takes bfloat16 computes in it.
+
+A CPU without bfloat16 instructions still runs bfloat16, some 100 times slower than float32.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+SIZE = 256  # of the matrices in the trial; float32 fills a core's vector units from here on
+LEAST_GAIN = 1.25  # what float32's precision is given up for
+
+
+def computes_bfloat16(device: str) -> tuple[bool, str]:
+    """Whether training on this device is faster in bfloat16 than in float32.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Returns:
+        the answer and its reason, to print.
+    """
+    if device == "cuda":
+        chosen = torch.cuda.is_bf16_supported(including_emulation=False)
+        return chosen, f"{torch.cuda.get_device_name()} has {'' if chosen else 'no '}bfloat16 instructions"
+    gain = bfloat16_gain()
+    return gain >= LEAST_GAIN, f"this CPU multiplies matrices {gain:.3g} times as fast in bfloat16 as in float32"
+
+
+def bfloat16_gain(seconds: float = 0.25) -> float:
+    """Time of a matrix product on the CPU in float32, divided by its time in bfloat16.
+
+    On one thread, and the shortest of many: other processes, which delay a thread now and then, do not change it.
+
+    Args:
+        seconds: that are tried in each number type, three products at least.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = []
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = torch.ones(SIZE, SIZE, dtype=dtype)
+            tried: list[float] = []
+            until = time.perf_counter() + seconds
+            while len(tried) < 3 or time.perf_counter() < until:
+                started = time.perf_counter()
+                torch.mm(matrix, matrix)
+                tried.append(time.perf_counter() - started)
+            times.append(min(tried))
+    finally:
+        torch.set_num_threads(threads)
+    return times[0] / times[1]

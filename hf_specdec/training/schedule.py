@@ -1,0 +1,144 @@
+"""How long a run takes and how its learning rate moves: a number of steps, or as many as fit into a time.
+
+The host knows the first alone. Where a time is given, the number of steps is estimated from those that were taken,
+again and again, so that a machine that is slower or faster than at the beginning changes it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Literal
+
+from accelerate.utils import broadcast_object_list
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+ScheduleName = Literal["linear", "cosine"]
+UNBOUNDED = 10**9  # steps, where the time ends the run
+FIRST_GUESS = 1000  # steps, before there was one to measure
+
+
+class Schedule(TrainerCallback):
+    """Ends the run and gives the learning rate of every step.
+
+    Time counts from the first step to the end of the last evaluation, checkpoints included.
+
+    Args:
+        name: how the learning rate falls after the warm-up: to 0 at the last step.
+        warmup: share of the steps in which it rises from 0.
+        evaluation_steps: training steps that have as many rows as an evaluation.
+        num_steps: of the run; None for as many as fit into `minutes`.
+        minutes: of the run, where `num_steps` is None.
+    """
+
+    def __init__(
+        self,
+        name: ScheduleName,
+        warmup: float,
+        *,
+        evaluation_steps: int,
+        num_steps: int | None = None,
+        minutes: float = math.inf,
+    ) -> None:
+        self.name, self.warmup, self.evaluation_steps = name, warmup, evaluation_steps
+        self.timed = num_steps is None
+        self.num_steps = FIRST_GUESS if num_steps is None else num_steps
+        self.limit_s = 60 * minutes
+        self._next_estimate = 1
+        self._evaluation_s: float | None = None
+        self._evaluating_s = 0.0
+        self._told = False
+
+    @property
+    def intervals(self) -> dict[str, int]:
+        """Steps between logs, checkpoints and evaluations; the latter take less than a tenth of the time."""
+        return {
+            "logging_steps": max(1, min(50, self.num_steps // 10)),
+            "save_steps": max(1, self.num_steps // 10),
+            "eval_steps": max(-(-self.num_steps // 10), 10 * self.evaluation_steps),
+        }
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Share of the highest learning rate, for `torch.optim.lr_scheduler.LambdaLR`.
+
+        Example:
+            >>> schedule = Schedule("linear", 0.2, evaluation_steps=1, num_steps=10)
+            >>> [round(schedule.learning_rate_factor(step), 3) for step in (0, 1, 2, 6, 10)]
+            [0.0, 0.5, 1.0, 0.5, 0.0]
+        """
+        rising = int(self.num_steps * self.warmup)
+        if step < rising:
+            return step / rising
+        progress = min(1.0, (step - rising) / max(1, self.num_steps - rising))
+        return 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._started = time.monotonic()
+        self._set_steps(state, self.num_steps)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step_began = time.monotonic()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._gradients_s = time.monotonic() - self._step_began
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._step_ended = time.monotonic()
+        # Not after the last step, which the host has found to be so before.
+        if self.timed and self._next_estimate <= state.global_step < self.num_steps:
+            # One that estimates more steps than the others would wait for them for ever.
+            (steps,) = broadcast_object_list([self._estimate(state)])
+            self._set_steps(state, steps)
+            self._next_estimate = state.global_step + max(1, min(state.global_step, steps // 20))
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._evaluation_s = time.monotonic() - self._step_ended
+        self._evaluating_s += self._evaluation_s
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
+        if self.timed:
+            logs.pop("train_samples_per_second", None)  # the host computes it from the steps it was given
+
+    def _estimate(self, state: TrainerState) -> int:
+        """Steps of the whole run."""
+        done, elapsed = state.global_step, self._step_ended - self._started
+        if done == 1:
+            self._first_s = elapsed  # the first step is slower, and counts only while there is no other
+            each = elapsed
+        else:
+            each = (elapsed - self._evaluating_s - self._first_s) / (done - 1)
+        # Until an evaluation was timed: half of what takes the gradients of as many rows.
+        evaluation = self._gradients_s * self.evaluation_steps / 2 if self._evaluation_s is None else self._evaluation_s
+        left = self.limit_s - elapsed - evaluation  # the last one
+        steps = done + max(1, round(left / (each + evaluation / self.intervals["eval_steps"])))
+        if done >= 4 and not self._told and state.is_world_process_zero:
+            self._told = True
+            print(f"{each:.3g} s per step: about {steps} steps in {self.limit_s / 60:g} minutes", flush=True)
+        return steps
+
+    def _set_steps(self, state: TrainerState, steps: int) -> None:
+        self.num_steps = state.max_steps = steps
+        for name, interval in self.intervals.items():
+            setattr(state, name, interval)
+
+
+class StepsProgress(ProgressCallback):
+    """The host's bar, whose total follows `Schedule`."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.total = state.max_steps
+        super().on_step_end(args, state, control, **kwargs)
