@@ -25,12 +25,15 @@ from datasets import load_from_disk
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset as Rows
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+from hf_specdec.training.command import check_output
 from hf_specdec.training.data import training_folders
 from hf_specdec.training.features import fingerprint
+from hf_specdec.training.number_type import computes_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
+from hf_specdec.training.option_types import positive_float, positive_int
+from hf_specdec.training.progress import TokenProgress
 
 NOT_A_TOKEN = -100
 
@@ -85,20 +88,23 @@ def written_rows(part: Path) -> Tensor:
 
 
 @torch.no_grad()
-def read_again(target: LlamaForCausalLM, token_ids: Tensor, most: int) -> dict[str, Tensor]:
+def read_again(
+    target: LlamaForCausalLM, token_ids: Tensor, most: int, *, bf16: bool, progress: TokenProgress
+) -> dict[str, Tensor]:
     """The rows and the target's `most` likeliest tokens after every one of theirs, as `TaughtRows` takes them."""
     likeliest, log_probs = [], []
     for batch in token_ids.split(16):
-        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=bf16):
             logits = target(input_ids=batch.clamp(min=0).to(target.device), use_cache=False).logits
         top = logits.float().log_softmax(-1).topk(most, dim=-1)
         likeliest.append(top.indices.int().cpu())
         log_probs.append(top.values.half().cpu())
+        progress.add(batch.numel())
     return {"token_ids": token_ids, "likeliest": torch.cat(likeliest), "log_probs": torch.cat(log_probs)}
 
 
-def taught_rows(target: LlamaForCausalLM, work_dir: Path, most: int) -> TaughtRows:
-    """All rows that were written to train on, each part read once and kept in `work_dir`."""
+def taught_rows(target: LlamaForCausalLM, work_dir: Path, most: int, *, bf16: bool) -> TaughtRows:
+    """All rows that were written to train on, each part read once and kept in `work_dir`; in bfloat16 if `bf16`."""
     parts = [part for folder in training_folders(work_dir) for part in sorted(folder.glob("part-*"))]
     if not parts:
         raise SystemExit(
@@ -106,14 +112,14 @@ def taught_rows(target: LlamaForCausalLM, work_dir: Path, most: int) -> TaughtRo
         )
     likeliest = work_dir / f"likeliest-{most}-{fingerprint(target)}"
     likeliest.mkdir(exist_ok=True)
-    read = []
-    for part in tqdm(parts, desc="the target reads what it wrote", unit="part"):
-        kept = likeliest / f"{part.parent.name}-{part.name}.safetensors"
-        if not kept.exists():
-            unfinished = kept.with_suffix(f".{os.getpid()}.tmp")
-            save_file(read_again(target, written_rows(part), most), unfinished)
-            unfinished.replace(kept)
-        read.append(load_file(kept))
+    kept = {part: likeliest / f"{part.parent.name}-{part.name}.safetensors" for part in parts}
+    missing = {part: written_rows(part) for part, file in kept.items() if not file.exists()}
+    with TokenProgress("target reads", sum(token_ids.numel() for token_ids in missing.values())) as progress:
+        for part, token_ids in missing.items():
+            unfinished = kept[part].with_suffix(f".{os.getpid()}.tmp")
+            save_file(read_again(target, token_ids, most, bf16=bf16, progress=progress), unfinished)
+            unfinished.replace(kept[part])
+    read = [load_file(file) for file in kept.values()]
     width = max(rows["token_ids"].shape[1] for rows in read)
     return TaughtRows(**{name: torch.cat([_wider(rows[name], width) for rows in read]) for name in read[0]})
 
@@ -125,8 +131,17 @@ def _wider(rows: Tensor, width: int) -> Tensor:
 
 
 def from_layers(target: LlamaForCausalLM, count: int) -> LlamaForCausalLM:
-    """A model of `count` of the target's decoder layers, first and last among them, in float32."""
+    """A model of `count` of the target's decoder layers, first and last among them, in float32.
+
+    Raises:
+        ValueError: the target is no Llama model, or has fewer layers.
+    """
     total = target.config.num_hidden_layers
+    if not isinstance(target, LlamaForCausalLM) or count > total:
+        raise ValueError(
+            f"--layers {count} are to be taken from target {target.name_or_path!r}, a {type(target).__name__} with "
+            f"{total}: choose a LlamaForCausalLM with at least as many."
+        )
     config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": count})
     model = LlamaForCausalLM(config)
     model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
@@ -142,24 +157,33 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="folder or Hub id of a Llama-style model")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--work-dir", type=Path, default=Path("build/drafter"), help="of train_drafter.py")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=positive_int, default=2)
     parser.add_argument("--start-from", help="an earlier output; the target's own layers where left out")
-    parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--likeliest", type=int, default=16, help="tokens of the target's law that are learned from")
+    parser.add_argument("--steps", type=positive_int, default=1800)
+    parser.add_argument("--batch-size", type=positive_int, default=8)
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3)
+    parser.add_argument("--likeliest", type=positive_int, default=16, help="tokens of the target that teach")
     parser.add_argument("--license", help="Hub licence id for its card")
     arguments = parser.parse_args()
+    check_output(arguments.output)
     set_seed(0)
 
+    bf16, reason = computes_bfloat16("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    print(f"number type: {str(dtype).removeprefix('torch.')}, since {reason}")
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     started = time.monotonic()
-    rows = taught_rows(target, arguments.work_dir, arguments.likeliest)
-    read = time.monotonic()
     if arguments.start_from:
         model = AutoModelForCausalLM.from_pretrained(arguments.start_from, dtype=torch.float32)
+        if model.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"--start-from {arguments.start_from!r} has vocab_size {model.config.vocab_size}, but target "
+                f"{arguments.target!r} has {target.config.vocab_size}: start from a model of the target's tokens."
+            )
     else:
         model = from_layers(target, arguments.layers)
+    rows = taught_rows(target, arguments.work_dir, arguments.likeliest, bf16=bf16)
+    read = time.monotonic()
     trainer = DistillingTrainer(
         model=model,
         args=TrainingArguments(
@@ -168,7 +192,7 @@ def main() -> None:
             per_device_train_batch_size=arguments.batch_size,
             lr_scheduler_type="linear",
             warmup_steps=arguments.steps // 25,
-            bf16=True,
+            bf16=bf16,
             use_cpu=not torch.cuda.is_available(),
             remove_unused_columns=False,
             save_strategy="no",
@@ -176,7 +200,7 @@ def main() -> None:
             report_to="none",
         ),
         train_dataset=rows,
-        optimizers=(MuonWithAdamW(model, arguments.learning_rate), None),
+        optimizers=(MuonWithAdamW(model, arguments.learning_rate, dtype=dtype), None),
     )
     trainer.train()
     done = time.monotonic()
@@ -189,6 +213,7 @@ def main() -> None:
         "rows": len(rows),
         "steps": arguments.steps,
         "rows_per_step": arguments.batch_size,
+        "bf16": bf16,
         "loss_at_the_end": losses[-1],
         "minutes": round((done - read) / 60, 1),
         "minutes_reading_rows": round((read - started) / 60, 1),

@@ -8,6 +8,10 @@ kept in --work-dir, so that a second run goes on where the first was stopped:
 3. the frozen target's hidden states for all rows are computed once;
 4. the drafter trains on them, many passes, with fresh blocks every time.
 
+What target, tokenizer, text and options tell is checked before the first stage, which takes minutes to hours. Training
+takes --minutes, from its first step to the end of its last evaluation; --write-minutes bounds the first stage, to the
+end of a batch.
+
 Started as several processes (`torchrun`, `accelerate launch`), the first one writes and saves, and all train together,
 --batch-size rows each. What differs from method to method is its `Recipe`, at the foot of its module.
 """
@@ -15,7 +19,6 @@ Started as several processes (`torchrun`, `accelerate launch`), the first one wr
 from __future__ import annotations
 
 import argparse
-import copy
 import hashlib
 import json
 import multiprocessing
@@ -39,10 +42,12 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProgressCallback,
     TrainingArguments,
     set_seed,
 )
@@ -56,20 +61,21 @@ from hf_specdec.drafters.pairing import text_mode
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.data import (
+    check_documents,
     check_plain_share,
     check_wanted,
-    collate,
     documents_hash,
     mix,
     pack_text,
     plain_rows,
     write_continuations,
 )
-from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
+from hf_specdec.training.features import cache_states, fingerprint, settings_of
+from hf_specdec.training.number_type import computes_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.option_types import not_negative_float, positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
-from hf_specdec.training.step import TrainingStep
+from hf_specdec.training.schedule import UNBOUNDED, Schedule, StepsProgress
 
 SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
 INPUTS_FILE = "inputs.json"
@@ -114,19 +120,31 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
             f"--resume, but {str(arguments.work_dir)!r} holds no checkpoint of a run with these options. Give those of "
             "the run to go on with, which are in its checkpoints-*/options.json, or leave --resume out to begin anew."
         )
+    given = _options(arguments)
     set_seed(arguments.seed)
     started = time.time()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     # Before the target is loaded: each of several processes has its own GPU. They wait long while the first one writes.
     processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
-    target = load_target(arguments.target)
+    begun_with = _begun_with(checkpoints)
+    if arguments.bf16 is None:
+        if last is not None and "bf16" in begun_with:
+            arguments.bf16 = begun_with["bf16"]
+        else:
+            arguments.bf16, reason = computes_bfloat16(device)
+            (arguments.bf16,) = broadcast_object_list([arguments.bf16])
+            number_type, other = ("bfloat16", "--no-bf16") if arguments.bf16 else ("float32", "--bf16")
+            processes.print(f"number type: {number_type}, since {reason}; {other} chooses the other")
+    host_settings = _host_settings(arguments, recipe, checkpoints, device)
+
+    train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
+    target_dtype = target_number_type(device, arguments.bf16)
+    target = load_target(arguments.target, target_dtype)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     train_ids, held_out_ids = tokenizer(train_texts)["input_ids"], tokenizer(held_out_texts)["input_ids"]
     text = str(arguments.text) if arguments.text is not None or corpus is None else corpus.description
-    inputs = _inputs(target, train_ids, held_out_ids)
-    begun_with = _begun_with(checkpoints)
+    inputs = _inputs(target, train_ids, held_out_ids) | {"bf16": arguments.bf16}
     if last is not None and begun_with != inputs:
         named = {"text": f"text {text!r}", "target": f"target {arguments.target!r}"}
         changed = " or the ".join(words for name, words in named.items() if begun_with.get(name) != inputs[name])
@@ -136,12 +154,25 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
             + ": its weights might not be those of a drafter for what is there now. Put back what was there, or leave "
             "--resume out to begin anew."
         )
+
+    # Whatever can be known before the target writes is found out here: writing takes minutes to hours.
     width = arguments.prompt_tokens[1] + arguments.new_tokens
+    check_width(width, target)
+    for documents in (train_ids, held_out_ids):
+        check_documents(documents, arguments.prompt_tokens[0])
     plain = None
     if arguments.plain_share:
         plain = pack_text(train_ids, width, separator_id=tokenizer.eos_token_id)
-        # As many as are written, in whole batches, if the time suffices: better known now than afterwards.
+        # As many as are written, in whole batches, if the time suffices.
         plain_rows(-(-arguments.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(plain), arguments.plain_share)
+    drafter, step = recipe.prepare(arguments, target, tokenizer, train_ids + held_out_ids)
+    earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from, target)
+    step.reader.read(torch.tensor([[0, 1]], device=target.device))  # raises if the losses cannot use this target
+    drafter.config.target_name_or_path = arguments.target
+    drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
+    processes.print(
+        f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True
+    )
 
     workers = arguments.writers or (1 if device == "cuda" else torch.get_num_threads())
     workers = min(workers, -(-arguments.rows // ROWS_PER_BATCH))
@@ -156,7 +187,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     with processes.main_process_first():
         if not processes.is_main_process:
             workers, wanted["max_minutes"] = 1, 0.0  # read what is there
-        own = _continuations(target, arguments.target, train_ids, workers, settings | wanted)
+        own = _continuations(target, (arguments.target, target_dtype), train_ids, workers, settings | wanted)
         held_out = write_continuations(
             target, held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
         )
@@ -164,19 +195,17 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     written_minutes = (time.time() - started) / 60
     written_tokens = sum(own["length"]) - sum(own["first_anchor"])
     ended = sum(row["input_ids"][row["length"] - 1] == tokenizer.eos_token_id for row in own)
-    print(
+    processes.print(
         f"{len(own)} rows with {written_tokens / 1e3:.0f}k tokens written by the target in {written_minutes:.1f} min; "
         f"{ended / len(own):.0%} of them reached the end of text",
         flush=True,
     )
     if ended == 0:
-        print("A target that never ends a text loops, and a drafter trained on loops is good at nothing else.")
-
-    drafter, step = recipe.prepare(arguments, target, tokenizer, rows)
-    earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from, target)
-    drafter.config.target_name_or_path = arguments.target
-    drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
-    print(f"drafter: {drafter.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True)
+        processes.print(
+            "A target that never ends a text loops, and a drafter trained on loops is good at nothing else."
+        )
+    if recipe.read_rows is not None and earlier is None:
+        recipe.read_rows(arguments, drafter, target, rows)
     with processes.main_process_first():
         train_rows = cache_states(step.reader, rows, arguments.work_dir)
         held_out_rows = cache_states(step.reader, held_out, arguments.work_dir)
@@ -187,47 +216,37 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
             # A later --resume would take them for this run's.
             for stale in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 shutil.rmtree(stale)
-        (checkpoints / "options.json").write_text(_options(arguments))
+        (checkpoints / "options.json").write_text(given)
         (checkpoints / INPUTS_FILE).write_text(json.dumps(inputs, indent=2) + "\n")
-    if last is not None:
-        steps = json.loads((Path(last) / "trainer_state.json").read_text())["max_steps"]
-    elif arguments.steps is not None:
-        steps = arguments.steps
-    else:
-        each = seconds_per_step(drafter, step, train_rows, arguments.batch_size, arguments.bf16, device)
-        steps = max(20, int(60 * arguments.minutes / each))
-        (steps,) = broadcast_object_list([steps])  # one that takes more than the others would wait for them for ever
-        print(f"{each:.3f} s per step: {steps} steps in {arguments.minutes:g} minutes")
+    schedule = Schedule(
+        arguments.schedule,
+        arguments.warmup,
+        evaluation_steps=-(-len(held_out_rows) // (arguments.batch_size * processes.num_processes)),
+        # A run that goes on takes the steps that were estimated before it was stopped.
+        num_steps=arguments.steps if last is None else _steps_of(last),
+        minutes=arguments.minutes,
+    )
+    host_settings.max_steps = UNBOUNDED if schedule.timed else schedule.num_steps
+    for name, interval in schedule.intervals.items():
+        setattr(host_settings, name, interval)
+    optimizer = _optimizer(arguments, drafter)
     trainer = DrafterTrainer(
         drafter,
         step,
-        TrainingArguments(
-            output_dir=str(checkpoints),
-            max_steps=steps,
-            per_device_train_batch_size=arguments.batch_size,
-            per_device_eval_batch_size=recipe.eval_batch_size or arguments.batch_size,
-            learning_rate=arguments.learning_rate,
-            lr_scheduler_type=arguments.schedule,
-            warmup_steps=int(steps * arguments.warmup),
-            max_grad_norm=arguments.clip,
-            bf16=arguments.bf16,
-            use_cpu=device == "cpu",
-            eval_strategy="steps",
-            eval_steps=max(1, steps // 10),
-            save_steps=max(1, steps // 10),
-            save_total_limit=1,
-            logging_steps=max(1, min(50, steps // 10)),
-            report_to="none",
-            seed=arguments.seed,
-        ),
+        host_settings,
         train_dataset=train_rows,
         eval_dataset=held_out_rows,
-        optimizers=(MuonWithAdamW(drafter, arguments.learning_rate) if arguments.optimizer == "muon" else None, None),
+        optimizers=(optimizer, LambdaLR(optimizer, schedule.learning_rate_factor)),
+        callbacks=[schedule],
     )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(StepsProgress)
     training_started = time.time()
     trainer.train(resume_from_checkpoint=last)
+    history, last_step = trainer.state.log_history, trainer.state.global_step
+    at_the_end = [entry for entry in history if "eval_loss" in entry and entry["step"] == last_step]
+    evaluation = at_the_end[-1] if at_the_end else trainer.evaluate()
     training_minutes = (time.time() - training_started) / 60
-    evaluation = trainer.evaluate()
     if not trainer.is_world_process_zero():
         return
     if recipe.finish is not None:
@@ -240,7 +259,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
             "tokens_written_by_target": written_tokens,
             "share_of_rows_that_end": round(ended / len(own), 3),
             "rows_of_plain_text": len(rows) - len(own),
-            "rows_trained_on": steps * arguments.batch_size * processes.num_processes,
+            "rows_trained_on": schedule.num_steps * arguments.batch_size * processes.num_processes,
         },
         "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
         "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
@@ -248,7 +267,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
                    if name.startswith(("eval_loss", "eval_acc"))},
         "command": f"{program} {shlex.join(argv)}",
         "settings": {name: getattr(arguments, name) for name in ("method", *recipe.recorded, *SHARED_SETTINGS)}
-        | {"steps": steps},
+        | {"steps": schedule.num_steps},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
     }  # fmt: skip
@@ -266,6 +285,36 @@ def _options(arguments: argparse.Namespace) -> str:
     beside = ("output", "work_dir", "resume", "license", "writers")
     options = {name: value for name, value in vars(arguments).items() if name not in beside}
     return json.dumps(options, indent=2, sort_keys=True, default=str) + "\n"
+
+
+def _host_settings(arguments: argparse.Namespace, recipe: Recipe, checkpoints: Path, device: str) -> TrainingArguments:
+    """The host's arguments, but for the number of steps; it refuses what the device cannot do."""
+    return TrainingArguments(
+        output_dir=str(checkpoints),
+        per_device_train_batch_size=arguments.batch_size,
+        per_device_eval_batch_size=recipe.eval_batch_size or arguments.batch_size,
+        learning_rate=arguments.learning_rate,
+        max_grad_norm=arguments.clip,
+        bf16=arguments.bf16,
+        use_cpu=device == "cpu",
+        eval_strategy="steps",
+        save_total_limit=1,
+        report_to="none",
+        seed=arguments.seed,
+    )
+
+
+def _optimizer(arguments: argparse.Namespace, drafter: PreTrainedModel) -> torch.optim.Optimizer:
+    if arguments.optimizer == "muon":
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float32
+        return MuonWithAdamW(drafter, arguments.learning_rate, dtype=dtype)
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=arguments.learning_rate, weight_decay=0.0)
+
+
+def _steps_of(checkpoint: str) -> int:
+    steps: int = json.loads((Path(checkpoint) / "trainer_state.json").read_text())["max_steps"]
+    return steps
 
 
 def _checkpoints(arguments: argparse.Namespace) -> Path:
@@ -332,7 +381,10 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--minutes", type=positive_float, default=12.0, help="training time, turned into steps by a trial"
+        "--minutes",
+        type=positive_float,
+        default=12.0,
+        help="training time, evaluation and checkpoints included; what comes before is bounded by --write-minutes",
     )
     training.add_argument("--steps", type=positive_int, help="instead of --minutes")
     training.add_argument("--start-from", type=Path, help="folder of a drafter of this shape to train further")
@@ -342,7 +394,12 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     training.add_argument("--schedule", choices=["linear", "cosine"], default="linear")
     training.add_argument("--warmup", type=share_of_all, default=0.04, help="share of the steps")
     training.add_argument("--clip", type=not_negative_float, default=1.0, help="largest norm of the gradient")
-    training.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    training.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compute in bfloat16; default: where a trial of this device finds it faster than float32",
+    )
     recipe.add_arguments(parser.add_argument_group(recipe.name))
     return parser
 
@@ -410,14 +467,32 @@ def trained_mode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -
     return record
 
 
-def load_target(path: str) -> PreTrainedModel:
-    """The frozen target: on the GPU in bfloat16 where there is one, else on the CPU as it was saved."""
-    dtype = torch.bfloat16 if torch.cuda.is_available() else "auto"
+def check_width(width: int, model: PreTrainedModel) -> None:
+    """Raises ValueError if texts of `width` tokens, prompt included, have more than the model has positions for."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and width > most:
+        raise ValueError(
+            f"Texts have up to {width} tokens, --prompt-tokens and --new-tokens together, but {model.name_or_path!r} "
+            f"has max_position_embeddings {most}. Lower one of the two."
+        )
+
+
+def target_number_type(device: str, bf16: bool) -> torch.dtype | str:
+    """What the frozen target computes in: as it was saved on a CPU that is fast in bfloat16."""
+    if device == "cuda":
+        return torch.bfloat16
+    return "auto" if bf16 else torch.float32
+
+
+def load_target(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The frozen target, on the GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return whole_target(path, dtype=dtype).to(device).eval()
 
 
-def _write_share(rank: int, workers: int, target_path: str, documents: Path, settings: dict[str, Any]) -> None:
+def _write_share(
+    rank: int, workers: int, target: tuple[str, torch.dtype | str], documents: Path, settings: dict[str, Any]
+) -> None:
     """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not inherited from `_ctrl_c_ignored`
     signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # in order: what the progress bar holds is given back
@@ -431,7 +506,7 @@ def _write_share(rank: int, workers: int, target_path: str, documents: Path, set
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     ids = json.loads(documents.read_text())
-    write_continuations(load_target(target_path), ids, worker=(rank, workers), **settings)
+    write_continuations(load_target(*target), ids, worker=(rank, workers), **settings)
 
 
 @contextmanager
@@ -451,9 +526,16 @@ def _ctrl_c_ignored() -> Iterator[None]:
 
 
 def _continuations(
-    target: PreTrainedModel, target_path: str, documents: list[list[int]], workers: int, settings: dict[str, Any]
+    target: PreTrainedModel,
+    source: tuple[str, torch.dtype | str],
+    documents: list[list[int]],
+    workers: int,
+    settings: dict[str, Any],
 ) -> Any:
-    """The target's continuations of the documents' beginnings, written by `workers` processes."""
+    """The target's continuations of the documents' beginnings, written by `workers` processes.
+
+    `source` is the path and the number type that each of several processes loads the target from.
+    """
     if workers > 1:
         context = multiprocessing.get_context("spawn")
         # Through a file: a pipe that nobody reads would block this process should a writer fail to start.
@@ -461,7 +543,7 @@ def _continuations(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(documents))
         shares = [
-            context.Process(target=_write_share, args=(rank, workers, target_path, file, settings), daemon=True)
+            context.Process(target=_write_share, args=(rank, workers, source, file, settings), daemon=True)
             for rank in range(workers)
         ]
         try:
@@ -520,23 +602,3 @@ def _shape(drafter: PretrainedDrafter, target: PreTrainedModel) -> dict[str, Any
     for name in ("block_size", "mask_token_id"):
         shape[name] = getattr(drafter.config, name, None)  # not every method has them
     return shape | {"target_layer_ids": list(drafter.feature_layers(target))}
-
-
-def seconds_per_step(
-    drafter: PreTrainedModel, step: TrainingStep, rows: CachedStates, batch_size: int, bf16: bool, device: str
-) -> float:
-    """Median over a few steps of a copy of the drafter, to turn --minutes into a number of steps for the schedule."""
-    trial = copy.deepcopy(drafter).to(device).train()
-    optimizer = torch.optim.AdamW(trial.parameters())
-    times = []
-    for number in range(8):
-        started = time.perf_counter()
-        batch = collate([dict(rows[(number * batch_size + place) % len(rows)]) for place in range(batch_size)])
-        batch = {key: value.to(device) for key, value in batch.items()}
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
-            loss = step(trial, batch, training=True).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]

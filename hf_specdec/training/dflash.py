@@ -10,7 +10,8 @@ Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from hf_specdec.training.losses import (
     position_weights,
 )
 from hf_specdec.training.option_types import not_negative_float, positive_int
-from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
+from hf_specdec.training.recipe import Recipe, add_shape_arguments, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
 
 # A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
@@ -292,24 +293,54 @@ def _attention_dtype(parameter: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
 
 
-def _mask_token(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, chosen: int | None) -> int:
-    """The id to write into the slots to be filled: chosen, the tokenizer's mask token, or an unused embedding row."""
-    if chosen is not None:
-        return chosen
+def default_mask_token(
+    tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, documents: Iterable[Sequence[int]]
+) -> tuple[int, str]:
+    """The id to write into the slots to be filled, which is then never drafted.
+
+    The tokenizer's mask token; or the first row of the target's embedding behind all tokens; or a special token that
+    has no part to play: none of the tokenizer's named ones, no end of text, in neither the chat template nor the
+    documents. Of several, one that is reserved by its name, then the one with the highest id, since those that were
+    trained with a meaning tend to come first.
+
+    Args:
+        tokenizer: the target's.
+        target: the model to draft for.
+        documents: token ids of the training text.
+
+    Returns:
+        the id, and in words what it is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rows = target.get_input_embeddings().num_embeddings
     if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
-    if len(tokenizer) < target.get_input_embeddings().num_embeddings:
-        return len(tokenizer)
+        return tokenizer.mask_token_id, f"{tokenizer.mask_token!r}, the tokenizer's mask token"
+    free = 1 + max(tokenizer.get_vocab().values())
+    if free < rows:
+        return free, "an embedding row of the target without a token"
+    ends = target.generation_config.eos_token_id
+    taken = {*tokenizer.all_special_ids, *(ends if isinstance(ends, list) else [ends])}
+    taken.update(*documents)
+    template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
+    special = [(index, str(token)) for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    unused = [(index, text) for index, text in special if index not in taken and text not in template]
+    if unused:
+        index, text = max(unused, key=lambda each: ("reserved" in each[1] or "unused" in each[1], each[0]))
+        return index, f"{text!r}, a special token that neither the chat template nor the text uses"
     raise ValueError(
-        "The tokenizer has no mask token and the target no unused embedding row: name an id that text hardly ever "
-        "contains with --mask-token-id."
+        f"DFlash needs a token for the slots to be filled. The tokenizer of target {target.name_or_path!r} has no mask "
+        f"token, its tokens fill all {rows} rows of the target's embedding, and each of its {len(special)} special "
+        "tokens has a use in the tokenizer, the chat template or the text: name an id that text hardly ever contains "
+        "with --mask-token-id."
     )
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
     add_shape_arguments(group)
     group.add_argument("--block-size", type=positive_int, default=8, help="the root's slot included")
-    group.add_argument("--mask-token-id", type=int, help="default: the tokenizer's, or an unused embedding row")
+    group.add_argument("--mask-token-id", type=int, help="default: one that text does not use; printed")
     group.add_argument("--anchors", type=positive_int, default=32, help="blocks per row and step")
     group.add_argument("--loss", choices=LOSS_NAMES, default="ce")
     group.add_argument(
@@ -318,11 +349,17 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Sequence[int]],
 ) -> tuple[DFlashDrafter, DFlashStep]:
+    if arguments.mask_token_id is None:
+        arguments.mask_token_id, name = default_mask_token(tokenizer, target, documents)
+        print(f"mask token: {arguments.mask_token_id}, {name}; --mask-token-id chooses another")
     drafter = new_drafter(
         target,
-        mask_token_id=_mask_token(tokenizer, target, arguments.mask_token_id),
+        mask_token_id=arguments.mask_token_id,
         num_layers=arguments.layers,
         block_size=arguments.block_size,
         target_layer_ids=arguments.taps,
@@ -333,4 +370,12 @@ def _prepare(
     )
 
 
-register_recipe(Recipe("dflash", _add_arguments, _prepare, recorded=("anchors", "loss", "gamma"), eval_batch_size=32))
+register_recipe(
+    Recipe(
+        "dflash",
+        _add_arguments,
+        _prepare,
+        recorded=("mask_token_id", "anchors", "loss", "gamma"),
+        eval_batch_size=32,
+    )
+)

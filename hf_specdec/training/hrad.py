@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
@@ -41,8 +40,9 @@ from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDra
 from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
-from hf_specdec.training.command import Corpus, check_output, read_text
+from hf_specdec.training.command import Corpus, check_output, check_width, read_text
 from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
+from hf_specdec.training.progress import TokenProgress
 
 CLASSES = ("all reject", "partial", "all accept")
 
@@ -91,17 +91,26 @@ _Notes: TypeAlias = list[tuple[Tensor, int]]  # per draft the input of H-RAD and
 class _Recorder(TreeCandidateGenerator):
     """Hands everything on, and notes of every draft what H-RAD would have read before it and what became of it."""
 
-    def __init__(self, drafting: TreeCandidateGenerator, embeddings: nn.Module, length: int, notes: _Notes) -> None:
+    def __init__(
+        self,
+        drafting: TreeCandidateGenerator,
+        embeddings: nn.Module,
+        length: int,
+        notes: _Notes,
+        progress: TokenProgress,
+    ) -> None:
         self.drafting = drafting
         self.embeddings = embeddings
         self.length = length
         self.notes = notes
+        self.progress = progress
         self.features: Tensor | None = None
 
     def draft(self, context: DraftContext) -> DraftTree:
         return self.drafting.draft(context)
 
     def observe(self, outcome: RoundOutcome) -> None:
+        self.progress.add(sum(outcome.num_committed))
         if outcome.tree is not None and self.features is not None:
             inputs = torch.cat([self.features, self.embeddings(outcome.tree.token_ids[:, 0])], dim=-1).float().cpu()
             for row, (count, kept) in enumerate(zip(outcome.num_committed, outcome.num_accepted, strict=True)):
@@ -121,13 +130,14 @@ class _RecordingDrafter(SpecBranchDrafter):
     """
 
     notes: _Notes
+    progress: TokenProgress
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return last_layers(model, self.config.num_feature_layers)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         embeddings = target.model.get_input_embeddings()
-        return _Recorder(super().candidate_generator(target), embeddings, self.max_depth, self.notes)
+        return _Recorder(super().candidate_generator(target), embeddings, self.max_depth, self.notes, self.progress)
 
 
 def collect(
@@ -157,20 +167,28 @@ def collect(
     recorder.set_options(parallel=False, lengths="fixed", max_depth=draft_length, speed_ratio=float(draft_length))
     started = time.monotonic()
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-    for batch in tqdm(batches, desc="running the pair", unit="batch"):
-        if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
-            break
-        longest = max(map(len, batch))
-        padding = [longest - len(prompt) for prompt in batch]
-        ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, batch, strict=True)])
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
-        target.generate(
-            ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            assistant_model=recorder,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-        )
+    with TokenProgress(
+        "the pair writes",
+        len(prompts) * new_tokens,
+        max_seconds=None if max_minutes is None else 60 * max_minutes,
+    ) as recorder.progress:
+        for batch in batches:
+            if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
+                break
+            longest = max(map(len, batch))
+            padding = [longest - len(prompt) for prompt in batch]
+            ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, batch, strict=True)])
+            mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
+            before = recorder.progress.done
+            target.generate(
+                ids.to(target.device),
+                attention_mask=mask.to(target.device),
+                assistant_model=recorder,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+            )
+            # Texts that ended, and the token that prefill gave.
+            recorder.progress.skip(len(batch) * new_tokens - (recorder.progress.done - before))
     if not recorder.notes:
         raise ValueError(
             f"{len(prompts)} prompts gave no example: give prompts, and more than {new_tokens} new tokens."
@@ -202,12 +220,6 @@ def balance(examples: Examples, neighbours: int, seed: int) -> Examples:
     Raises:
         ImportError: imbalanced-learn is not installed.
     """
-    try:
-        from imblearn.over_sampling import SMOTE
-    except ImportError as error:
-        raise ImportError(
-            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting needs none of it."
-        ) from error
     counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
     several = [index for index, count in enumerate(counts) if count > 1]
     if len(several) < 2:
@@ -215,11 +227,21 @@ def balance(examples: Examples, neighbours: int, seed: int) -> Examples:
     chosen = torch.isin(examples.classes, torch.tensor(several))
     mean, spread = standard(examples.inputs)
     scaled = ((examples.inputs - mean) / spread)[chosen]
-    smote = SMOTE(k_neighbors=min(neighbours, min(counts[index] for index in several) - 1), random_state=seed)
+    smote = _smote()(k_neighbors=min(neighbours, min(counts[index] for index in several) - 1), random_state=seed)
     inputs, classes = smote.fit_resample(scaled.numpy(), examples.classes[chosen].numpy())
     inputs = torch.from_numpy(inputs).float() * spread + mean
     alone = Examples(examples.inputs[~chosen], examples.classes[~chosen])
     return Examples(torch.cat([inputs, alone.inputs]), torch.cat([torch.from_numpy(classes), alone.classes]))
+
+
+def _smote() -> Any:
+    try:
+        from imblearn.over_sampling import SMOTE
+    except ImportError as error:
+        raise ImportError(
+            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting needs none of it."
+        ) from error
+    return SMOTE
 
 
 def standard(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,6 +371,7 @@ def main(
     parser.add_argument("--seed", type=seed_number, default=0)
     arguments = parser.parse_args(argv)
     check_output(arguments.output)
+    _smote()  # better missed now than after the pair has run
     set_seed(arguments.seed)
     started = time.monotonic()
 
@@ -361,11 +384,29 @@ def main(
     texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
     documents = tokenizer(texts)["input_ids"]
     prompts = cut_prompts(documents, arguments.prompt_tokens, arguments.num_prompts, arguments.seed)
+    if len(prompts) < 2:
+        raise ValueError(
+            f"{len(documents)} documents gave {len(prompts)} prompts of --prompt-tokens {arguments.prompt_tokens} "
+            f"tokens (--num-prompts {arguments.num_prompts}), but one is trained on and another held out: give more or "
+            "longer documents, or shorter prompts."
+        )
+    for model in (target, draft_model):
+        check_width(arguments.prompt_tokens + arguments.new_tokens, model)
+    drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
+    drafter.attach(draft_model)
+    drafter.check_target(target)
+    h_rad = drafter.h_rad
+    assert h_rad is not None
     split = max(1, len(prompts) // 8)
     minutes = arguments.max_minutes
     wanted = {"draft_length": arguments.draft_length, "new_tokens": arguments.new_tokens}
     if arguments.examples is not None and arguments.examples.exists():
         held_out, examples = _read_examples(arguments.examples)
+        if examples.inputs.shape[1] != len(h_rad.mean):
+            raise ValueError(
+                f"The examples in {str(arguments.examples)!r} have {examples.inputs.shape[1]} features each, but the "
+                f"H-RAD of this pair reads {len(h_rad.mean)}: they were collected from another pair. Name another file."
+            )
     else:
         both = ((prompts[:split], 1 / 8), (prompts[split:], 7 / 8))
         held_out, examples = (
@@ -376,16 +417,12 @@ def main(
             _write_examples(arguments.examples, held_out, examples)
     collected_s = time.monotonic() - started
 
-    drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
-    h_rad = drafter.h_rad
-    assert h_rad is not None
     settings = Settings(epochs=arguments.epochs, learning_rate=arguments.learning_rate)
     losses = fit(h_rad, examples, held_out, settings, arguments.seed)
     matrix = confusion(h_rad, held_out)
     print(f"{len(examples.classes)} examples, {len(losses)} epochs, best held-out loss {min(losses):.3f}")
     print(confusion_table(matrix))
 
-    drafter.attach(draft_model)
     if arguments.with_draft_model:
         drafter.config.draft_model = OWN_DRAFT_MODEL
     elif arguments.refer_to:

@@ -6,7 +6,7 @@ A method registers its recipe at the foot of its module under `training/`; the c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,12 +34,15 @@ class Recipe:
     Attributes:
         name: of the method.
         add_arguments: adds the method's options to the command, names of the shared ones excluded.
-        prepare: from the parsed options, the target, its tokenizer and the training rows, makes an untrained drafter
-            and its step.
+        prepare: from the parsed options, the target, its tokenizer and the tokenized documents to train on, makes an
+            untrained drafter and its step. It runs before any row is written, and raises ValueError for all that does
+            not fit.
         recorded: names of the options that the drafter's record keeps beside the shared ones.
         eval_batch_size: rows per evaluation batch; None takes the training batch size.
         adapting: makes the step with which a drafter learns while it serves, from the drafter and its target; None
             where the method has none.
+        read_rows: from the parsed options, the drafter, the target and the training rows, sets what only these tell,
+            such as the tokens of a draft vocabulary; not asked where training goes on from an earlier drafter.
         finish: from the trained drafter, the target and held-out rows, sets what is measured rather than trained; the
             drafter is saved afterwards.
     """
@@ -47,11 +50,13 @@ class Recipe:
     name: str
     add_arguments: Callable[[argparse._ArgumentGroup], None]
     prepare: Callable[
-        [argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, Rows], tuple[PreTrainedModel, TrainingStep]
+        [argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, Sequence[Sequence[int]]],
+        tuple[PreTrainedModel, TrainingStep],
     ]
     recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
+    read_rows: Callable[[argparse.Namespace, Any, PreTrainedModel, Rows], None] | None = None
     finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
 
 

@@ -168,12 +168,18 @@ def new_drafter(
     if vocabulary is not None:
         drafter.set_vocabulary(vocabulary)
     if head == "full":
-        with torch.no_grad():
-            for exit_head in drafter.heads.values():
-                weight: Tensor = exit_head.weight  # type: ignore[assignment]
-                weight.copy_(lm_head.weight if vocabulary is None else lm_head.weight[vocabulary])
+        _copy_heads(drafter, target)
     drafter.check_target(target)
     return drafter
+
+
+@torch.no_grad()
+def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
+    """Full heads begin as the rows of the target's head that they can say."""
+    rows = target.get_output_embeddings().weight
+    for exit_head in drafter.heads.values():
+        weight: Tensor = exit_head.weight  # type: ignore[assignment]
+        weight.copy_(rows if drafter.draft_ids is None else rows[drafter.draft_ids.to(rows.device)])
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -188,12 +194,14 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Sequence[int]],
 ) -> tuple[SpecBoundDrafter, SpecBoundStep]:
-    vocabulary, vocab_size = None, target.get_input_embeddings().num_embeddings
-    if arguments.draft_vocab is not None and arguments.draft_vocab < vocab_size:
-        vocabulary, coverage = frequent_tokens(rows, arguments.draft_vocab, vocab_size)
-        print(f"draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    vocabulary = None
+    if arguments.draft_vocab is not None and arguments.draft_vocab < target.get_input_embeddings().num_embeddings:
+        vocabulary = torch.arange(arguments.draft_vocab)  # which tokens these are, the rows tell
     drafter = new_drafter(
         target,
         exit_layers=arguments.exit_layers,
@@ -202,6 +210,17 @@ def _prepare(
         vocabulary=vocabulary,
     )
     return drafter, SpecBoundStep(drafter, target, num_positions=arguments.positions, loss=arguments.loss)
+
+
+def _read_rows(arguments: argparse.Namespace, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
+    if drafter.draft_ids is None:
+        return
+    vocab_size = target.get_input_embeddings().num_embeddings
+    vocabulary, coverage = frequent_tokens(rows, len(drafter.draft_ids), vocab_size)
+    print(f"draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    drafter.set_vocabulary(vocabulary)
+    if arguments.head == "full":
+        _copy_heads(drafter, target)
 
 
 def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) -> None:
@@ -217,6 +236,7 @@ register_recipe(
         "specbound",
         _add_arguments,
         _prepare,
+        read_rows=_read_rows,
         finish=_finish,
         recorded=("exit_layers", "head", "lora_rank", "draft_vocab", "positions", "loss"),
     )

@@ -17,8 +17,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.training import dflash, specbound
+from hf_specdec.training import DrafterTrainer, dflash, specbound
 from hf_specdec.training.command import go_on_from, main, read_text
+from hf_specdec.training.features import TargetReader
 from hf_specdec.training.specblock import new_drafter
 from tests.targets import fresh_target, make_target, tiny_tokenizer
 
@@ -172,18 +173,100 @@ def write_text(folder: Path, first: int = 0) -> None:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
+TRAIN = [
+    "--target", "target", "--work-dir", "work", "--rows", "64", "--prompt-tokens", "8", "16", "--new-tokens", "16",
+    "--batch-size", "4", "--writers", "1", "--text", "text.jsonl", "--mask-token-id", "1", "--block-size", "4",
+]  # fmt: skip
+
+
 def train(*options: str) -> None:
-    main(
-        ["--target", "target", "--work-dir", "work", "--rows", "64", "--prompt-tokens", "8", "16", "--new-tokens", "16",
-         "--batch-size", "4", "--writers", "1", "--text", "text.jsonl", "--mask-token-id", "1", "--block-size", "4",
-         "--no-bf16", *options],
-    )  # fmt: skip
+    main([*TRAIN, "--no-bf16", *options])
 
 
 def test_too_little_plain_text_is_refused_before_the_target_writes(place: Path) -> None:
     with pytest.raises(ValueError, match="with 128 written rows needs 1152 rows of plain text, but there are 219"):
         train("--steps", "2", "--plain-share", "0.9", "--output", "drafter")
     assert not (place / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mask-token-id", "1", "--taps", "0", "9"], r"reads target layers \[0, 9\], but \[9\] are not among"),
+        (["--mask-token-id", "64"], "writes mask_token_id 64, but target .* has only 64 embeddings"),
+        ([], r"target 'target' has no mask token, its tokens fill all 64 rows .* --mask-token-id"),
+        (["--mask-token-id", "1", "--start-from", "earlier"], "block_size is 3 there and 8 here"),
+        (["--mask-token-id", "1", "--new-tokens", "5000"], "Texts have up to 5016 tokens, .* max_position_embeddings "),
+        (["--mask-token-id", "1", "--text", "held_out.jsonl"], "None of 1 documents has more than 8 tokens"),
+        (["--method", "specblock", "--window", "2"], "window=2 must be at least 6"),
+        (["--method", "specbound", "--exit-layers", "9"], r"exit layers \[9\] must be from 1 to 3"),
+        (
+            ["--method", "specbound", "--start-from", "earlier"],
+            "holds a DFlashDrafter, but a SpecBoundDrafter is to be",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_target_writes(place: Path, options: list[str], message: str) -> None:
+    target = make_target("llama", dtype=torch.float32)
+    dflash.new_drafter(target, mask_token_id=1, block_size=3).save_pretrained(place / "earlier")
+    lines = (place / "text.jsonl").read_text().splitlines(keepends=True)
+    (place / "held_out.jsonl").write_text('{"text": "short"}\n' + "".join(lines[1:50]))
+    with pytest.raises(ValueError, match=message):
+        main(["--target", "target", "--text", "text.jsonl", "--work-dir", "work", "--output", "drafter",
+              "--prompt-tokens", "8", "16", "--new-tokens", "16", "--plain-share", "0", "--no-bf16",
+              *options])  # fmt: skip
+    assert not (place / "work").exists()
+
+
+def test_losses_that_cannot_use_the_target_are_refused_before_it_writes(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetReader, "head", lambda reader, hidden: 2 * reader.lm_head(hidden))
+    with pytest.raises(ValueError, match="it transforms them in a way unknown here"):
+        train("--loss", "kl", "--output", "drafter")
+    assert not (place / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "bf16"),
+    [(False, [], False), (True, [], True), (False, ["--bf16"], True), (True, ["--no-bf16"], False)],
+)
+def test_the_number_type_is_what_the_device_is_fast_in_unless_one_is_asked_for(
+    place: Path,
+    found: bool,
+    options: list[str],
+    bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stopped(trainer: DrafterTrainer, **settings: Any) -> None:
+        assert trainer.args.bf16 is bf16
+        assert trainer.optimizer.parts[0].dtype == (torch.bfloat16 if bf16 else torch.float32)
+        # The checkpoint is in bfloat16; where that is slow, the target must not compute in it either.
+        assert trainer.step.reader.model.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        raise StoppedError
+
+    make_target("llama", dtype=torch.bfloat16).save_pretrained(place / "target")
+    monkeypatch.setattr("hf_specdec.training.command.computes_bfloat16", lambda device: (found, "of a trial"))
+    monkeypatch.setattr("hf_specdec.training.command.DrafterTrainer.train", stopped)
+    with pytest.raises(StoppedError):
+        main([*TRAIN, "--steps", "2", "--output", "drafter", *options])
+    said = f"number type: {'bfloat16' if bf16 else 'float32'}, since of a trial; --{'no-' if bf16 else ''}bf16 chooses"
+    assert (said in capsys.readouterr().out) == (not options)
+
+
+def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found, resume in ((False, []), (True, ["--resume"])):
+        monkeypatch.setattr("hf_specdec.training.command.computes_bfloat16", lambda device, found=found: (found, "so"))
+        main([*TRAIN, "--steps", "2", "--output", f"drafter{found}", *resume])
+    record = json.loads((place / "drafterTrue/training.json").read_text())
+    assert record["settings"]["bf16"] is False
+    assert record["settings"]["mask_token_id"] == 1
 
 
 @pytest.mark.parametrize("changed", ["text", "target"])

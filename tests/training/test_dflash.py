@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,12 +15,13 @@ from hf_specdec.training.dflash import (
     block_hidden,
     block_masks,
     choose_anchors,
+    default_mask_token,
     new_drafter,
 )
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import position_weights
 from tests.methods import make_dflash
-from tests.targets import VOCAB, fresh_target, one_prompt
+from tests.targets import VOCAB, fresh_target, one_prompt, tiny_tokenizer
 
 BLOCK = 5
 # How a layer may look at its context and its block: settings of the drafter's config.
@@ -271,3 +273,39 @@ def test_drafters_of_other_layouts_are_refused(field):
     target, drafter = make_pair(dflash_config={field: True})
     with pytest.raises(ValueError, match=rf"has {field} in its dflash_config, from another layout .* or a new one"):
         DFlashStep(drafter, target)
+
+
+SPECIAL = ["<end>", "<start>", "<repo>", "<|reserved_3|>", "<file>", "<tool>", "<script>"]
+FIRST = VOCAB - len(SPECIAL)  # id of the first of them; "<repo>" ends the target's texts as well
+
+
+def mask_token(text: list[int], *, vocab: int = VOCAB, mask: str | None = None, template: str | None = None):
+    """`default_mask_token` for a tokenizer with special tokens at the end of its vocabulary."""
+    tokenizer = tiny_tokenizer(vocab - len(SPECIAL))
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.eos_token, tokenizer.bos_token, tokenizer.mask_token = "<end>", "<start>", mask
+    tokenizer.chat_template = template
+    target = fresh_target()
+    target.generation_config.eos_token_id = [FIRST, FIRST + 2]
+    return default_mask_token(tokenizer, target, [[20, 21], text])
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected", "said"),
+    [
+        ([], {"mask": "<file>"}, FIRST + 4, "'<file>', the tokenizer's mask token"),
+        ([], {"vocab": VOCAB - 4}, VOCAB - 4, "an embedding row of the target without a token"),
+        ([], {}, FIRST + 3, "'<|reserved_3|>', a special token that neither the chat template nor the text uses"),
+        ([FIRST + 3], {}, FIRST + 6, "'<script>', a special token that neither the chat template nor the text uses"),
+        ([FIRST + 3], {"template": "{{ '<script>' }}"}, FIRST + 5, "'<tool>', a special token that"),
+    ],
+)
+def test_a_mask_token_is_found_that_nothing_else_uses(text, settings, expected, said):
+    index, words = mask_token(text, **settings)
+    assert index == expected
+    assert words.startswith(said)
+
+
+def test_no_token_without_a_use_raises_and_names_the_option():
+    with pytest.raises(ValueError, match=r"each of its 8 special tokens has a use .* --mask-token-id"):
+        mask_token([FIRST + 3, FIRST + 6], template="<tool> <file>")

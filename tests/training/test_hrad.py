@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
+from hf_specdec.training import hrad
 from hf_specdec.training.hrad import (
     Examples,
     Settings,
@@ -131,18 +134,47 @@ def test_prompts_are_cut_from_documents_that_are_long_enough() -> None:
     assert len(cut_prompts(documents, 8, 1, 0)) == 1
 
 
-def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(tmp_path: Path) -> None:
+def run_command(folder: Path, *options: str) -> PreTrainedModel:
+    """Runs the command on a tiny pair, which it saves in `folder` before; returns the target."""
     target = make_target("llama", "sdpa", torch.float32, initializer_range=0.15)
     for name, model in (("target", target), ("draft", make_causal_lm(target).model)):
-        model.save_pretrained(tmp_path / name)
-        tiny_tokenizer().save_pretrained(tmp_path / name)
+        model.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
     texts = [chr(97 + index) * 12 for index in range(20)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     main(
-        ["--target", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft"), "--refer-to", "../draft",
-         "--text", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "drafter"), "--license", "mit",
-         "--prompt-tokens", "4", "--new-tokens", "12", "--num-prompts", "12", "--draft-length", "3", "--epochs", "2"],
+        ["--target", str(folder / "target"), "--draft-model", str(folder / "draft"), "--refer-to", "../draft",
+         "--text", str(folder / "text.jsonl"), "--output", str(folder / "drafter"), "--license", "mit",
+         "--prompt-tokens", "4", "--new-tokens", "12", "--num-prompts", "12", "--draft-length", "3", "--epochs", "2",
+         *options],
     )  # fmt: skip
+    return target
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt-tokens", "13"], "19 documents gave 0 prompts of --prompt-tokens 13 tokens"),
+        (["--num-prompts", "1"], r"gave 1 prompts .* \(--num-prompts 1\), but one is trained on and another held out"),
+        (["--new-tokens", "5000"], "Texts have up to 5004 tokens, .* has max_position_embeddings "),
+        (["--examples", "examples.safetensors"], "have 40 features each, but the H-RAD of this pair reads "),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_pair_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hrad, "collect", None)
+    _write_examples(Path("examples.safetensors"), blobs((2, 1, 1), 1), blobs((3, 2, 2), 2))
+    with pytest.raises(ValueError, match=message):
+        run_command(tmp_path, *options)
+
+
+def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = run_command(tmp_path)
+    assert re.search(r"the pair writes: (\d+) of \1 tokens, .* tokens/s, 0:00 left\n", capsys.readouterr().err)
     drafter = load_drafter(tmp_path / "drafter", target, parallel=False, lengths="fixed")
     assert drafter.config.draft_model == "../draft"
     assert drafter.training_record["epochs"] == 2

@@ -36,11 +36,16 @@ def test_held_out_rows_are_not_learned_from_and_each_target_teaches_its_own_toke
     settings = {"prompt_lengths": (4, 6), "new_tokens": 6, "batch_size": 4}
     own = write_continuations(target, documents[:3], tmp_path, num_rows=8, **settings)
     write_continuations(target, documents[3:], tmp_path, num_rows=4, held_out=True, **settings)
-    rows = example.taught_rows(target, tmp_path, 4)
+    rows = example.taught_rows(target, tmp_path, 4, bf16=True)
     assert rows.token_ids.clamp(min=0).tolist() == [row[: rows.token_ids.shape[1]] for row in own["input_ids"]]
     for model in (other, target):
-        taught = example.taught_rows(model, tmp_path, 4)
+        taught = example.taught_rows(model, tmp_path, 4, bf16=True)
         expected = model(taught.token_ids.clamp(min=0)).logits.topk(4).indices
         agreement = (taught.likeliest[..., 0] == expected[..., 0]).float().mean()
         assert agreement > 0.7, "all but where rounding to bfloat16 decides"
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_more_layers_than_the_target_has_are_refused(example: ModuleType) -> None:
+    with pytest.raises(ValueError, match="--layers 5 are to be taken from target .* a LlamaForCausalLM with 4"):
+        example.from_layers(fresh_target(), 5)

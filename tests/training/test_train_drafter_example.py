@@ -96,4 +96,6 @@ def test_two_processes_train_one_drafter_for_as_many_steps(tiny, tmp_path):
     record = json.loads((tmp_path / "drafter" / "training.json").read_text())
     assert record["data"]["rows_written_by_target"] == 128
     assert record["data"]["rows_trained_on"] == 2 * 4 * record["settings"]["steps"]
+    assert "train_runtime" in printed
+    assert "train_samples_per_second" not in printed, "it was computed from a bound on the steps"
     assert printed.count('"rows_trained_on"') == 1, "one process alone saves"

@@ -109,10 +109,17 @@ def new_drafter(
     drafter.check_target(target)
     if warm_start:
         _pass_states_on(drafter)
+        _copy_head(drafter, target)
         with torch.no_grad():
-            drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[vocabulary.to(target.device)])
             drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     return drafter
+
+
+@torch.no_grad()
+def _copy_head(drafter: SpecBlockDrafter, target: PreTrainedModel) -> None:
+    """The drafter's head becomes the rows of the target's head that it can say."""
+    rows = target.get_output_embeddings().weight
+    drafter.lm_head.weight.copy_(rows[drafter.target_ids(torch.arange(len(drafter.d2t))).to(rows.device)])
 
 
 @torch.no_grad()
@@ -150,16 +157,15 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Rows
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Sequence[int]],
 ) -> tuple[SpecBlockDrafter, SpecBlockStep]:
-    """A drafter whose vocabulary is the most frequent tokens of the rows, and its step."""
-    vocab_size = target.get_input_embeddings().num_embeddings
-    size = min(arguments.draft_vocab, vocab_size)
-    vocabulary, coverage = frequent_tokens(rows, size, vocab_size)
-    print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the training text")
     drafter = new_drafter(
         target,
-        vocabulary,
+        # Which tokens these are, the rows tell.
+        torch.arange(min(arguments.draft_vocab, target.get_input_embeddings().num_embeddings)),
         num_layers=arguments.layers,
         block_size=arguments.block_size,
         target_layer_ids=arguments.taps,
@@ -182,11 +188,22 @@ def _prepare(
     return drafter, step
 
 
+def _read_rows(arguments: argparse.Namespace, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
+    """The vocabulary becomes the most frequent tokens of the rows."""
+    vocab_size = target.get_input_embeddings().num_embeddings
+    vocabulary, coverage = frequent_tokens(rows, len(drafter.d2t), vocab_size)
+    print(f"draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, {coverage:.2%} of the training text")
+    drafter.set_vocabulary(vocabulary)
+    if arguments.warm_start:
+        _copy_head(drafter, target)
+
+
 register_recipe(
     Recipe(
         "specblock",
         _add_arguments,
         _prepare,
+        read_rows=_read_rows,
         recorded=(
             "blocks",
             "valid_prefix",
