@@ -64,6 +64,7 @@ from hf_specdec.training.data import (
     check_documents,
     check_plain_share,
     check_wanted,
+    datasets_package,
     documents_hash,
     mix,
     pack_text,
@@ -105,11 +106,13 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         corpus: text to use without --text; None makes --text required.
 
     Raises:
+        ImportError: a package that training needs is not installed.
         ValueError: no such method, text that is too short, nothing to resume or a run on another text or target, or
             options that do not fit each other or the target.
     """
     recipe = recipe_of(_method(argv))
     arguments = _parser(recipe, program, corpus).parse_args(argv)
+    datasets_package()
     check_wanted(arguments.rows, tuple(arguments.prompt_tokens))
     check_plain_share(arguments.plain_share)
     check_output(arguments.output)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 COLUMNS = ("input_ids", "first_anchor", "length")
 
 
-def _datasets() -> Any:
+def datasets_package() -> Any:
+    """The package `datasets`, or an ImportError that names the extra to install."""
     try:
         import datasets
     except ImportError as error:
@@ -60,7 +61,9 @@ def pack_text(documents: Iterable[Sequence[int]], length: int, *, separator_id: 
     if count == 0:
         raise ValueError(f"The documents have {len(stream)} tokens, less than one row of {length}.")
     rows = [stream[index * length : (index + 1) * length] for index in range(count)]
-    return _datasets().Dataset.from_dict({"input_ids": rows, "first_anchor": [1] * count, "length": [length] * count})
+    return datasets_package().Dataset.from_dict(
+        {"input_ids": rows, "first_anchor": [1] * count, "length": [length] * count}
+    )
 
 
 def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, seed: int = 0) -> datasets.Dataset:
@@ -78,7 +81,7 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
             f"Written rows have {lengths[0]} tokens and rows of plain text {lengths[1]}; pack to one length."
         )
     chosen = plain.shuffle(seed=seed).select(range(wanted))
-    return _datasets().concatenate_datasets([own, chosen]).shuffle(seed=seed)
+    return datasets_package().concatenate_datasets([own, chosen]).shuffle(seed=seed)
 
 
 def check_plain_share(plain_share: float) -> None:
@@ -201,7 +204,7 @@ def write_continuations(
     Raises:
         ValueError: no rows are asked for, no document is long enough for a prompt, or there was no time for any batch.
     """
-    datasets = _datasets()
+    datasets = datasets_package()
     check_wanted(num_rows, prompt_lengths)
     check_documents(documents, prompt_lengths[0])
     lengths = torch.tensor([len(document) for document in documents])

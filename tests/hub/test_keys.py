@@ -266,11 +266,12 @@ def test_draft_model_of_a_pair_and_generation_settings_name_no_kernel(target: Pr
     change(tmp_path / "draft_model", "", _attn_implementation="owner/kernel", experts_implementation="owner/kernel")
     settings = tmp_path / "draft_model" / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"_attn_implementation": "owner/kernel"}))
-    drafter: Any = load_drafter(tmp_path, target)
+    with pytest.warns(UserWarning, match=r"draft_model' has _attn_implementation='owner/kernel', .*: dropped"):
+        drafter: Any = load_drafter(tmp_path, target)
     assert drafter.draft_model.config._attn_implementation == "sdpa"
     for text, message in (
-        ("[]", "is no JSON object .it holds a list"),
-        ('{"model_type": "x"}', "no language model of"),
+        ("[]", "holds a list, but must hold a JSON object"),
+        ('{"model_type": "x"}', "has architectures None and model_type 'x'"),
     ):
         (tmp_path / "draft_model" / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -151,13 +151,17 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "draft vocabulary beyond the target's": (
         lambda folder: rewrite(folder, draft_vocab_size=65), "draft_vocab_size is 65; it must be an integer from"
     ),
-    "map that does not increase": (
+    "map that repeats a token": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(5, -3)),
+        "leads 2 times to target id 2, but each draft id must be a target id of its own",
+    ),
+    "map that does not increase": (
+        lambda folder: spoil_map(folder, lambda d2t: d2t.add_(torch.arange(48)).copy_(d2t.flip(0) - torch.arange(48))),
         r"\(d2t\) is not increasing: draft id \d+ is target id \d+, draft id \d+ is \d+",
     ),
     "map past the vocabulary": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(47, 40)),
-        "spans target ids .* to 87, but the target's vocabulary ends at 63",
+        "leads to target ids from 0 to 87, but the target has ids 0 to 63",
     ),
     "maps that disagree": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.add_(1)), "d2t and t2d of .*published.* do not name the same"
