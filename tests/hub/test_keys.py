@@ -277,7 +277,7 @@ def test_draft_model_of_a_pair_and_generation_settings_name_no_kernel(target: Pr
         with pytest.raises(ValueError, match=message):
             load_drafter(tmp_path, target)
     (tmp_path / "draft_model" / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="draft_model' has no config.json"):
+    with pytest.raises(OSError, match="draft_model' has no config.json"):
         load_drafter(tmp_path, target)
 
 
