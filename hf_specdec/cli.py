@@ -6,6 +6,7 @@
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
     hf-specdec chat <target> <drafter>                  the same, with messages in the target's chat template
+    hf-specdec write ...                                from hf_specdec.training.write import main; main([...])
     hf-specdec train ...                                from hf_specdec.training.command import main; main([...])
     hf-specdec bench ...                                from hf_specdec.benchmark.__main__ import main; main([...])
 
@@ -45,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int | None:
-    # These two have parsers of their own.
+    # These three have parsers of their own.
+    if arguments[:1] == ["write"]:
+        from hf_specdec.training.write import main as write
+
+        write(arguments[1:])
+        return 0
     if arguments[:1] == ["train"]:
         from hf_specdec.training.command import main as train
 
@@ -169,7 +175,11 @@ def _parser() -> argparse.ArgumentParser:
     _pair(chat)
     _writing(chat, max_new_tokens=512)
 
-    for name, text in (("train", "train a drafter for a target"), ("bench", "measure ways of decoding")):
+    for name, text in (
+        ("write", "let a target answer conversations, as training text"),
+        ("train", "train a drafter for a target"),
+        ("bench", "measure ways of decoding"),
+    ):
         commands.add_parser(name, help=f"{text}; `hf-specdec {name} --help` lists its options", add_help=False)
     return parser
 

@@ -1,28 +1,28 @@
-"""Training rows from conversations: the target's chat template is applied, and the target writes the answers.
+"""Training text from conversations: the target answers every user message in its own chat template.
 
-A conversation is a list of messages in the usual layout, `{"role": ..., "content": ...}`. After each user message the
-target writes its own answer; answers that the data holds are not used, because a drafter must foresee what its target
-says. One answer gives one row: the tokens of the conversation up to it, then its own, of which alone losses are taken.
-How rows are packed is in `data.py`; the target's hidden states for them are in `features.py`.
+A conversation is a list of messages in the usual layout, `{"role": ..., "content": ...}`. Answers that the data holds
+are not used, because a drafter must foresee what its target says. One answer gives one row: the tokens of the
+conversation up to it, and its own, of which alone losses are taken. The command is in `write.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
+from hf_specdec.training.progress import TokenProgress
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
@@ -40,33 +40,52 @@ class Conversation:
     messages: tuple[Message, ...]
     group: str
 
+    @property
+    def num_turns(self) -> int:
+        """Answers to write."""
+        return sum(message["role"] == "user" for message in self.messages)
 
-def read_conversations(file: str | Path) -> list[Conversation]:
-    """Reads JSONL lines of `{"messages": [...]}`, with an optional "group"; assistant messages are left out.
+
+def read_conversations(source: str) -> list[Conversation]:
+    """Reads objects with a list "messages" and an optional "group"; assistant messages are left out.
+
+    Args:
+        source: a JSONL file, or what `datasets.load_dataset` takes: a Hub id or a folder, of which the split "train" is
+            read.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is no JSON object with messages, names an unknown role, holds a message that is no text, or
-            has no user message to answer. The line is named.
+        OSError: the source cannot be read.
+        ValueError: an entry is no object with messages, names an unknown role, holds a message that is no text, or has
+            no user message to answer. The entry is named.
     """
-    path = Path(file)
-    conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            conversations.append(_conversation(line, f"{path}, line {number}", path.stem))
+    path = Path(source)
+    if path.is_file():
+        lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+        entries = ((f"{path}, line {number}", _parsed(line, number, path)) for number, line in lines if line.strip())
+    elif path.suffix in (".json", ".jsonl"):
+        raise FileNotFoundError(f"There is no file {source!r}. Give a JSONL file, or the id of a dataset on the Hub.")
+    else:
+        rows = datasets_package().load_dataset(source, split="train")
+        entries = ((f"{source}, row {number}", row) for number, row in enumerate(rows))
+    conversations = [_conversation(entry, where, path.stem) for where, entry in entries]
     if not conversations:
-        raise ValueError(f'{path} holds no conversations; each line must be an object with a list "messages".')
+        raise ValueError(f'{source} holds no conversations; each entry must be an object with a list "messages".')
     return conversations
 
 
-def _conversation(line: str, where: str, default_group: str) -> Conversation:
+def _parsed(line: str, number: int, path: Path) -> Any:
     try:
-        fields = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}. Each line must be an object with messages.") from error
+        raise ValueError(
+            f"{path}, line {number} is not JSON: {error}. Each line must be an object with messages."
+        ) from error
+
+
+def _conversation(fields: Any, where: str, default_group: str) -> Conversation:
     messages = fields.get("messages") if isinstance(fields, dict) else None
     if not isinstance(messages, list):
-        raise ValueError(f'{where} has no list "messages": {line[:80]!r}.')
+        raise ValueError(f'{where} has no list "messages": {fields!r:.80}.')
     kept = []
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
@@ -84,84 +103,110 @@ def _conversation(line: str, where: str, default_group: str) -> Conversation:
     return Conversation(tuple(kept), str(fields.get("group", default_group)))
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How answers are written.
+
+    Attributes:
+        temperature: 0 is greedy.
+        max_new_tokens: of one answer; a longer one is cut.
+        max_length: most tokens of a conversation with its answer: an answer that would pass it is cut, and a turn that
+            leaves no room for an answer is not asked.
+        batch_size: conversations per forward and file.
+        seed: of sampling.
+    """
+
+    temperature: float = 0.0
+    max_new_tokens: int = 384
+    max_length: int = 768
+    batch_size: int = 32
+    seed: int = 0
+
+
 def write_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Conversation],
     folder: str | Path,
+    settings: AnswerSettings,
     *,
-    temperature: float = 0.0,
-    max_new_tokens: int = 384,
-    max_length: int = 768,
-    batch_size: int = 32,
     worker: tuple[int, int] = (0, 1),
-    seed: int = 0,
-) -> list[dict[str, Any]]:
-    """Lets the target answer every user message, and keeps the answers on disk.
+) -> list[Path]:
+    """Lets the target answer every user message, and keeps the answers on disk as JSONL.
 
-    One batch of conversations is one part on disk. A part depends on its number and the recipe alone, so an interrupted
-    call goes on where it stopped, and several processes can share the work.
+    One batch of conversations is one file. A file depends on its number and the recipe alone, so an interrupted call
+    goes on where it stopped, and several processes can share the work.
 
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
         conversations: what is to be answered.
-        folder: parent of the cache; a subfolder is named after the recipe, which is written into it as `recipe.json`.
-        temperature: 0 is greedy.
-        max_new_tokens: of one answer; a longer one is cut.
-        max_length: most tokens of a conversation with its answer; an answer that would pass it is cut, and a turn
-            that leaves no room for an answer is not asked.
-        batch_size: conversations per part.
-        worker: (rank, number of workers); this call writes every n-th part and returns its own parts only.
-        seed: of sampling.
+        folder: where the files go. A line is an answer: `group`; `turn`, from 0; `prompt_ids`, the conversation up to
+            the answer as the template renders it; `answer_ids`; `ended`, whether they end with an
+            end-of-text token; `messages`, the answer included. How they were written is in `recipe.json`.
+        settings: of the answers.
+        worker: (rank, number of workers); this call writes every n-th file.
 
     Returns:
-        One dict per answer: `group`; `turn`, from 0; `prompt_ids`, the conversation up to the answer as the template
-        renders it; `answer_ids`, with the end-of-text token if there is one; and `messages`, the answer included.
+        The files of this worker.
+
+    Raises:
+        ValueError: the folder holds answers that were written otherwise, or the tokenizer has no chat template.
     """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot be asked in "
+            "conversations. Train on text instead, with --text."
+        )
     recipe = {
         "target": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
         "conversations": hashlib.sha256(repr([each.messages for each in conversations]).encode()).hexdigest(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "max_length": max_length,
-        "batch_size": batch_size,
-        "seed": seed,
+        **asdict(settings),
     }
-    name = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    own = Path(folder) / f"answers-{name}"
+    own = Path(folder)
     own.mkdir(parents=True, exist_ok=True)
-    (own / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    _check_recipe(own / "recipe.json", recipe)
     rank, workers = worker
-    batches = [conversations[start : start + batch_size] for start in range(0, len(conversations), batch_size)]
-    rows, tokens, started = [], 0, time.monotonic()
-    progress = tqdm(total=len(range(rank, len(batches), workers)), desc="target answers", unit="batch")
-    for number in range(rank, len(batches), workers):
-        part = own / f"part-{number:06d}.jsonl"
-        if not part.exists():
-            torch.manual_seed(seed * 1_000_003 + number)
-            written = list(_answer_batch(model, tokenizer, batches[number], temperature, max_new_tokens, max_length))
+    size = settings.batch_size
+    batches = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+    files = {number: own / f"answers-{number:06d}.jsonl" for number in range(rank, len(batches), workers)}
+    missing = [number for number, file in files.items() if not file.exists()]
+    turns = sum(each.num_turns for number in missing for each in batches[number])
+    stream = None if rank == 0 else io.StringIO()  # one process tells of its share
+    with TokenProgress("target answers", turns * settings.max_new_tokens, stream=stream) as progress:
+        for number in missing:
+            draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
+            rows = _answer_batch(model, tokenizer, batches[number], settings, draw, progress)
             unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
-            unfinished.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
-            unfinished.rename(part)
-            tokens += sum(len(row["answer_ids"]) for row in written)
-            progress.set_postfix_str(f"{tokens} tokens, {tokens / (time.monotonic() - started):.0f} tokens/s")
-        rows += [json.loads(line) for line in part.read_text(encoding="utf-8").splitlines()]
-        progress.update()
-    progress.close()
-    return rows
+            unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            unfinished.rename(files[number])
+    return list(files.values())
+
+
+def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
+    """Writes the recipe beside the answers, or compares it with the one that is there."""
+    if not file.exists():
+        file.write_text(json.dumps(recipe, indent=2) + "\n")
+    earlier = json.loads(file.read_text())
+    changed = [
+        f"{name} {earlier.get(name)!r}, now {value!r}" for name, value in recipe.items() if earlier.get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{str(file.parent)!r} holds answers that were written otherwise: {'; '.join(changed)}. Give what they "
+            "were written with, to go on, or another folder."
+        )
 
 
 def _answer_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     batch: Sequence[Conversation],
-    temperature: float,
-    max_new_tokens: int,
-    max_length: int,
+    settings: AnswerSettings,
+    draw: torch.Generator,
+    progress: TokenProgress,
 ) -> Iterator[dict[str, Any]]:
     """Answers the first user message of all conversations, then the second, and so on."""
     talks = [[message for message in each.messages if message["role"] == "system"] for each in batch]
@@ -173,15 +218,18 @@ def _answer_batch(
                 continue
             talks[index].append(own[turn])
             ids = tokenizer.apply_chat_template(talks[index], add_generation_prompt=True, return_dict=False)
-            if len(ids) < max_length:
+            if len(ids) < settings.max_length:
                 asked.append((index, list(ids)))
             else:
+                progress.skip((len(own) - turn) * settings.max_new_tokens)
                 questions[index] = own[:turn]  # the later turns would be longer still
         if not asked:
             return
         prompts = [ids for _, ids in asked]
-        room = [min(max_new_tokens, max_length - len(ids)) for ids in prompts]
-        for (index, ids), answer in zip(asked, answers(model, prompts, room, temperature), strict=True):
+        room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
+        written = answers(model, prompts, room, settings.temperature, draw, progress)
+        progress.skip(len(asked) * settings.max_new_tokens - sum(map(len, written)))
+        for (index, ids), answer in zip(asked, written, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
             talks[index].append({"role": "assistant", "content": text})
             yield {
@@ -189,12 +237,19 @@ def _answer_batch(
                 "turn": turn,
                 "prompt_ids": ids,
                 "answer_ids": answer,
+                "ended": answer[-1] in end_ids(model),
                 "messages": list(talks[index]),
             }
 
 
+@torch.no_grad()
 def answers(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], room: Sequence[int], temperature: float
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    room: Sequence[int],
+    temperature: float,
+    draw: torch.Generator,
+    progress: TokenProgress,
 ) -> list[list[int]]:
     """Continues prompts of different lengths to the end of text; rows that have ended leave the batch.
 
@@ -203,12 +258,13 @@ def answers(
         prompts: token ids.
         room: most tokens of each answer.
         temperature: 0 is greedy.
+        draw: on the model's device, for sampling.
+        progress: told of every token.
 
     Returns:
         The tokens of each answer, with the end-of-text token where it came.
     """
-    end = model.generation_config.eos_token_id
-    end_ids = {end} if isinstance(end, int) else set(end or ())
+    ends = end_ids(model)
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -220,13 +276,14 @@ def answers(
         logits = model(
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        chosen = _choose(logits, temperature).tolist()
+        chosen = _choose(logits, temperature, draw).tolist()
         for row, token in zip(rows, chosen, strict=True):
             written[row].append(token)
+        progress.add(len(rows))
         left = [
             place
             for place, (row, token) in enumerate(zip(rows, chosen, strict=True))
-            if token not in end_ids and len(written[row]) < room[row]
+            if token not in ends and len(written[row]) < room[row]
         ]
         if not left:
             return written
@@ -239,7 +296,13 @@ def answers(
         positions = positions[:, -1:] + 1
 
 
-def _choose(logits: Tensor, temperature: float) -> Tensor:
+def end_ids(model: PreTrainedModel) -> set[int]:
+    """The tokens that end a text."""
+    end = model.generation_config.eos_token_id
+    return {end} if isinstance(end, int) else set(end or ())
+
+
+def _choose(logits: Tensor, temperature: float, draw: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1).squeeze(1)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=draw).squeeze(1)

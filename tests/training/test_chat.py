@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_specdec.training.chat import answers, read_conversations, write_answers
+from hf_specdec.training.chat import AnswerSettings, answers, read_conversations, write_answers
+from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
+
+datasets = pytest.importorskip("datasets")
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '\n' }}{% endfor %}"
@@ -33,7 +39,18 @@ def target(tokenizer):
 def conversations(tmp_path, *talks):
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
-    return read_conversations(file)
+    return read_conversations(str(file))
+
+
+def answered(target, prompts, room, temperature, seed=0):
+    with TokenProgress("answers", sum(room), stream=io.StringIO()) as progress:
+        written = answers(target, prompts, room, temperature, torch.Generator().manual_seed(seed), progress)
+    assert progress.done == sum(map(len, written))
+    return written
+
+
+def written_rows(files):
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def talk(*texts, system=None):
@@ -45,10 +62,10 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
     target = fresh_target(dtype=torch.float64, attention="sdpa")
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5, 12)]
-    greedy = answers(target, prompts, [10] * 4, 0.0)
+    greedy = answered(target, prompts, [10] * 4, 0.0)
     # Whatever the first row says third ends texts from now on, so that rows leave the batch at different times.
     target.generation_config.eos_token_id = [EOS, greedy[0][2]]
-    written = answers(target, prompts, [10, 10, 4, 10], 0.0)
+    written = answered(target, prompts, [10, 10, 4, 10], 0.0)
     for prompt, answer, room in zip(prompts, written, [10, 10, 4, 10], strict=True):
         alone = target.generate(torch.tensor([prompt]), max_new_tokens=room, do_sample=False)
         assert answer == alone[0, len(prompt) :].tolist()
@@ -60,8 +77,7 @@ def test_sampled_answers_follow_the_target():
     prompt = [5, 9, 2, 7]
     probs = (target(torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
     draws = 20_000
-    torch.manual_seed(3)
-    tokens = torch.tensor([answer[0] for answer in answers(target, [prompt] * draws, [1] * draws, 0.7)])
+    tokens = torch.tensor([answer[0] for answer in answered(target, [prompt] * draws, [1] * draws, 0.7, seed=3)])
     counts = torch.bincount(tokens, minlength=len(probs))
     # Five sigma for each token: a false alarm in about one run of 20,000.
     assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt() + 1).all()
@@ -69,7 +85,7 @@ def test_sampled_answers_follow_the_target():
 
 def test_each_user_message_gets_an_answer_and_later_turns_see_the_earlier_answers(target, tokenizer, tmp_path):
     data = conversations(tmp_path, talk("x = 1", "why", system="Say it short."), talk("y"))
-    rows = write_answers(target, tokenizer, data, tmp_path, max_new_tokens=5, batch_size=2)
+    rows = written_rows(write_answers(target, tokenizer, data, tmp_path, AnswerSettings(max_new_tokens=5)))
     assert [(row["turn"], len(row["messages"])) for row in rows] == [(0, 3), (0, 2), (1, 5)]
     for row in rows:
         prompt = tokenizer.apply_chat_template(row["messages"][:-1], add_generation_prompt=True, return_dict=False)
@@ -89,21 +105,55 @@ def test_answers_of_the_data_are_not_used(tmp_path):
 
 def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenizer, tmp_path):
     data = conversations(tmp_path, *[talk(f"x = {number}") for number in range(5)])
-    settings = {"max_new_tokens": 4, "batch_size": 2, "temperature": 0.9}
-    whole = write_answers(target, tokenizer, data, tmp_path / "whole", **settings)
-    second = write_answers(target, tokenizer, data, tmp_path / "parts", worker=(1, 2), **settings)
-    assert second == whole[2:4]
-    (part,) = (tmp_path / "parts").glob("*/part-*")
-    written = part.stat().st_mtime_ns
-    assert write_answers(target, tokenizer, data, tmp_path / "parts", **settings) == whole
-    assert part.stat().st_mtime_ns == written, "a part that is there is not written again"
+    settings = AnswerSettings(temperature=0.9, max_new_tokens=4, batch_size=2)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    whole = written_rows(write_answers(target, tokenizer, data, tmp_path / "whole", settings))
+    assert torch.equal(torch.rand(3), expected), "the caller's generator is left alone"
+    (second,) = write_answers(target, tokenizer, data, tmp_path / "parts", settings, worker=(1, 2))
+    assert written_rows([second]) == whole[2:4]
+    written = second.stat().st_mtime_ns
+    assert written_rows(write_answers(target, tokenizer, data, tmp_path / "parts", settings)) == whole
+    assert second.stat().st_mtime_ns == written, "what is there is not written again"
+    with pytest.raises(ValueError, match=r"written otherwise: temperature 0.9, now 0.0. Give what they were"):
+        write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=2))
 
 
 def test_an_answer_ends_where_the_row_is_full_and_no_turn_follows(target, tokenizer, tmp_path):
     data = conversations(tmp_path, talk("x = 1", "why"))
     prompt = tokenizer.apply_chat_template(list(data[0].messages[:1]), add_generation_prompt=True, return_dict=False)
-    (row,) = write_answers(target, tokenizer, data, tmp_path, max_new_tokens=50, max_length=len(prompt) + 3)
+    settings = AnswerSettings(max_new_tokens=50, max_length=len(prompt) + 3)
+    (row,) = written_rows(write_answers(target, tokenizer, data, tmp_path, settings))
     assert len(row["answer_ids"]) == 3
+    assert not row["ended"]
+
+
+def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_path, capsys):
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "talks.jsonl").write_text(json.dumps(talk("x = 1", "why")) + "\n")
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--max-new-tokens", "4"]
+    main([*arguments, "--data", str(tmp_path / "talks.jsonl"), "--no-bf16"])
+    assert re.search(r"out: 2 answers of \d tokens; \d+% are whole", capsys.readouterr().out)
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    assert (recipe["dtype"], recipe["temperature"]) == ("float32", 0.0)
+    with pytest.raises(FileNotFoundError, match=r"no file '.*none.jsonl'. Give a JSONL file, or the id of a dataset"):
+        main([*arguments, "--data", str(tmp_path / "none.jsonl")])
+
+
+def test_a_target_without_a_chat_template_is_refused(target, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained("examples/tiny-code/target")
+    with pytest.raises(ValueError, match=r"tiny-code/target' has no chat template"):
+        write_answers(target, tokenizer, conversations(tmp_path, TALK), tmp_path / "out", AnswerSettings())
+    assert not (tmp_path / "out").exists()
+
+
+def test_conversations_come_from_a_dataset_too(tmp_path):
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_list([TALK, talk("b")]).to_parquet(tmp_path / "set" / "train-00000-of-00001.parquet")
+    read = read_conversations(str(tmp_path / "set"))
+    assert [each.messages[0]["content"] for each in read] == ["a = 1", "b"]
 
 
 @pytest.mark.parametrize(
@@ -124,4 +174,4 @@ def test_lines_that_cannot_be_used_are_named(tmp_path, line, message):
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps(TALK) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=message):
-        read_conversations(file)
+        read_conversations(str(file))

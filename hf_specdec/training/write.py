@@ -1,0 +1,86 @@
+"""The command `hf-specdec write`: training text for drafters, from conversations that the target answers.
+
+What it writes is JSONL with the answered `messages` and their token ids. A stopped run goes on where it was; several
+processes (`torchrun`, `accelerate launch`) share the conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import AutoTokenizer
+
+from hf_specdec.training.chat import AnswerSettings, read_conversations, write_answers
+from hf_specdec.training.command import check_output, load_target
+from hf_specdec.training.number_type import computes_bfloat16
+from hf_specdec.training.option_types import not_negative_float, positive_int, seed_number
+
+
+def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
+    """Writes answers to all conversations.
+
+    Args:
+        argv: the options; `--help` lists them.
+        program: what the user typed before them.
+
+    Raises:
+        OSError: the conversations or the target cannot be read.
+        ValueError: a conversation, an option or the tokenizer is of no use; says which.
+    """
+    arguments = _parser(program).parse_args(argv)
+    check_output(arguments.output)
+    conversations = read_conversations(arguments.data)
+    processes = PartialState(cpu=not torch.cuda.is_available())
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    bf16 = arguments.bf16
+    if bf16 is None:
+        bf16, reason = computes_bfloat16(processes.device.type)
+        (bf16,) = broadcast_object_list([bf16])
+        number_type, other = ("bfloat16", "--no-bf16") if bf16 else ("float32", "--bf16")
+        processes.print(f"number type: {number_type}, since {reason}; {other} chooses the other", flush=True)
+    target = load_target(arguments.target, torch.bfloat16 if bf16 else torch.float32)
+    settings = AnswerSettings(
+        arguments.temperature, arguments.max_new_tokens, arguments.max_length, arguments.batch_size, arguments.seed
+    )
+    worker = (processes.process_index, processes.num_processes)
+    write_answers(target, tokenizer, conversations, arguments.output, settings, worker=worker)
+    processes.wait_for_everyone()
+    processes.print(summary(arguments.output))
+
+
+def summary(folder: Path) -> str:
+    """What lies in a folder of answers, in one line."""
+    num_answers = num_tokens = num_ended = 0
+    for file in sorted(folder.glob("answers-*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            num_answers += 1
+            num_tokens += len(row["answer_ids"])
+            num_ended += row["ended"]
+    return (
+        f"{folder}: {num_answers:,} answers of {num_tokens:,} tokens; {num_ended / max(1, num_answers):.0%} are whole"
+    )
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--target", required=True, help="folder or Hub id of the model that answers")
+    parser.add_argument("--data", required=True, help='JSONL with "messages", or the id of such a dataset on the Hub')
+    parser.add_argument("--output", type=Path, required=True, help="folder for the answers")
+    parser.add_argument("--temperature", type=not_negative_float, default=0.0, help="0 is greedy")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=384, help="of one answer")
+    parser.add_argument("--max-length", type=positive_int, default=768, help="of a conversation with its answer")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="conversations per forward and file")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of sampling")
+    parser.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, help="number type of the target; default: what is faster here"
+    )
+    return parser
