@@ -260,12 +260,14 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     printed = capsys.readouterr().out
-    for name in ("inspect", "convert", "export", "verify", "train", "generate", "chat", "bench"):
+    for name in ("inspect", "convert", "export", "verify", "write", "train", "generate", "chat", "bench"):
         assert f"\n    {name} " in printed or f"hf-specdec {name}" in printed
 
 
 def test_python_calls_named_in_the_help_can_be_imported() -> None:
     imports = re.findall(r"from (hf_specdec\S*) import (\w+)", cli.__doc__ or "")
-    assert [module for module, _ in imports] == ["hf_specdec.training.command", "hf_specdec.benchmark.__main__"]
+    assert [module.rpartition("hf_specdec.")[2] for module, _ in imports] == [
+        "training.write", "training.command", "benchmark.__main__",
+    ]  # fmt: skip
     for module, name in imports:
         assert callable(getattr(importlib.import_module(module), name))
