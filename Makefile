@@ -44,7 +44,7 @@ DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(DEMO_STAMP) ## Install into .venv and compare all ways of drafting on the bundled model
+demo: $(DEMO_STAMP) ## Install into .venv and compare ways of drafting on the bundled model
 	$(VENV)/bin/python examples/quickstart.py
 
 test: $(VENV)/.dev ## Install into .venv and run the tests and doctests (PYTEST_ARGS="-k tree" to choose)

@@ -4,8 +4,9 @@
     python examples/train_drafter.py --method specblock --target examples/tiny-code/target --output build/specblock
     python examples/train_drafter.py --method specblock --help
 
-The defaults are for the bundled target on two CPU cores; its text is rebuilt by `train_tiny_code.py`. Any other target
-needs --text, and then this is the same as `hf-specdec train`: see `hf_specdec/training/command.py`.
+The defaults are for the bundled target on two CPU cores; its text is rebuilt by `train_tiny_code.py`. For any other
+target give --text; without it the text is Python functions. With --text this is the same as `hf-specdec train`: see
+`hf_specdec/training/command.py`.
 """
 
 import sys

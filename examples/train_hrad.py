@@ -4,8 +4,8 @@
 
 (and `--refer-to ../draft-lm --output examples/tiny-code/specbranch` for the bundled checkpoint).
 
-For the bundled target its text is rebuilt by `train_tiny_code.py`; any other pair needs --text. See
-`hf_specdec/training/hrad.py`.
+Without --text the text is that of the bundled target, Python functions, rebuilt by `train_tiny_code.py`; for any other
+pair give --text. See `hf_specdec/training/hrad.py`.
 """
 
 import sys

@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the program's name; None for those of the process.
 
     Returns:
-        The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict),
-        130 where it was stopped from the keyboard, or 141 where nobody reads its output any more.
+        The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict; in
+        `bench` 2), 130 where it was stopped from the keyboard, or 141 where nobody reads its output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _reporting(lambda: _run(arguments))
@@ -146,7 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     generate = command(
         "generate",
         _generate,
-        "continue a text with a target and a drafter, and print what speculation did",
+        "continue a text with a target and a drafter, or answer it in the target's chat template, and print what "
+        "speculation did",
         "model.generate(**inputs, assistant_model=drafter)",
     )
     _pair(generate)

@@ -1,12 +1,13 @@
-"""The wraps in transformers, two on GenerationMixin and one in pipelines, and the check of all that we rely on there.
+"""The wraps in transformers, two on GenerationMixin and one in pipelines, and a check of the functions we wrap or call.
 
 Enabling is idempotent and reversible.
 
 `generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
 streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
 wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
-other assistants take the stock path, untouched. `decoding/` calls `_prefill` and
-`_update_model_kwargs_for_generation` of the host, and registers an attention function with it.
+other assistants take the stock path, untouched. `decoding/` calls `_prefill`,
+`_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` of the host, and registers an attention
+function with it.
 
 The constructor of a pipeline compares the config of `assistant_model` with the target's, to learn whether text must be
 translated between two tokenizers; a `Drafter` drafts the target's own tokens and needs no config, so our wrap of
@@ -135,7 +136,7 @@ def _check_call(
     config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Everything that can be refused before the first token is refused here, drafter and target together."""
+    """Refuses what settings, target and drafter are known not to work with, before the prompt is run."""
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "

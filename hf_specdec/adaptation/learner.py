@@ -1,8 +1,9 @@
 """Two copies of a drafter: one that serves, one that learns beside it, and the weights that can be gone back to.
 
 Updates run in a thread of their own, on a GPU on a CUDA stream of their own, and touch only the learning copy. The
-serving copy changes in `swap` alone, which the caller calls between rounds. Random choices come from a generator of the
-learner's, so that sampling draws the same numbers as without it. Source: SpecBlock, Section 3.4 and Appendix A.3.
+serving copy changes in `swap` and `revert` alone, which the caller calls between rounds or calls. Random choices come
+from a generator of the learner's, so that sampling draws the same numbers as without it. Source: SpecBlock, Section 3.4
+and Appendix A.3.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
     rendered = [(render(prompt, tokenizer, chat=chat, thinking=arguments.thinking), prompt) for prompt in texts]
 
     notes: list[Record] = []
-    compared = _ways(arguments, model, bundled, settings, notes)
+    compared = _ways(arguments, model, bundled, notes)
     environment = Environment(
         target=name,
         device=device_name(model.device),
@@ -239,9 +239,7 @@ def _load_target(arguments: argparse.Namespace, name: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(name)
 
 
-def _ways(
-    arguments: argparse.Namespace, model: Any, bundled: bool, settings: Settings, notes: list[Record]
-) -> list[Way]:
+def _ways(arguments: argparse.Namespace, model: Any, bundled: bool, notes: list[Record]) -> list[Way]:
     """All that is compared, plain eager first; what is left out is noted."""
     compared = ways.baselines()
     if arguments.no_compiled:

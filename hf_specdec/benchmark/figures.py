@@ -122,7 +122,7 @@ def cells(calls: Iterable[Call], environment: Environment) -> list[Cell]:
     """The figures of a run.
 
     Args:
-        calls: in any order; those of a last, smaller batch count to the size that was asked for.
+        calls: in any order.
         environment: of the run.
     """
     by_cell: dict[tuple[float, int], list[Call]] = {}

@@ -30,7 +30,7 @@ class Settings:
         batch_sizes: rows per call.
         new_tokens: most per row.
         repeats: of every call.
-        sweep_prompts: prompts that swept ways are run on, with one repeat more than none.
+        sweep_prompts: prompts that swept ways are run on, at the first temperature.
         chat: whether prompts went through the chat template, which brings the special tokens with it.
     """
 

@@ -1,7 +1,8 @@
 """What devices can do, where a choice between ways to the same tokens depends on it: one rule per kind of device.
 
-Everything else asks `abilities`, and no device for its name. Kinds without a rule get the cautious one: float64 only if
-a trial succeeds, the host's own attention, no work of their own accord.
+Such choices ask `abilities`. In `decoding/` the name of a device is asked for only where CUDA's own events, kernels and
+properties are used. Kinds without a rule get the cautious one: float64 only if a trial succeeds, the host's own
+attention, no work of their own accord.
 """
 
 from __future__ import annotations

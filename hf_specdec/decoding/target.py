@@ -207,6 +207,10 @@ class TargetModel:
             input_ids: [batch, seq] int64, left-padded.
             generation_config: of the `generate` call.
             model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are read here.
+
+        Raises:
+            ValueError: positions of several axes, a cache that cannot be continued, cross-attention to something given,
+                no cache from the target, or a tensor at every step that nodes of a tree cannot share.
         """
         given = model_kwargs.get("past_key_values")
         self.cache = TreeCache.continuing(given, self.num_layers) if given is not None else TreeCache(self.num_layers)

@@ -44,7 +44,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     @property
     def num_tokens(self) -> int | None:
-        """Size of the target's vocabulary that it was trained with; None where it does not depend on one."""
+        """Size of the target's vocabulary that it was trained with; None where unknown or not compared."""
         size: int | None = self.config.vocab_size
         return size
 

@@ -62,7 +62,7 @@ def read_config(
 
     Args:
         folder: where `config.json` is.
-        source: what the user asked for; the headers of weights are fetched from it where the config leaves doubt.
+        source: what the user asked for; where the config leaves doubt, the weights are fetched from it for their names.
         families: as for `recognise`.
         defaults: gives what missing fields mean to the host's config class of a format's drafters.
 

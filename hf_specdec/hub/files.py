@@ -1,7 +1,8 @@
 """The files of a checkpoint: where they are, what they hold, and whether they can be trusted to be whole.
 
-Only JSON and safetensors files are downloaded or opened, and no Python; pickles only where a format asks for one by
-name. Nothing here knows a drafter format, and nothing here needs torch: tensors are loaded by `tensors.py`.
+Only files that the caller names are downloaded. Opened are JSON and safetensors files, pickles only where a format asks
+for one by name, and no Python. Nothing here knows a drafter format, and nothing here needs torch: tensors are loaded by
+`tensors.py`.
 """
 
 from __future__ import annotations

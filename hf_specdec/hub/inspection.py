@@ -1,7 +1,8 @@
 """inspect_drafter: what a checkpoint is, and what is wrong with it, from its config and the headers of its weights.
 
-Reads no weights and needs neither torch nor transformers; weights on the Hub are not downloaded. It looks at what
-`load_drafter` looks at before it loads; what only the target can tell is left to `load_drafter(..., target=model)`.
+Reads no weights and needs neither torch nor transformers, but for pickles older than torch 1.6. Weights on the Hub are
+downloaded only where the config leaves the format open. It looks at what `load_drafter` looks at before it loads; what
+only the target can tell is left to `load_drafter(..., target=model)`.
 """
 
 from __future__ import annotations

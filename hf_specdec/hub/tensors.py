@@ -1,7 +1,7 @@
 """Tensors of a checkpoint: loading them, and comparing what files hold with what a network needs.
 
-The files themselves are the business of `files.py`. The numbers of a pickle are read with `weights_only`, in this
-module alone; `pickles.py` lists what is in one.
+The files themselves are the business of `files.py`. The numbers of a pickle of weights are read here, with
+`weights_only`; `pickles.py` lists what is in one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Training drafters: rows of text, the frozen target's states, losses, and a Trainer with one step per method.
 
-Nothing here is imported by `hf_specdec` itself; it needs the extra `hf_specdec[train]`.
+Nothing here is imported by `import hf_specdec`. Rows of text and the training of H-RAD need the extra
+`hf_specdec[train]`; what `hf_specdec/adaptation/` uses does not.
 """
 
 from hf_specdec.training.dflash import DFlashStep

@@ -1,12 +1,12 @@
 """The training command: from a target and text to a drafter in the layout in which such drafters are published.
 
-`hf-specdec train` and `examples/train_drafter.py` run it; `main(argv)` is the same as a Python call. Four stages, each
-kept in --work-dir, so that a second run goes on where the first was stopped:
+`hf-specdec train` and `examples/train_drafter.py` run it; `main(argv)` is the same as a Python call. Four stages; what
+the first and the third give is kept in --work-dir, where a second run finds it, and --resume goes on with the fourth:
 
 1. the target continues prompts cut from text: what a drafter must foresee is what its target writes;
 2. rows of the plain text itself are mixed in;
 3. the frozen target's hidden states for all rows are computed once;
-4. the drafter trains on them, many passes, with fresh blocks every time.
+4. the drafter trains on them, pass after pass, with new random choices (anchors, cuts, positions) in each.
 
 What target, tokenizer, text and options tell is checked before the first stage, which takes minutes to hours. Training
 takes --minutes, from its first step to the end of its last evaluation; --write-minutes bounds the first stage, to the
@@ -336,7 +336,7 @@ def _inputs(target: PreTrainedModel, *documents: Sequence[Sequence[int]]) -> dic
 
 
 def _begun_with(checkpoints: Path) -> dict[str, Any]:
-    """The fingerprints of the run whose checkpoints these are; nothing where none were kept."""
+    """What the run whose checkpoints these are began with: `_inputs` and its `bf16`; nothing where none was kept."""
     file = checkpoints / INPUTS_FILE
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -377,7 +377,10 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
     text.add_argument("--rows", type=int, default=6144, help="continuations that the target writes")
     text.add_argument("--write-minutes", type=not_negative_float, default=12.0, help="stop writing after this time")
     text.add_argument(
-        "--writers", type=positive_int, default=None, help="processes; default: one per CPU core, one with a GPU"
+        "--writers",
+        type=positive_int,
+        default=None,
+        help="processes; default: as many as torch has threads, one with a GPU",
     )
     text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
     text.add_argument("--new-tokens", type=positive_int, default=192)

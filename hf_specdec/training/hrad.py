@@ -160,6 +160,9 @@ def collect(
         new_tokens: to generate per prompt.
         max_minutes: after which no further prompt is begun.
         batch_size: prompts run together.
+
+    Raises:
+        ValueError: no draft was made.
     """
     recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
     recorder.notes = []
@@ -340,6 +343,11 @@ def main(
         argv: the options.
         program: what the user typed before them; part of the record.
         corpus: text to use without --text; None makes --text required.
+
+    Raises:
+        ImportError: imbalanced-learn is not installed.
+        OSError: a model or a file is not there.
+        ValueError: too little text, or models, examples and options that do not fit each other.
     """
     parser = argparse.ArgumentParser(prog=program, description="Train H-RAD for a target and a draft model.")
     parser.add_argument("--target", required=True, help="folder or Hub id")

@@ -1,4 +1,4 @@
-"""Plain language models as drafters: any causal LM with the target's vocabulary, drafting chains or trees."""
+"""Plain language models as drafters: any causal LM with the target's tokenizer, drafting chains or trees."""
 
 from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.loading import load

@@ -1,4 +1,4 @@
-"""CausalLMDrafter: a smaller language model of the target's vocabulary drafts, token by token."""
+"""CausalLMDrafter: a smaller language model with the target's tokenizer drafts, token by token."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CausalLMDrafter(PublishedDrafter):
         entropy_weight: of the entropy (nats) in that bound (0.2).
     """
 
-    fits = "It can draft for any target of the same vocabulary; the one it was trained for accepts most."
+    fits = "It can draft for any target with the same tokenizer; the one it was trained for accepts most."
     method = "causal_lm_tree"
     option_names: ClassVar[tuple[str, ...]] = (
         "method",

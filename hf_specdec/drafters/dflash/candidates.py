@@ -86,7 +86,7 @@ class DFlashMarginals(BlockMarginals):
             pending.features.to(device=device, dtype=dtype),
             positions,
             embed_tokens=self.embed_tokens,
-            masks=self._masks(pending, new),
+            masks=self._masks(pending),
             cache=self.cache,
             lm_head=self.lm_head,
         )
@@ -99,7 +99,7 @@ class DFlashMarginals(BlockMarginals):
         self.pending = None
         return logits
 
-    def _masks(self, pending: RoundOutcome, new: int) -> list[Tensor | None] | None:
+    def _masks(self, pending: RoundOutcome) -> list[Tensor | None] | None:
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""
         cache = self.cache
         assert cache is not None

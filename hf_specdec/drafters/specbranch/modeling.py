@@ -1,7 +1,7 @@
 """SpecBranchDrafter: a draft model that drafts while the target verifies, and H-RAD, which tells it how far.
 
-H-RAD is the only network that is trained here; the draft model is any causal language model of the target's vocabulary.
-How a call drafts is in `candidates.py` and `drafting.py`. Source: SpecBranch, Sections 5.1 and 5.2.
+H-RAD is the only network that is trained here; the draft model is any causal language model with the target's
+tokenizer. How a call drafts is in `candidates.py` and `drafting.py`. Source: SpecBranch, Sections 5.1 and 5.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published layouts of others: one module each, which maps config fields and tensor names to ours and nothing else.
+"""Layouts of checkpoints, those of others and, in `own.py`, ours: how config fields and tensor names become ours.
 
 Which layout a checkpoint is of is decided in `hub/recognition.py`, the files are the business of `hub/files.py`.
 """

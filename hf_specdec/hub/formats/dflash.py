@@ -1,7 +1,7 @@
 """What the DFlash layouts have in common: which tensors there are.
 
 In layouts other than z-lab's, embeddings, head and vocabulary map may be the drafter's own. Source: shared facts on
-formats, sections 1.4, 3.4 and 5.2. The layouts are in `zlab.py`, `speculators.py` and `deepspec.py`.
+formats, sections 1.4, 3.4 and 5.2. The layouts are in `zlab.py`, `muse.py`, `speculators.py` and `deepspec.py`.
 """
 
 from __future__ import annotations

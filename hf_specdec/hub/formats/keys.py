@@ -1,8 +1,9 @@
 """Which keys of a `config.json` each reader knows. A key that it does not know is named, never left aside.
 
 A `Section` lists the keys of one object of a config: those that the reader reads, those that it need not read, and
-those that it need not read as long as they have certain values. Every `Format` has one. Values are the business of the
-readers; keys that make the host load or run something are dropped in `hub/host_keys.py`, before keys are compared.
+those that it need not read as long as they have certain values. Every `Format` has one, but that of plain language
+models. Values are the business of the readers; keys that make the host load or run something are dropped by
+`hf_specdec/host_keys.py`, before keys are compared.
 """
 
 from __future__ import annotations

@@ -189,7 +189,8 @@ def _envelope(kind: str, fields: Config, target: Config, architecture: str, spec
     Args:
         kind: "eagle3" or "dflash".
         fields: of our config.
-        target: `id` on the Hub, `architectures` and `num_layers`; the last two may be unknown, empty or None.
+        target: `id` on the Hub or path of its folder, `architectures` and `num_layers`; the last two may be unknown,
+            empty or None.
         architecture: of the drafter.
         speculative_tokens: that vLLM drafts by default.
     """
