@@ -2,7 +2,7 @@
 
 A conversation is a list of messages in the usual layout, `{"role": ..., "content": ...}`. Answers that the data holds
 are not used, because a drafter must foresee what its target says. One answer gives one row: the tokens of the
-conversation up to it, and its own, of which alone losses are taken. The command is in `write.py`.
+conversation up to it, and its own, the only ones that a loss should be taken of. The command is in `write.py`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def write_answers(
     if not tokenizer.chat_template:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot be asked in "
-            "conversations. Train on text instead, with --text."
+            "conversations. Train on text instead, with `hf-specdec train --text`."
         )
     recipe = {
         "target": fingerprint(model),
