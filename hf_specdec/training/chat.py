@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.chat_template import Message
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
 from hf_specdec.training.progress import TokenProgress
 
 ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,12 @@ def write_answers(
     Raises:
         ValueError: the folder holds answers that were written otherwise, or the tokenizer has no chat template.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot be asked in "
-            "conversations. Train on text instead, with `hf-specdec train --text`."
-        )
+    check_template(tokenizer)
     recipe = {
         "target": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
-        "conversations": hashlib.sha256(repr([each.messages for each in conversations]).encode()).hexdigest(),
+        "conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(),
         **asdict(settings),
     }
     own = Path(folder)
@@ -183,6 +179,15 @@ def write_answers(
             unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             unfinished.rename(files[number])
     return list(files.values())
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if there is no chat template to ask in."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot be asked in "
+            "conversations. Train on text instead, with `hf-specdec train --text`."
+        )
 
 
 def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import AutoTokenizer
 
-from hf_specdec.training.chat import AnswerSettings, read_conversations, write_answers
+from hf_specdec.training.chat import AnswerSettings, check_template, read_conversations, write_answers
 from hf_specdec.training.command import check_output, load_target
 from hf_specdec.training.number_type import computes_bfloat16
 from hf_specdec.training.option_types import not_negative_float, positive_int, seed_number
@@ -39,6 +39,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     conversations = read_conversations(arguments.data)
     processes = PartialState(cpu=not torch.cuda.is_available())
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    check_template(tokenizer)  # before the target is loaded
     bf16 = arguments.bf16
     if bf16 is None:
         bf16, reason = computes_bfloat16(processes.device.type)
