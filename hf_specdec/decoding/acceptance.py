@@ -102,9 +102,9 @@ class FollowTarget:
     """The acceptance rule of one `generate` call.
 
     A node that the target gives NaN for is not followed: its token may be chosen, as a bonus, and is the root of the
-    next round. NaN at a root says nothing of it while there are other tokens: masks let NaN pass, they only multiply
-    by 0. Such a row accepts nothing, and is to be verified again without its drafts. A root alone is taken as it is,
-    and so is the root of a row without drafts (`DraftTree.without_drafts`).
+    next round. NaN at a root says nothing of it while there are other tokens, or entries of the cache that the host
+    has dropped: masks let NaN pass, they only multiply by 0. Such a row accepts nothing, and is to be verified again
+    with these wiped and without its drafts. The root of a bare row (`DraftTree.without_drafts`) is taken as it is.
 
     Args:
         logits_processor: of the call, warpers included.
@@ -145,7 +145,7 @@ class FollowTarget:
         if not self.prefix_free:
             return self._walk_step_by_step(tree, logits, sequences, drawn)
         simple = tree.children is not None and not self.do_sample and not self.processors
-        if simple and abilities(logits.device).host_memory:
+        if simple and tree.bare is None and abilities(logits.device).host_memory:
             acceptance = _walk(tree, functools.partial(_likeliest, logits.numpy()))
         else:
             logits, choices = self._choices(tree, logits, drawn)
@@ -170,7 +170,7 @@ class FollowTarget:
     def _choices(self, tree: DraftTree, logits: Tensor, drawn: DrawnCandidates | None) -> tuple[Tensor, Tensor]:
         """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
         unknown = _unknown(tree, logits)
-        if unknown is not None and self.do_sample and (works_ahead(logits.device) or bool(unknown.any())):
+        if self.do_sample and (works_ahead(logits.device) or bool(unknown.any())):
             logits = logits.masked_fill(unknown.unsqueeze(-1), 0)  # drawing from NaN is an error
         logits = self._processed(tree, logits)
         if self.do_sample and tree.draft_probs is not None:
@@ -180,7 +180,7 @@ class FollowTarget:
         if drawn is not None:
             leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
             choices[leaf] = coupled_choices(logits[leaf], drawn.token_ids, drawn.draft_probs, drawn.drafted)
-        return logits, choices if unknown is None else choices.masked_fill(unknown, -1)
+        return logits, choices.masked_fill(unknown, -1)
 
     def _processed(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """[batch, nodes, vocab], all nodes through the processors at once."""
@@ -214,7 +214,7 @@ class FollowTarget:
         sequences.reserve(tree.max_depth + 1)
         walking = [row for row, active in enumerate(sequences.active) if active]
         unknown = _unknown(tree, logits)
-        if unknown is not None and bool(unknown[walking, 0].any()):  # no processor should see that
+        if bool(unknown[walking, 0].any()):  # no processor should see that
             return _read(tree, *follow(tree, torch.full_like(tree.token_ids, -1)))
         drafts = _drafts_below(tree) if self.do_sample and tree.draft_probs is not None else None
         for depth in range(tree.max_depth + 1):
@@ -319,13 +319,11 @@ def _drafts_below(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
     return token_ids.unsqueeze(-1), laws.unsqueeze(-2), drafted.unsqueeze(-1)
 
 
-def _unknown(tree: DraftTree, logits: Tensor) -> Tensor | None:
-    """[batch, nodes] bool: where the target gives NaN; None for a root alone, which plain decoding would run too.
+def _unknown(tree: DraftTree, logits: Tensor) -> Tensor:
+    """[batch, nodes] bool: where the target gives NaN, but for the roots of bare rows, which are taken as they are.
 
-    One number tells, since NaN in a hidden state is NaN in all logits. The root of a bare row is alone, too.
+    One number tells, since NaN in a hidden state is NaN in all logits.
     """
-    if tree.num_nodes == 1:
-        return None
     unknown = logits[..., 0].isnan()
     if tree.bare is not None:
         unknown[:, 0] &= ~tree.bare
@@ -333,13 +331,13 @@ def _unknown(tree: DraftTree, logits: Tensor) -> Tensor | None:
 
 
 def _likeliest(logits: np.ndarray, row: int, node: int) -> int:
-    """The token with the largest of the logits [batch, nodes, vocab] after a node, -1 where a draft tree has NaN there.
+    """The token with the largest of the logits [batch, nodes, vocab] after a node, -1 where there is NaN.
 
     As torch finds it: of equals the first, and NaN is the largest.
     """
     scores = logits[row, node]
     best = int(scores.argmax())
-    return -1 if logits.shape[1] > 1 and math.isnan(scores.item(best)) else best
+    return -1 if math.isnan(scores.item(best)) else best
 
 
 def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -201,6 +201,7 @@ class SpeculativeDecoding:
         if prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
             token_ids = torch.nn.functional.pad(token_ids, (new - prompt_length, 0))
         tree = DraftTree.root_only(token_ids[:, -1])
+        tree = replace(tree, bare=tree.valid[:, 0])  # the host's own forward: what it gives is taken as it is
         _, _, acceptance = self.judge(tree, output, [False] * batch)  # the first token goes out here
         # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
         self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
@@ -370,7 +371,8 @@ class SpeculativeDecoding:
             self.target.cache.wipe()  # else a row could not recover where the host drops what has been NaN
         if self.budget is not None and not self.budget.drafting:
             self.stats.num_undrafted_steps += sum(active)
-            return DraftTree.root_only(self.root_ids)
+            tree = DraftTree.root_only(self.root_ids)
+            return tree if self.nan_rows is None else tree.without_drafts(self.nan_rows)
         context = DraftContext(
             root_ids=self.root_ids,
             root_positions=self.root_positions,

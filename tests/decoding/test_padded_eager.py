@@ -52,6 +52,19 @@ def test_rows_that_recover_from_nan_are_drafted_for_again() -> None:
         assert max(drafter.stats.per_step_accepted[row]) == 3
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.parametrize("method", ["ngram", "specblock"])
+@pytest.mark.usefixtures("nan_from_padding")
+def test_rows_recover_from_nan_in_rounds_that_have_no_drafts(method: str) -> None:
+    # The look-up finds nothing, and the drafter has read NaN: until the rows recover, all rounds are roots alone.
+    target = make_target("mistral-sliding", "eager", torch.float64, seed=11)
+    prompts = {name: rows[list(PADDED)] for name, rows in PROMPTS["ragged batch of three"]().items()}
+    alone = target.generate(**prompts, **GREEDY)
+    assert torch.count_nonzero(alone[:, -5:]), "the target says something again"
+    drafter = METHODS[method](target)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+
+
 @pytest.mark.parametrize("make", [make_causal_lm, make_causal_lm_chain, make_specbranch])
 def test_a_draft_model_with_eager_attention_drafts_as_with_sdpa(make: Callable[[PreTrainedModel], Drafter]) -> None:
     target, prompts = make_target("llama", "sdpa", torch.float64), PROMPTS["ragged batch of three"]()
