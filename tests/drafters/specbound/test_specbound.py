@@ -17,12 +17,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec import load_drafter
+from hf_specdec.decoding.candidates import RoundOutcome
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.slices import LAYOUTS, LayerSlices
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbound import calibration as calibrating
+from hf_specdec.drafters.specbound.candidates import EarlyExitGenerator
 from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_specbound
@@ -118,6 +121,26 @@ def test_a_token_is_drafted_at_the_first_exit_that_is_confident(
             place += accepted + 1
     if learn_refusals and batch != "batch of one":
         assert repeats  # the rule has had something to say
+
+
+def test_of_a_chain_only_the_draft_that_was_refused_is_remembered(target: PreTrainedModel) -> None:
+    # Those behind it were drafted for a text that is not there.
+    drafter = make_specbound(target, learn_refusals=True)
+    generator = EarlyExitGenerator(drafter, TargetModel(target, drafter.feature_layers(target)))
+    generator.refused, generator.chains = [{(5, 1)}, set()], [[5, 1, 2, 3, 4], [7, 8]]
+    generator.observe(
+        RoundOutcome(
+            token_ids=torch.tensor([[5, 1], [7, 8]]),
+            features=None,
+            position_ids=torch.tensor([[0, 1], [0, 1]]),
+            valid=None,
+            num_committed=[2, 2],
+            num_accepted=[1, 1],
+            target_logits=torch.zeros(2, 5, 64),
+            tree=DraftTree.chain(torch.tensor([[5, 1, 2, 3, 4], [7, 8, 0, 0, 0]])),
+        )
+    )
+    assert generator.refused == [{(1, 2)}, set()]
 
 
 # The bounds.
