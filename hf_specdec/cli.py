@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _pair(verify)
     verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
-    verify.add_argument("--max-new-tokens", type=int, default=48)
+    verify.add_argument("--max-new-tokens", type=_count, default=48)
     verify.add_argument("--max-time", type=float, default=60.0, metavar="SECONDS")
     _where(verify)
 
@@ -192,6 +192,13 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    """How many tokens are to be written."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
+
+
 def _temperature(text: str) -> float:
     """What `generate` takes, and 0 for greedy decoding."""
     if not 0 <= float(text) < float("inf"):
@@ -217,7 +224,7 @@ def _pair(parser: argparse.ArgumentParser) -> None:
 def _writing(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--system", help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"default: {max_new_tokens}")
+    parser.add_argument("--max-new-tokens", type=_count, default=max_new_tokens, help=f"default: {max_new_tokens}")
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--seed", type=_seed, default=0)
     _where(parser)
@@ -256,10 +263,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from hf_specdec.hub.checkpoint import check_is_target
     from hf_specdec.verification import verify_lossless
 
-    check_is_target(arguments.target, arguments.drafter)
+    _check_names(arguments)
     model = _load_target(arguments)
     drafter = _load(arguments, model)
     report = verify_lossless(
@@ -378,10 +384,10 @@ def _stdin() -> str:
 def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) -> Drafter:
     from hf_specdec.hub.loading import load_drafter
 
-    options = dict(_option(text) for text in getattr(arguments, "option", ()))
+    options = dict(map(_option, getattr(arguments, "option", ())))
     if taken := sorted(options.keys() & signature(load_drafter).parameters.keys()):
         raise ValueError(f"--option {taken[0]}=... is no drafting option; --help tells what else can be set.")
-    if arguments.drafter == "ngram" and not Path("ngram").is_dir():
+    if _is_look_up(arguments.drafter):
         from hf_specdec.drafters.ngram import NGramDrafter
 
         if arguments.revision is not None:
@@ -411,13 +417,28 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value  # a word
 
 
+def _is_look_up(drafter: str) -> bool:
+    return drafter == "ngram" and not Path("ngram").is_dir()
+
+
+def _check_names(arguments: argparse.Namespace) -> None:
+    """Raises if target and drafter are not what they should be, or options are none: the target's weights take long."""
+    from hf_specdec.hub.checkpoint import check_is_target
+    from hf_specdec.hub.files import CONFIG_FILE, Source
+
+    for text in arguments.option:
+        _option(text)
+    check_is_target(arguments.target, arguments.drafter)
+    if not _is_look_up(arguments.drafter):
+        source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
+        source.locate([CONFIG_FILE])
+
+
 def _load_tokenizer(arguments: argparse.Namespace) -> Any:
     """The target's, before its weights: what is asked of the chat template is checked first."""
     from transformers import AutoTokenizer
 
-    from hf_specdec.hub.checkpoint import check_is_target
-
-    check_is_target(arguments.target, arguments.drafter)
+    _check_names(arguments)
     return AutoTokenizer.from_pretrained(arguments.target)
 
 

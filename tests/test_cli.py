@@ -149,6 +149,38 @@ def test_target_and_drafter_the_other_way_round_are_told_before_anything_is_load
     assert f"{str(drafter.parent / 'target')!r}. Are the two swapped?" in printed
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["nowhere/at/all"], "There is no folder 'nowhere/at/all'"),
+        (["ngram", "--option", "tree_budget"], "must have the form NAME=VALUE"),
+    ],
+)
+def test_what_the_command_line_tells_is_checked_before_the_target_is_loaded(
+    wrong: list[str],
+    message: str,
+    drafter: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+    for command in (["verify"], ["generate", "--prompt", "a"]):
+        assert main([command[0], str(drafter.parent / "target"), *wrong, *command[1:]]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_target_whose_files_are_cut_short_is_refused(
+    target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "target" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert main(["verify", str(tmp_path / "target"), "ngram"]) == 1
+    assert f"The files of target {str(tmp_path / 'target')!r} are damaged" in capsys.readouterr().err
+
+
 def test_target_that_lacks_weights_is_refused(
     target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +219,15 @@ def test_a_temperature_that_is_none_is_refused_before_anything_is_loaded(
     printed = capsys.readouterr()
     assert f"{temperature} must be a finite number of at least 0" in printed.err
     assert not printed.out
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_no_tokens_to_write_are_refused_before_anything_is_loaded(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "target", "ngram", "--prompt", "a", "--max-new-tokens", number])
+    assert f"--max-new-tokens: {number} must be at least 1" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

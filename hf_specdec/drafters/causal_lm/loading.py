@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -62,11 +64,16 @@ def whole_target(name: str, **settings: Any) -> PreTrainedModel:
 
     Raises:
         OSError: as `from_pretrained`.
-        ValueError: as `from_pretrained`, or weights are missing or of another shape; names them.
+        ValueError: as `from_pretrained`, or files are damaged, or weights are missing or of another shape; names them.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
-    )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **settings
+        )
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RecursionError) as error:
+        raise ValueError(
+            f"The files of target {name!r} are damaged ({type(error).__name__}: {error}): copy or download them again."
+        ) from error
     lacking = {kind: info[kind] for kind in ("missing_keys", "mismatched_keys")}
     if differences := loading_differences(lacking | {"unexpected_keys": ()}):
         raise ValueError(
