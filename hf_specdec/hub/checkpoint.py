@@ -47,6 +47,9 @@ _KINDS: dict[str, Any] = {
         dict,
     ),
 }
+_SWITCH = re.compile(
+    r"^((is_)?causal(_head)?|use_swa|sample_from_anchor|fc_norm|norm_(output|before_\w+)|own_(embeddings|head))$"
+)
 _IN_WORDS: dict[Any, str] = {list: "a list of names", str: "a name", dict: "an object"}
 _POSITIVE = re.compile(r"rope_theta$|^(factor|rotary_emb_base|rope_local_base_freq)$")
 _AT_LEAST_0 = re.compile(r"(^|_)(eps|epsilon)$")
@@ -57,6 +60,7 @@ def read_config(
     source: Source,
     families: Iterable[tuple[Callable[[dict[str, Any]], bool], Format]] = (),
     defaults: Callable[[Format], Mapping[str, Any]] = lambda format: {},
+    told: Callable[[Format], None] = lambda format: None,
 ) -> tuple[Format, dict[str, Any]]:
     """The format of a checkpoint, and its `config.json`; warns of keys that are dropped or mean nothing here.
 
@@ -65,6 +69,7 @@ def read_config(
         source: what the user asked for; where the config leaves doubt, the weights are fetched from it for their names.
         families: as for `recognise`.
         defaults: gives what missing fields mean to the host's config class of a format's drafters.
+        told: is called with the format once it is known, before what can be wrong with its fields is looked for.
 
     Raises:
         OSError: a file is not there.
@@ -92,6 +97,7 @@ def read_config(
             return ()  # no weights: what the config lacks is the better thing to say
 
     format = recognise(fields, name, tensor_names, families)
+    told(format)
     if fields.get("quantization_config") is not None:
         raise ValueError(
             f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
@@ -148,6 +154,8 @@ def _check_kinds(fields: dict[str, Any], name: str) -> None:
         named = not isinstance(value, list) or all(isinstance(entry, str) for entry in value)
         if key in _KINDS and value is not None and not (isinstance(value, kind) and named):
             raise ValueError(f"{_has(key, value, name)}; it must be {_IN_WORDS[kind]}.")
+        if _SWITCH.search(key) and value not in (None, False, True):  # every text is true, "false" too
+            raise ValueError(f"{_has(key, value, name)}; it must be true or false.")
 
 
 def _check_numbers(fields: dict[str, Any], name: str) -> None:

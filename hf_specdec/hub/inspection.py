@@ -126,8 +126,8 @@ def inspect_drafter(
 def _look(found: Inspection, source: Source, folder: Path) -> None:
     """Fills in what the files tell; warns of what is no problem."""
     try:
-        format, fields = read_config(folder, source)
-        found.format, found.family = format.name, format.family
+        format, fields = read_config(folder, source, told=lambda format: setattr(found, "format", format.name))
+        found.family = format.family
         for key in (key for key in CODE if fields.get(key)):
             warnings.warn(f"{CONFIG_FILE} names Python code ({key}), which is never run here.", stacklevel=2)
         headers = _headers(source, folder, format)

@@ -41,6 +41,7 @@ from hf_specdec.hub.files import (
 )
 from hf_specdec.hub.formats.base import Format, as_it_is
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
+from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 from hf_specdec.hub.wording import printable
 
@@ -215,7 +216,13 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
         OSError, ValueError: as `load_drafter`, or it is no language model.
     """
     folder = source.locate([CONFIG_FILE])
-    format, fields = read_config(folder, source, registered_formats(), _host_defaults)
+    try:
+        format, fields = read_config(folder, source, registered_formats(), _host_defaults)
+    except NotADrafterError as error:
+        raise ValueError(
+            f"{source.name!r} is no language model that transformers has: {error.found}. A draft model must be one, as "
+            "LlamaForCausalLM is: copy or download it again, or name another one."
+        ) from error
     if FAMILIES[format.family].load is None:
         raise ValueError(f"{source.name!r} is a drafter ({format.name}), not a language model.")
     return _load_host_model(format, fields, source, folder, dtype, None, {})

@@ -60,7 +60,7 @@ def recognise(
     for recognises, format in [*families, (is_language_model, LANGUAGE_MODEL)]:
         if recognises(config):
             return format
-    raise not_a_drafter(config, name)
+    raise NotADrafterError(config, name)
 
 
 def drafter_layout(config: Config, name: str) -> str | None:
@@ -91,12 +91,15 @@ def _published(config: Config, name: str, tensor_names: Callable[[], Collection[
     return None
 
 
-def not_a_drafter(config: Config, name: str) -> ValueError:
-    """The error for a checkpoint that no layout fits."""
-    return ValueError(
-        f"{name!r} is not a drafter that load_drafter knows: its config.json has architectures "
-        f"{config.get('architectures')!r} and model_type {config.get('model_type')!r}. Formats loaded: {_known()}."
-    )
+class NotADrafterError(ValueError):
+    """A checkpoint that no layout fits; `found` is what its config says to be."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        architectures, model_type = config.get("architectures"), config.get("model_type")
+        self.found = f"its config.json has architectures {architectures!r} and model_type {model_type!r}"
+        super().__init__(
+            f"{name!r} is not a drafter that load_drafter knows: {self.found}. Formats loaded: {_known()}."
+        )
 
 
 def is_language_model(config: Config) -> bool:

@@ -165,6 +165,14 @@ def test_language_model_larger_than_its_files_is_refused_before_memory_is_taken(
     assert kind == "pair" or inspect_drafter(folder).problems
 
 
+def test_a_pairs_draft_model_that_is_none_is_told_without_the_kinds_of_drafters(pair: Path) -> None:
+    change_config(pair / "draft_model", architectures=["SomethingElse"])
+    message = r"draft_model' is no language model that transformers has: .* architectures \['SomethingElse'\] and"
+    with pytest.raises(ValueError, match=message) as caught:
+        load_drafter(pair)
+    assert "Formats loaded" not in str(caught.value)
+
+
 def test_table_that_no_file_holds_is_bounded(tmp_path: Path) -> None:
     config = GPTJConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=8)
     GPTJForCausalLM(config).save_pretrained(tmp_path / "draft-lm")

@@ -76,8 +76,27 @@ def test_unknown_key_is_named_in_an_error_and_without_a_value_in_a_warning(
     message = rf"config.json of .* has {place}gate_of_next_year=\[1, 2\]: the reader of {CASES[case].format.split()[0]}"
     with pytest.raises(ValueError, match=message):
         load_drafter(tmp_path)
-    [problem] = inspect_drafter(tmp_path).problems
+    found = inspect_drafter(tmp_path)
+    [problem] = found.problems
     assert f"has {place}gate_of_next_year=[1, 2]" in problem
+    assert (found.format, found.family) == (CASES[case].format, None)
+
+
+@pytest.mark.parametrize(
+    ("case", "section", "key"),
+    [
+        ("JetSpec, full layers said to be causal", "dflash_config", "causal_head"),
+        ("z-lab, full layers said to be causal", "", "is_causal"),
+        ("speculators, hidden-state ids, missing flags", "", "norm_before_residual"),
+    ],
+)
+def test_a_switch_that_is_a_text_is_refused(
+    case: str, section: str, key: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    CASES[case].save(build(CASES[case], target), tmp_path)
+    change(tmp_path, section, **{key: "false"})
+    with pytest.raises(ValueError, match=f"has {key}='false'; it must be true or false"):
+        load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "specblock", "specbound", "specbranch"])

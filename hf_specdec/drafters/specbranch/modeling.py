@@ -430,6 +430,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         target = model.config.get_text_config(decoder=True)
         name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
         if self.config.h_rad:
+            named = repr(self.config.target_name_or_path) if self.config.target_name_or_path else "that target"
             for field, found in (
                 ("target_hidden_size", target.hidden_size),
                 ("num_target_layers", target.num_hidden_layers),
@@ -439,7 +440,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                     raise ValueError(
                         f"The H-RAD of {name!r} was trained for a target whose {field.removeprefix('target_')} is "
                         f"{trained}, but target {target_name!r} has {found}. It fits only the pair it was trained for: "
-                        f"use {self.config.target_name_or_path or 'that target'!r}, or train one for this pair."
+                        f"use {named}, or train one for this pair."
                     )
         if self._pair is None:
             if self.device.type != "meta":  # a blueprint, which only knows the shapes
