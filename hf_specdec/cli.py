@@ -439,7 +439,13 @@ def _load_tokenizer(arguments: argparse.Namespace) -> Any:
     from transformers import AutoTokenizer
 
     _check_names(arguments)
-    return AutoTokenizer.from_pretrained(arguments.target)
+    try:
+        return AutoTokenizer.from_pretrained(arguments.target)
+    except (ValueError, RecursionError) as error:  # some of many lines, and none names the target
+        raise ValueError(
+            f"The tokenizer of target {arguments.target!r} cannot be loaded: its files are not beside the model's, or "
+            f"damaged. {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:

@@ -181,6 +181,17 @@ def test_target_whose_files_are_cut_short_is_refused(
     assert f"The files of target {str(tmp_path / 'target')!r} are damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [None, "[" * 100_000], ids=["missing", "endless"])
+def test_target_without_a_tokenizer_is_told_in_one_line(
+    content: str | None, target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in (tmp_path / "target").glob("tokenizer*"):
+        file.unlink() if content is None else file.write_text(content)
+    assert main(["generate", str(tmp_path / "target"), "ngram", "--prompt", "a"]) == 1
+    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"The tokenizer of target {str(tmp_path / 'target')!r} cannot be loaded" in printed
+
+
 def test_target_that_lacks_weights_is_refused(
     target: PreTrainedModel, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
