@@ -130,18 +130,24 @@ def test_what_is_wrong_is_told_in_one_line(
     assert message in printed
 
 
+@pytest.fixture
+def no_weights(target: PreTrainedModel, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads weights fails; those that the test names are saved before."""
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+
+
 @pytest.mark.parametrize("command", [["verify"], ["generate", "--prompt", "a"]])
 def test_target_and_drafter_the_other_way_round_are_told_before_anything_is_loaded(
     command: list[str],
     target: PreTrainedModel,
     drafter: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    no_weights: None,
 ) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
     swapped = [*command[:1], str(drafter), str(drafter.parent / "target"), *command[1:]]
     assert main(swapped) == 1
     printed = capsys.readouterr().err
@@ -161,12 +167,8 @@ def test_what_the_command_line_tells_is_checked_before_the_target_is_loaded(
     message: str,
     drafter: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    no_weights: None,
 ) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
     for command in (["verify"], ["generate", "--prompt", "a"]):
         assert main([command[0], str(drafter.parent / "target"), *wrong, *command[1:]]) == 1
         assert message in capsys.readouterr().err

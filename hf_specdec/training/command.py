@@ -41,7 +41,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoTokenizer,
@@ -72,7 +71,7 @@ from hf_specdec.training.data import (
     write_continuations,
 )
 from hf_specdec.training.features import cache_states, fingerprint, settings_of
-from hf_specdec.training.number_type import computes_bfloat16
+from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.option_types import not_negative_float, positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
@@ -135,10 +134,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         if last is not None and "bf16" in begun_with:
             arguments.bf16 = begun_with["bf16"]
         else:
-            arguments.bf16, reason = computes_bfloat16(device)
-            (arguments.bf16,) = broadcast_object_list([arguments.bf16])
-            number_type, other = ("bfloat16", "--no-bf16") if arguments.bf16 else ("float32", "--bf16")
-            processes.print(f"number type: {number_type}, since {reason}; {other} chooses the other")
+            arguments.bf16 = chosen_bfloat16(processes)
     host_settings = _host_settings(arguments, recipe, checkpoints, device)
 
     train_texts, held_out_texts = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)

@@ -8,9 +8,20 @@ from __future__ import annotations
 import time
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 SIZE = 256  # of the matrices in the trial; float32 fills a core's vector units from here on
 LEAST_GAIN = 1.25  # what float32's precision is given up for
+
+
+def chosen_bfloat16(processes: PartialState) -> bool:
+    """The same answer for all processes of a run, by the trial of the first one, which says it in a line."""
+    bf16, reason = computes_bfloat16(processes.device.type)
+    (bf16,) = broadcast_object_list([bf16])
+    number_type, other = ("bfloat16", "--no-bf16") if bf16 else ("float32", "--bf16")
+    processes.print(f"number type: {number_type}, since {reason}; {other} chooses the other", flush=True)
+    return bf16
 
 
 def computes_bfloat16(device: str) -> tuple[bool, str]:

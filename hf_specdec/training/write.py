@@ -10,16 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import AutoTokenizer
 
 from hf_specdec.training.chat import AnswerSettings, check_template, read_conversations, write_answers
 from hf_specdec.training.command import check_output, load_target
-from hf_specdec.training.number_type import computes_bfloat16
+from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.option_types import not_negative_float, positive_int, seed_number
 
 
@@ -37,15 +37,11 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     arguments = _parser(program).parse_args(argv)
     check_output(arguments.output)
     conversations = read_conversations(arguments.data)
-    processes = PartialState(cpu=not torch.cuda.is_available())
+    # The one that is done first waits for the others, hours where many long answers are left.
+    processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     check_template(tokenizer)  # before the target is loaded
-    bf16 = arguments.bf16
-    if bf16 is None:
-        bf16, reason = computes_bfloat16(processes.device.type)
-        (bf16,) = broadcast_object_list([bf16])
-        number_type, other = ("bfloat16", "--no-bf16") if bf16 else ("float32", "--bf16")
-        processes.print(f"number type: {number_type}, since {reason}; {other} chooses the other", flush=True)
+    bf16 = chosen_bfloat16(processes) if arguments.bf16 is None else arguments.bf16
     target = load_target(arguments.target, torch.bfloat16 if bf16 else torch.float32)
     settings = AnswerSettings(
         arguments.temperature, arguments.max_new_tokens, arguments.max_length, arguments.batch_size, arguments.seed

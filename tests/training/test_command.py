@@ -250,7 +250,7 @@ def test_the_number_type_is_what_the_device_is_fast_in_unless_one_is_asked_for(
         raise StoppedError
 
     make_target("llama", dtype=torch.bfloat16).save_pretrained(place / "target")
-    monkeypatch.setattr("hf_specdec.training.command.computes_bfloat16", lambda device: (found, "of a trial"))
+    monkeypatch.setattr("hf_specdec.training.number_type.computes_bfloat16", lambda device: (found, "of a trial"))
     monkeypatch.setattr("hf_specdec.training.command.DrafterTrainer.train", stopped)
     with pytest.raises(StoppedError):
         main([*TRAIN, "--steps", "2", "--output", "drafter", *options])
@@ -262,7 +262,9 @@ def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for found, resume in ((False, []), (True, ["--resume"])):
-        monkeypatch.setattr("hf_specdec.training.command.computes_bfloat16", lambda device, found=found: (found, "so"))
+        monkeypatch.setattr(
+            "hf_specdec.training.number_type.computes_bfloat16", lambda device, found=found: (found, "so")
+        )
         main([*TRAIN, "--steps", "2", "--output", f"drafter{found}", *resume])
     record = json.loads((place / "drafterTrue/training.json").read_text())
     assert record["settings"]["bf16"] is False
