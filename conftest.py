@@ -1,4 +1,4 @@
-"""What pytest leaves out: doctests that need an optional package, and combinations of parameters (`--exhaustive`).
+"""What pytest leaves out: combinations of parameters (`--exhaustive`).
 
 A test with many combinations of parameters carries a mark, by which only some of them are run; with `--exhaustive`
 (`make test-all`) all are. A combination that is named on the command line is run whatever the mark.
@@ -6,13 +6,10 @@ A test with many combinations of parameters carries a mark, by which only some o
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections import Counter
 
 import pytest
-
-collect_ignore = [] if importlib.util.find_spec("triton") else ["hf_specdec/decoding/attention_kernel.py"]
 
 MARKS = {
     "each_value": "run so many combinations of parameters that each value of each parameter occurs",

@@ -23,7 +23,6 @@ class Abilities:
             cost more to call than to compute.
         float64: it computes in double precision.
         groups_heads: torch's attention takes grouped heads and a mask in one go, without a copy of the keys.
-        splits_prefix: attention over the prefix without a mask pays (`decoding/attention.py`).
         works_ahead: it goes on with what it was given while the host does something else, and has CUDA's streams,
             events, pinned copies and graphs.
     """
@@ -31,7 +30,6 @@ class Abilities:
     host_memory: bool = False
     float64: bool = True
     groups_heads: bool = False
-    splits_prefix: bool = False
     works_ahead: bool = False
 
 
@@ -49,7 +47,7 @@ def _cautious(device: torch.device) -> Abilities:
 
 
 _CPU = Abilities(host_memory=True, groups_heads=True)
-_CUDA = Abilities(splits_prefix=True, works_ahead=True)
+_CUDA = Abilities(works_ahead=True)
 RULES: dict[str, Callable[[torch.device], Abilities]] = {"cpu": lambda _: _CPU, "cuda": lambda _: _CUDA}
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.attention import Spans, attach
 from hf_specdec.decoding.modes import inference_on_cpu
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class PendingChain:
         self.cache.reserve(width)
         self._template = target.chain_template(len(root_positions), width)
         self._positions = target.position_ids(self._template, root_positions)
-        self._masks: dict[str, tuple[Tensor, Spans | None]] | None = None
+        self._masks: dict[str, Tensor] | None = None
         self._rotary: dict[str, tuple[Tensor, Tensor]] | None = None
         # [(layers passed, [batch, nodes, hidden])] in the order of the nodes: no node has passed more than its parent.
         self._segments: list[tuple[int, Tensor]] = []
@@ -97,11 +96,7 @@ class PendingChain:
             if self._masks is None:
                 self._masks = self.target.attention_masks(self._template)
             entries = self.cache.longest + stop
-            masks = {}
-            for kind, (mask, spans) in self._masks.items():
-                masks[kind] = mask[:, :, nodes, :entries]
-                if spans is not None:
-                    attach(masks[kind], Spans(spans.first[:, nodes].contiguous(), spans.stop, stop))
+            masks = {kind: mask[:, :, nodes, :entries] for kind, mask in self._masks.items()}
         self.target.num_layers_run += last - first
         with self.cache.behind(start), self.target.own_attention:
             return self.slices.run(

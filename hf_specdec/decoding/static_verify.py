@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.attention import Spans, attach
 from hf_specdec.decoding.graphs import NODE_BUCKETS, Workspace, nodes_bucket, prefix_bucket, write_tree
 from hf_specdec.decoding.tree import DraftTree
 
@@ -96,7 +95,7 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
 def _mask(
     target: TargetModel, window: int | None, depths: Tensor, sees: Tensor, lengths: Tensor, starts: Tensor, at: int
 ) -> Tensor:
-    """Additive [batch, 1, nodes, at + all nodes], with the intervals it was made of; the nodes are the last of all."""
+    """Additive [batch, 1, nodes, at + all nodes]; the nodes are the last of all."""
     own_depths = depths[:, -sees.shape[1] :]
     first = starts.unsqueeze(1).expand_as(own_depths)
     if window is not None:
@@ -107,7 +106,4 @@ def _mask(
     seen = torch.cat([prefix, sees], dim=-1)
     # Made anew: a graph must not read what ends with the call that captured it, as `target.visible` does.
     mask = torch.zeros(seen.shape, dtype=target.dtype, device=seen.device)
-    mask = mask.masked_fill_(~seen, torch.finfo(target.dtype).min).unsqueeze(1)
-    if target.uses_tree_attention and target.splits_prefix:
-        attach(mask, Spans(first.to(torch.int32).contiguous(), lengths.to(torch.int32), depths.shape[1]))
-    return mask
+    return mask.masked_fill_(~seen, torch.finfo(target.dtype).min).unsqueeze(1)

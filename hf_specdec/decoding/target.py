@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.attention import Spans, attach, tree_attention, usable
+from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.modes import inference_on_cpu
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
@@ -88,12 +87,9 @@ class TargetModel:
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
         self.num_layers: int = self.config.num_hidden_layers  # a config takes its time to answer
-        self.uses_tree_attention = usable(model)
         # Attention code of a family's own may need contiguous keys; a product over several rows copies them anyway.
         self.copies_entries = not (model._supports_attention_backend or model._supports_sdpa)
-        self.own_attention = tree_attention(self.config) if self.uses_tree_attention else nullcontext()
-        # A kernel that takes grouped heads and a mask in one go needs no intervals beside the mask.
-        self.splits_prefix = abilities(model.device).splits_prefix
+        self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
         self.compiles = compile_mode == "reduce-overhead"
         self.static: StaticVerify | None = None
         self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
@@ -469,7 +465,7 @@ class TargetModel:
             if not (output_attentions or output_hidden_states):
                 return TargetOutput(*self.static(self, tree, position_ids, first, lead), None, None)
             self.cache.place_nodes(None)
-        token_ids, mask = tree.token_ids, self._attention_mask(tree, first)
+        token_ids, mask = tree.token_ids, self.masks_as_wanted(self.attention_masks(tree, first))
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
@@ -495,22 +491,13 @@ class TargetModel:
             outputs.hidden_states if output_hidden_states else None,
         )
 
-    def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, tuple[Tensor, Spans | None]]:
-        """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on, with their spans.
+    def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, Tensor]:
+        """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on.
 
         By layer type where the target takes a dict, else one for all layers under the key "all".
         """
-        masks = {}
-        for kind, window in self.windows.items():
-            mask = self._additive(tree, window).unsqueeze(1)
-            masks[kind] = (mask[:, :, first:] if first else mask, self._spans(tree, window, first))
-        return masks
-
-    def _attention_mask(self, tree: DraftTree, first: int) -> Tensor | dict[str, Tensor]:
-        masks = {}
-        for kind, (mask, spans) in self.attention_masks(tree, first).items():
-            masks[kind] = mask if spans is None else attach(mask, spans)
-        return self.masks_as_wanted(masks)
+        masks = {kind: self._additive(tree, window).unsqueeze(1) for kind, window in self.windows.items()}
+        return {kind: mask[:, :, first:] for kind, mask in masks.items()} if first else masks
 
     def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Masks by the keys of `windows` in the form that the host takes."""
@@ -543,16 +530,6 @@ class TargetModel:
             prefix[:, : self.prompt_mask.shape[1]] &= self.prompt_mask
         prefix = prefix.unsqueeze(1).expand(-1, tree.num_nodes, -1)
         return torch.cat([prefix, tree.ancestor_mask.to(prefix.device)], dim=-1)
-
-    def _spans(self, tree: DraftTree, window: int | None, first: int) -> Spans | None:
-        """The prefix columns of a mask as intervals, where our attention asks for them and they are intervals."""
-        if not (self.uses_tree_attention and self.splits_prefix) or self.prompt_starts is None:
-            return None
-        lengths = self.cache.lengths
-        starts = self.prompt_starts.unsqueeze(1).expand(-1, tree.num_nodes - first)
-        if window is not None:
-            starts = starts.maximum(lengths.unsqueeze(1) + tree.depths[:, first:] - (window - 1))
-        return Spans(starts.to(torch.int32).contiguous(), lengths.to(torch.int32), tree.num_nodes)
 
 
 def _windows(model: PreTrainedModel) -> dict[str, int | None]:

@@ -58,9 +58,7 @@ def states(*shape: int) -> Tensor:
 
 
 def bound_target(family: str = "qwen3-mixed") -> TargetModel:
-    target = TargetModel(fresh_target(family, "sdpa").to(META), feature_layers=(0, 2))
-    target.splits_prefix = True
-    return target
+    return TargetModel(fresh_target(family, "sdpa").to(META), feature_layers=(0, 2))
 
 
 def cache(layers: int) -> TreeCache:

@@ -307,24 +307,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.each_pair
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
-@pytest.mark.parametrize("split", [False, True], ids=["whole mask", "context as intervals"])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_captured_blocks_have_the_logits_of_the_usual_forward(
-    variant: str, batch: str, split: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_blocks_have_the_logits_of_the_usual_forward(variant: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter = make_dflash(target, **VARIANTS[variant]).to(torch.float64)
     with torch.no_grad():  # drafts that are kept now and then, so that rounds commit different numbers of tokens
         drafter.layers[0].mlp.down_proj.weight.mul_(0.1)
     usual, alone = logits_of(drafter, target, prompts)
-    make = drafter.candidate_generator
-
-    def splitting(bound: TargetModel) -> Any:
-        bound.splits_prefix = split
-        return make(bound)
-
-    monkeypatch.setattr(drafter, "candidate_generator", splitting)
     for _ in range(2):
         captured, output = logits_of(compiling(drafter), target, prompts)
         assert output.tolist() == alone.tolist()

@@ -20,7 +20,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from hf_specdec.decoding.attention import is_split, tree_attention_forward
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
@@ -73,13 +72,10 @@ class DFlashAttention(HeadProjections):
         keys = keys * cos + rotate_half(keys) * sin
         if cache is not None:
             keys, values = cache.layers[layer].update(keys, values)
-        if is_split(mask):
-            attended = tree_attention_forward(self, queries, keys, values, mask)[0]
-        else:
-            attended = nn.functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, enable_gqa=self.groups > 1
-            ).transpose(1, 2)
-        return self.o_proj(attended.reshape(batch, slots, -1))
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, slots, -1))
 
 
 class DFlashLayer(nn.Module):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.attention import Spans, attach
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket
@@ -111,7 +110,7 @@ def _block_logits(
 def _masks(
     source: DFlashMarginals, at: int, slots: Tensor, lengths: Tensor, counts: Tensor, width: int
 ) -> list[Tensor]:
-    """Per layer additive [batch, 1, block, at + width + block]; on a GPU the context as intervals besides."""
+    """Per layer additive [batch, 1, block, at + width + block]."""
     batch, device = len(lengths), lengths.device
     cached, new = torch.arange(at, device=device), torch.arange(width, device=device)
     ahead = slots.unsqueeze(1) - slots
@@ -129,9 +128,5 @@ def _masks(
         context = (cached >= first.unsqueeze(-1)) & (cached < lengths[:, None, None])
         seen = torch.cat([context, fresh, block.expand(batch, -1, -1)], dim=-1)
         mask = torch.zeros(seen.shape, dtype=source.dtype, device=device)
-        mask = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)
-        if source.target.splits_prefix:
-            spans = Spans(first.to(torch.int32).contiguous(), lengths.to(torch.int32), width + len(slots))
-            attach(mask, spans)
-        masks[window, causal] = mask
+        masks[window, causal] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)
     return [masks[kind] for kind in source.layer_kinds]
