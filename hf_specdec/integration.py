@@ -1,13 +1,11 @@
-"""The wraps in transformers, two on GenerationMixin and one in pipelines, and a check of the functions we wrap or call.
+"""The wraps in transformers: two on GenerationMixin and one in pipelines.
 
 Enabling is idempotent and reversible.
 
 `generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
 streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
 wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
-other assistants take the stock path, untouched. `decoding/` calls `_prefill`,
-`_update_model_kwargs_for_generation` and `prepare_inputs_for_generation` of the host, and registers an attention
-function with it.
+other assistants take the stock path, untouched. What `decoding/` uses of the host is in `decoding/host.py`.
 
 The constructor of a pipeline compares the config of `assistant_model` with the target's, to learn whether text must be
 translated between two tokenizers; a `Drafter` drafts the target's own tokens and needs no config, so our wrap of
@@ -17,31 +15,19 @@ translated between two tokenizers; a `Drafter` drafts the target's own tokens an
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import transformers
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMixin, GenerationMode
-from transformers.pipelines import base as pipelines
+from transformers.generation import GenerationMode
 
+from hf_specdec.decoding.host import EXPECTED, check_host
 from hf_specdec.decoding.loop import SpeculativeDecoding
+from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
-
-# What we wrap or call, and the leading parameters that each must have for that to mean what we think it means.
-_OF_PIPELINES = "load_assistant_model"
-_EXPECTED = {
-    _OF_PIPELINES: ("model", "assistant_model", "assistant_tokenizer"),
-    "_assisted_decoding": ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config"),
-    "_validate_generation_mode": ("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_prefill": ("self", "input_ids", "generation_config", "model_kwargs"),
-    "_update_model_kwargs_for_generation": ("self", "outputs", "model_kwargs", "is_encoder_decoder"),
-    "prepare_inputs_for_generation": ("self", "input_ids", "next_sequence_length"),
-}
 
 
 def enable() -> None:
@@ -52,37 +38,23 @@ def enable() -> None:
     Raises:
         ImportError: the installed transformers has functions of another shape than the ones we know.
     """
-    _check_host()
+    check_host()
     for name, wrap in _WRAPS.items():
-        function = getattr(_owner(name), name)
+        owner, _ = EXPECTED[name]
+        function = getattr(owner, name)
         if not hasattr(function, "_hf_specdec_original"):
             wrapped = wrap(function)
             wrapped._hf_specdec_original = function
-            setattr(_owner(name), name, wrapped)
+            setattr(owner, name, wrapped)
 
 
 def disable() -> None:
     """Puts transformers back as it was; a `Drafter` then is an assistant that stock `generate` does not understand."""
     for name in _WRAPS:
-        original = getattr(getattr(_owner(name), name), "_hf_specdec_original", None)
+        owner, _ = EXPECTED[name]
+        original = getattr(getattr(owner, name), "_hf_specdec_original", None)
         if original is not None:
-            setattr(_owner(name), name, original)
-
-
-def _owner(name: str) -> Any:
-    return pipelines if name == _OF_PIPELINES else GenerationMixin
-
-
-def _check_host() -> None:
-    for name, expected in _EXPECTED.items():
-        function = getattr(_owner(name), name, None)
-        found = tuple(inspect.signature(function).parameters)[: len(expected)] if function is not None else None
-        if found != expected:
-            raise ImportError(
-                f"hf_specdec needs {_owner(name).__name__}.{name}{expected}, but transformers "
-                f"{transformers.__version__} has {name}{found if found is not None else ' missing'}. Supported: "
-                "transformers >= 5.17, < 6."
-            )
+            setattr(owner, name, original)
 
 
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +97,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
 _WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
     "_assisted_decoding": _wrap_assisted_decoding,
     "_validate_generation_mode": _wrap_validate_generation_mode,
-    _OF_PIPELINES: _wrap_load_assistant_model,
+    "load_assistant_model": _wrap_load_assistant_model,
 }
 
 
@@ -195,19 +167,28 @@ def _decode(
     **model_kwargs: Any,
 ) -> Any:
     drafter.check_pairing(model, input_ids)
-    drafter.stats = SpeculationStats(method=drafter.method)
+    stats = drafter.stats = SpeculationStats(method=drafter.method)
+    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get("past_key_values"))
+    target = TargetModel(
+        model,
+        drafter.feature_layers(model),
+        compile_mode=drafter.compile_mode,
+        output_attentions=records.keeps_attentions,
+        output_hidden_states=records.keeps_hidden_states,
+    )
     return SpeculativeDecoding(
-        TargetModel(model, drafter.feature_layers(model), compile_mode=drafter.compile_mode),
+        target,
         drafter.candidate_generator,
         input_ids,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
         model_kwargs=model_kwargs,
-        stats=drafter.stats,
+        stats=stats,
+        records=records,
+        policy=drafter.policy(model, len(input_ids), stats),
+        observers=() if drafter.trace is None else (drafter.trace,),
         streamer=streamer,
-        trace=drafter.trace,
-        budget=drafter.auto_budget(model, len(input_ids)),
     ).run()
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.acceptance import Acceptance, FollowTarget
+from hf_specdec.decoding.accept import Acceptance, Acceptor
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
@@ -23,7 +23,7 @@ from tests.methods import make_causal_lm, make_causal_lm_chain
 from tests.scripted import StubDrafter, fixed_tree
 
 
-class Relaxed(FollowTarget):
+class Relaxed(Acceptor):
     """Likes what was drafted: a drafted token counts for more than the target says."""
 
     def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
@@ -34,7 +34,7 @@ class Relaxed(FollowTarget):
         return super().__call__(tree, bent, sequences, ahead)
 
 
-class Warmer(FollowTarget):
+class Warmer(Acceptor):
     """Chooses by another law: that of twice the temperature."""
 
     def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
@@ -94,7 +94,7 @@ def commit_first(cache: TreeCache, path: Tensor, counts: list[int]) -> None:
 
 
 def rule(wrong: type) -> Callable[[], AbstractContextManager[object]]:
-    return lambda: patch.object(loop, "FollowTarget", wrong)
+    return lambda: patch.object(loop, "Acceptor", wrong)
 
 
 # name: (makes a drafter for a target, what is wrong meanwhile, which of the report's verdicts must say so)

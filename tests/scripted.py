@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.generator import DraftContext, Committed, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
@@ -22,7 +22,7 @@ class StubDrafter(Drafter):
     def __init__(self, draft: Callable[[DraftContext], DraftTree]) -> None:
         self.draft = draft
         self.trees: list[DraftTree] = []
-        self.outcomes: list[RoundOutcome] = []
+        self.outcomes: list[Committed] = []
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Fits any target."""
@@ -44,7 +44,7 @@ class _StubGenerator(TreeCandidateGenerator):
         self.drafter.trees.append(tree)
         return tree
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, committed: Committed) -> None:
         self.drafter.outcomes.append(outcome)
 
 

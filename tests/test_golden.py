@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec.decoding.acceptance import follow
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.accept import follow
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.ddtree import heap_tree, level_tree
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
@@ -83,7 +83,7 @@ def test_dflash_draft_equals_the_reference_round_by_round(file: Path) -> None:
         projected = drafter.hidden_norm(drafter.fc(features))
         torch.testing.assert_close(projected, tensors[f"round{index}.context_projected"], **TOLERANCES)
         marginals.observe(
-            RoundOutcome(
+            Committed(
                 token_ids=torch.zeros(1, new, dtype=torch.int64),
                 features=features,
                 position_ids=torch.arange(start, start + new)[None],

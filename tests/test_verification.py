@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import verify_lossless
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.ngram import NGramDrafter
@@ -121,7 +121,7 @@ def drafts_near_misses(target: PreTrainedModel) -> StubDrafter:
 
 def test_relaxed_acceptance_is_caught_in_both_modes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(target, drafts_near_misses(target))
-    monkeypatch.setattr(loop, "FollowTarget", Relaxed)
+    monkeypatch.setattr(loop, "Acceptor", Relaxed)
     report = check(target, drafts_near_misses(target))
     assert not report.greedy
     assert not report.sampled

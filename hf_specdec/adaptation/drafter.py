@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_specdec.adaptation.learner import Learner, Update
 from hf_specdec.adaptation.policy import Action, CostAwareBandit, FailSafe, Policy, QueryResult
 from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecorder
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter

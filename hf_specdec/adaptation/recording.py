@@ -15,7 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 
@@ -127,30 +129,33 @@ class QueryRecorder(TreeCandidateGenerator):
         self.between_rounds()
         return self.inner.draft(context)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        features = outcome.features
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
+        return self.inner.verify(target, tree, state)
+
+    def observe(self, committed: Committed) -> None:
+        features = committed.features
         assert features is not None
         if not self.rows:
-            self.rows = [_Row(count) for count in outcome.num_committed]
-        if outcome.tree is not None:
-            self._note_path(outcome)
-        for index, (row, count) in enumerate(zip(self.rows, outcome.num_committed, strict=True)):
-            if outcome.valid is None or outcome.tree is not None:  # padding, if any, is behind
-                row.token_ids.append(outcome.token_ids[index, :count])
+            self.rows = [_Row(count) for count in committed.num_committed]
+        if committed.tree is not None:
+            self._note_path(committed)
+        for index, (row, count) in enumerate(zip(self.rows, committed.num_committed, strict=True)):
+            if committed.valid is None or committed.tree is not None:  # padding, if any, is behind
+                row.token_ids.append(committed.token_ids[index, :count])
                 row.features.append(features[index, :count])
             else:
-                row.token_ids.append(outcome.token_ids[index][outcome.valid[index]])
-                row.features.append(features[index][outcome.valid[index]])
+                row.token_ids.append(committed.token_ids[index][committed.valid[index]])
+                row.features.append(features[index][committed.valid[index]])
             row.length += count
-        self.inner.observe(replace(outcome, features=features[..., : self.width]))
+        self.inner.observe(replace(committed, features=features[..., : self.width]))
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return self.inner.describe(tree)
 
-    def _note_path(self, outcome: RoundOutcome) -> None:
-        assert outcome.path is not None
-        states, drafted = self.giver.draft_states(outcome.path)
-        kept = zip(self.rows, outcome.num_from_tree, outcome.num_accepted, strict=True)
+    def _note_path(self, committed: Committed) -> None:
+        assert committed.path is not None
+        states, drafted = self.giver.draft_states(committed.path)
+        kept = zip(self.rows, committed.num_committed, committed.num_accepted, strict=True)
         for index, (row, count, accepted) in enumerate(kept):
             if count == 0:  # it waited for the others
                 continue

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from hf_specdec.benchmark.reference import HostTree
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
-from hf_specdec.decoding.slices import decoder_layers
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter
@@ -237,9 +237,9 @@ class ScriptedGenerator(TreeCandidateGenerator):
             torch.tensor([offsets] * batch, device=device), torch.tensor([parents] * batch, device=device), self.depth
         )
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, committed: Committed) -> None:
         if self.inner is not None:
-            self.inner.observe(outcome)
+            self.inner.observe(committed)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.inner is not None:

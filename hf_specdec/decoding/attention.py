@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.host import attention_of, looks_attention_up, set_attention
 
 TREE_ATTENTION = "hf_specdec_tree"
 
@@ -32,7 +33,7 @@ def usable(model: PreTrainedModel) -> bool:
     return (
         abilities(model.device).groups_heads
         and own_implementation(config) == "sdpa"
-        and bool(model._supports_attention_backend)
+        and looks_attention_up(model)
         and getattr(config, "attn_logit_softcapping", None) is None
         and _layers_share(model, config)
     )
@@ -60,14 +61,13 @@ class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker th
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        # The field that the lookup reads, past the config's setter, which would check it and walk over all parts.
-        self.key, self.fields = id(config), vars(config)
+        self.key, self.config = id(config), config
 
     def __enter__(self) -> None:
         with _IN_USE_LOCK:
-            users, before = _IN_USE.get(self.key, (0, self.fields["_attn_implementation_internal"]))
+            found = set_attention(self.config, TREE_ATTENTION)
+            users, before = _IN_USE.get(self.key, (0, found))
             _IN_USE[self.key] = users + 1, before
-            self.fields["_attn_implementation_internal"] = TREE_ATTENTION
 
     def __exit__(self, *error: object) -> None:
         with _IN_USE_LOCK:
@@ -75,7 +75,7 @@ class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker th
             if users > 1:
                 _IN_USE[self.key] = users - 1, before
             else:
-                self.fields["_attn_implementation_internal"] = before
+                set_attention(self.config, before)
 
 
 # By the id of a config: how many are in `tree_attention`, and what was there before.
@@ -86,7 +86,7 @@ _IN_USE_LOCK = threading.Lock()
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """The attention that a target's text config asks for, whoever verifies trees with it at the moment."""
     in_use = _IN_USE.get(id(config))
-    return config._attn_implementation if in_use is None else in_use[1]
+    return attention_of(config) if in_use is None else in_use[1]
 
 
 def tree_attention_forward(

@@ -1,17 +1,23 @@
-"""What devices can do, where a choice between ways to the same tokens depends on it: one rule per kind of device.
+"""What devices can do, and what follows from it: reading small tensors, inference mode, waiting for the device.
 
-Such choices ask `abilities`. In `decoding/` the name of a device is asked for only where CUDA's own events, kernels and
-properties are used. Kinds without a rule get the cautious one: float64 only if a trial succeeds, the host's own
-attention, no work of their own accord.
+A choice between ways to the same tokens that depends on the device asks `abilities`. In `decoding/` the name of a
+device is asked for only where CUDA's own events, streams and properties are used. Kinds of devices without a rule get
+the cautious one: float64 only if a trial succeeds, the host's own attention, no work beside the host.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,58 @@ def wait_for(device: torch.device) -> None:
     """Returns when the device has done all that it was given, for time measurements."""
     if not abilities(device).host_memory:
         torch.accelerator.synchronize(device)
+
+
+class ToHost:
+    """Copies into pinned memory behind what the device is doing; whoever reads waits for this copy and no longer.
+
+    On a device that does not work ahead the copy is made at once.
+
+    Args:
+        tensor: may be written over as soon as this returns.
+
+    Example:
+        >>> ToHost(torch.tensor([[3, 1]])).tolist()
+        [[3, 1]]
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        ahead = abilities(tensor.device).works_ahead
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=ahead)
+        self._copy.copy_(tensor, non_blocking=ahead)  # without an event nothing would tell when it has arrived
+        self._arrived = torch.cuda.Event() if ahead else None
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(tensor.device))  # where the copy is under way
+
+    def tolist(self) -> Any:
+        """The values, once they are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy.tolist()
+
+
+_NOTHING = nullcontext()
+
+
+def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
+    """Inference mode on a CPU: what autograd notes of every small operation costs percents there, even under no_grad.
+
+    Nothing elsewhere, where hooks of modules that are spread over devices may not bear it. Entering and leaving takes
+    40 us, so it is entered as seldom as possible.
+    """
+    if not abilities(device).host_memory or torch.is_inference_mode_enabled():
+        return _NOTHING
+    return torch.inference_mode()
+
+
+def in_inference_mode(method: Callable[P, T]) -> Callable[P, T]:
+    """`torch.inference_mode()` for a method, which costs next to nothing where that is on already."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode():
+            return method(*args, **kwargs)
+
+    return run

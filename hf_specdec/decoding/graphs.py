@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.attention import own_implementation
 from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.host import experts_of
 from hf_specdec.decoding.rotary import rotary_limits
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
         return "its modules are offloaded or spread over devices"
     config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if experts and config._experts_implementation == "eager":  # type: ignore[union-attr]
+    if config is not None and experts and experts_of(config) == "eager":
         return "its experts are run in a loop that depends on the data (experts_implementation='eager')"
     limits = [] if config is None else rotary_limits(config)
     if limits:
@@ -125,7 +126,7 @@ def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> lis
     for module in modules:
         config = module.config.get_text_config(decoder=True) if isinstance(module, PreTrainedModel) else None
         if config is not None:  # the target's own attention, though another thread may verify a tree with it just now
-            found += [own_implementation(config), getattr(config, "_experts_implementation", None)]
+            found += [own_implementation(config), experts_of(config)]
     left: list[nn.Module | None] = [*modules]
     while left:  # a third of the time of `modules()`
         part: Any = left.pop()

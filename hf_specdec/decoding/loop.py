@@ -1,19 +1,17 @@
 """The loop: prefill, then rounds of draft, verify, accept, commit, until every row has stopped.
 
-It knows the target, trees and the rule of acceptance, and no method by name. Only one small tensor per round travels
-to the host: how many nodes each row kept and which tokens they are. Where everything else stays on the device, the
-host reads it when the next draft, or all of the next round, has been launched.
+It knows the target, trees and the rule of acceptance, and no method by name. A round's outcome stays on the device;
+what travels to the host is one small tensor: how many nodes each row kept and which tokens they are. When the host
+reads it is a matter of one number, `lag`.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +19,18 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.acceptance import PREFIX_FREE, STATEFUL, Acceptance, FollowTarget, Walk
-from hf_specdec.decoding.budget import AutoBudget
-from hf_specdec.decoding.candidates import (
-    ChoiceRule,
-    DraftContext,
-    DraftsAhead,
-    RoundOutcome,
-    TreeCandidateGenerator,
-)
-from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.modes import inference_on_cpu
+from hf_specdec.decoding.accept import PREFIX_FREE, STATEFUL, Acceptor, Verdict
+from hf_specdec.decoding.devices import abilities, inference_on_cpu
+from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.host import pad_token_id
+from hf_specdec.decoding.observers import Observer, Round
+from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.sequences import Sequences
+from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.stopwatch import Stopwatch
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.trace import Trace
-from hf_specdec.decoding.transfer import works_ahead
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
+from hf_specdec.decoding.tree import DraftTree, from_host, pick
 
 
 @dataclass
@@ -53,18 +41,12 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A round that the device has been given, to the draft of the next one, and of which the host knows nothing yet.
+class Flying:
+    """A round that the target has verified and the host has not read."""
 
-    Attributes:
-        walk: what will come of it.
-        outcome: as the generator has seen it; its lists are filled when the walk is read.
-        active: per row, whether it takes part.
-    """
-
-    walk: Walk
-    outcome: RoundOutcome
-    active: list[bool]
+    tree: DraftTree
+    output: TargetOutput
+    verdict: Verdict
 
 
 class SpeculativeDecoding:
@@ -79,9 +61,10 @@ class SpeculativeDecoding:
         generation_config: of the call, with its special token tensors.
         model_kwargs: of the call; `past_key_values` is read and, at the end, brought to plain decoding's state.
         stats: filled while the call runs.
+        records: what the output is to hold beside tokens.
+        policy: chooses how much is drafted.
+        observers: see every round.
         streamer: receives tokens in order, as soon as no later round can change them.
-        trace: records the rounds, where wanted.
-        budget: chooses how much of each tree is verified; all of it where None.
 
     Raises:
         ValueError: a processor keeps state from call to call and there are several rows.
@@ -98,47 +81,34 @@ class SpeculativeDecoding:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         stats: SpeculationStats,
+        records: TokenRecords,
+        policy: Always,
+        observers: Sequence[Observer] = (),
         streamer: BaseStreamer | None = None,
-        trace: Trace | None = None,
-        budget: AutoBudget | None = None,
     ) -> None:
-        batch = len(input_ids)
         stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
-        if stateful and batch > 1:
+        if stateful and len(input_ids) > 1:
             raise ValueError(
-                f"{stateful[0]} keeps state from call to call, for rows that grow together, but in a batch of {batch} "
-                "rows accept different numbers of drafted tokens. Generate one row at a time, or without "
-                "assistant_model."
+                f"{stateful[0]} keeps state from call to call, for rows that grow together, but in a batch of "
+                f"{len(input_ids)} rows accept different numbers of drafted tokens. Generate one row at a time, or "
+                "without assistant_model."
             )
-        self.target = target
-        self.make_generator = make_generator
-        self.config = generation_config
-        self.model_kwargs = model_kwargs
-        self.stats = stats
-        self.trace = trace
-        self.budget = budget
-        self.rows: list[int] | None = None  # those that rounds are made for, once some have been dropped
-        self.row_ids: Tensor  # the same on the device: a list would be sent there, and waited for, at every use
-        self.outcomes: list[RoundOutcome] = []  # not yet reported to the generator
-        self.early_tree: DraftTree | None = None  # of the next round, if it has been drafted
-        self.launched: Launched | None = None  # the latest round, if the host has yet to read what came of it
-        self.nan_rows: Tensor | None = None  # [batch] bool: for whose roots alone the target gives NaN; None for none
-        self.num_nan_rounds = 0  # of such rows
-        pad_token = generation_config._pad_token_tensor
-        pad_token_id = None if pad_token is None else int(pad_token)
-        self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id, streamer)
-        self.records = TokenRecords(generation_config, input_ids.shape[0], model_kwargs.get("past_key_values"))
-        self.accept = FollowTarget(
-            logits_processor, do_sample=generation_config.do_sample, keep_scores=self.records.keeps_scores
-        )
+        self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
+        self.started = time.perf_counter()
+        stats.begin(input_ids)
+        self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id(generation_config), streamer)
+        self.records, self.policy = records, policy
+        self.observers = (stats, records, policy, *observers)
+        do_sample = generation_config.do_sample
+        self.acceptor = Acceptor(logits_processor, do_sample=do_sample, keep_scores=records.keeps_scores)
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
-        self.choice = ChoiceRule(generation_config.do_sample, LogitsProcessorList(warpers))
+        self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
-        # What the target keeps this thread busy: on a CPU the drafter's share of the core is not its own.
-        self.clock = time.thread_time if abilities(input_ids.device).host_memory else time.perf_counter
-        self.lap: Callable[[str], None]
-        self.root_ids: Tensor
-        self.root_positions: Tensor
+        self.flying: Flying | None = None
+        self.nan_rows: list[bool] | None = None  # live rows for whose root the target gave NaN; None for none
+        root_ids = self.sequences.ids[:, input_ids.shape[1] - 1]
+        self.state = RoundState(root_ids, torch.zeros_like(root_ids))
+        self.generator = make_generator(target)
 
     @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
@@ -149,29 +119,21 @@ class SpeculativeDecoding:
         """
         # Events, streams and captures are made on the current device, which need not be the target's.
         with torch.cuda.device_of(self.sequences.ids):
-            return self._run()
-
-    def _run(self) -> SpeculativeOutput | Tensor:
-        started = time.perf_counter()
-        self.stats.stopwatch = Stopwatch(self.sequences.ids.device)
-        self.lap = self.stats.stopwatch.lap
-        self.stats.per_step_accepted += [[] for _ in range(self.sequences.batch)]
-        generator = self.make_generator(self.target)
-        try:
-            with self.target.tapping():
-                self.prefill(generator)
-                with self.inference_where_unseen():
-                    while not self.sequences.done:
-                        self.round(generator)
-                if self.launched is not None:  # in vain: the text had ended before
-                    self.read(self.launched)
-                output_ids = self.sequences.finish()
-                self.hand_back_cache(output_ids)
-                generator.count(self.stats)
-                self.report_fallbacks()
-        finally:
-            generator.close()
-            self.stats.total_time_s = time.perf_counter() - started
+            try:
+                with self.target.tapping():
+                    entry_offset = self.prefill()
+                    with self.inference_where_unseen():
+                        while not self.sequences.done:
+                            self.round()
+                    output_ids = self.sequences.finish()
+                    self.stats.count_target(self.target)
+                    cache = self.model_kwargs["past_key_values"]
+                    self.target.hand_back(cache, output_ids, self.sequences.lengths, entry_offset)
+                    self.generator.count(self.stats)
+                    self.stats.report_plain_steps()
+            finally:
+                self.generator.close()
+                self.stats.total_time_s = time.perf_counter() - self.started
         if not self.config.return_dict_in_generate:
             return output_ids
         return SpeculativeOutput(
@@ -181,379 +143,164 @@ class SpeculativeDecoding:
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
 
-    def inference_where_unseen(self) -> AbstractContextManager[object]:
-        """Inference mode for all rounds, on a CPU, unless code of the caller's is to see their tensors."""
-        seen = bool(self.accept.processors) or self.records.keeps_any or self.sequences.watched
-        return nullcontext() if seen else inference_on_cpu(self.sequences.ids.device)
+    def prefill(self) -> int:
+        """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root.
 
-    def prefill(self, generator: TreeCandidateGenerator) -> None:
-        """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root."""
-        batch, prompt_length = self.sequences.batch, self.sequences.prompt_length
-        prompt = self.sequences.ids[:, :prompt_length]
-        output = self.target.prefill(prompt, self.config, self.model_kwargs)
-        self.target.check_reach()
-        entries = self.target.cache.get_seq_length()
-        # Cache entry e holds token e - entry_offset of a row; not 0 where a cache came with only the new tokens.
-        self.entry_offset = entries - prompt_length
-        positions, valid = self.target.prompt_positions()
+        Returns:
+            Cache entry e holds token e minus this of a row; not 0 where a cache came with only the new tokens.
+        """
+        sequences, target = self.sequences, self.target
+        prompt = sequences.ids[:, : sequences.prompt_length]
+        output = target.prefill(prompt, self.config, self.model_kwargs)
+        target.check_reach()
+        entries = target.cache.get_seq_length()
+        positions, valid = target.prompt_positions()
         new = positions.shape[1]  # fewer than the prompt where a cache was continued
         token_ids = prompt[:, -new:]
-        if prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
-            token_ids = torch.nn.functional.pad(token_ids, (new - prompt_length, 0))
+        if sequences.prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
+            token_ids = torch.nn.functional.pad(token_ids, (new - sequences.prompt_length, 0))
         tree = DraftTree.root_only(token_ids[:, -1])
         tree = replace(tree, bare=tree.valid[:, 0])  # the host's own forward: what it gives is taken as it is
-        _, _, acceptance = self.judge(tree, output, [False] * batch)  # the first token goes out here
+        verdict = self.acceptor(tree, output.logits, sequences)
+        self.settle(Flying(tree, output, verdict), is_prefill=True)  # the first token goes out here
         # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
-        self.target.begin_rounds(entries + min(self.config.max_length - prompt_length, 4096) + 128)
-        generator.observe(
-            RoundOutcome(
-                token_ids=token_ids,
-                features=output.features,
-                position_ids=positions,
-                valid=valid,
-                num_committed=[new] * batch if valid is None else valid.sum(1).tolist(),
-                num_accepted=[0] * batch,
-                target_logits=output.logits,
-            )
-        )
-        self.lap("prefill")
-        if self.trace is not None:
-            self.trace.begin(prompt, acceptance)
+        target.begin_rounds(entries + min(self.config.max_length - sequences.prompt_length, 4096) + 128)
+        self.state = RoundState(verdict.bonus_ids, target.root_positions())
+        counts = [new] * len(prompt) if valid is None else valid.sum(1).tolist()
+        counts = Counts.of(counts, prompt.device)
+        self.generator.observe(Committed(token_ids, output.features, positions, valid, counts, output.logits))
+        self.stats.lap("prefill")
+        return entries - sequences.prompt_length
 
-    def round(self, generator: TreeCandidateGenerator) -> None:
-        """Draft, verify while the drafter may go on, accept, commit."""
-        active = self.live(self.sequences.active)
-        began = time.perf_counter()
-        layers_run = self.target.num_layers_run
-        if self.target.at_rotary_limit and not self.entry_offset:
-            self.target.renew(self.sequences.ids[:, : self.sequences.lengths[0]])
-        with inference_on_cpu(self.sequences.ids.device):  # for drafting and verifying together
-            self.root_positions = self.target.root_positions()
-            tree, self.early_tree = self.early_tree or self.draft(generator, active), None
-            self.lap("tree")
-            launched = time.perf_counter()
-            drafts = self.budget is None or self.budget.drafting
-            pending = generator.draft_ahead(tree) if drafts else None
-            busy_from = self.clock() if pending is not None else 0.0
-            output = self.verify(tree)
-        ahead = None
-        if pending is not None:
-            if works_ahead(tree.token_ids.device):  # else the target's own time would be that of its launch
-                torch.cuda.current_stream(tree.token_ids.device).synchronize()
-            busy_s = self.clock() - busy_from
-            ahead = pending.result()
-            self.stats.count_ahead(ahead.busy_s, busy_s, time.perf_counter() - launched)
-        self.lap("verify")
-        self.stats.num_layers_run += self.target.num_layers_run - layers_run
-        if self.may_draft_early(generator, tree):
-            self.draft_before_reading(generator, tree, output, active)
+    def round(self) -> None:
+        """Draft, verify, accept, commit; and `lag` rounds late the host reads what came of it."""
+        lag = self.lag()
+        if lag == 0:
+            self.settle(self.flying)
+            self.drop_finished_rows()
+        if self.sequences.done:
             return
-        roots = self.root_ids
-        tree, output, acceptance = self.judge(tree, output, active, ahead)
-        self.lap("accept")
-        if not all(active):  # a row that waits for the others goes on from the root it has
-            self.root_ids = self.root_ids.where(from_host(active, roots.device), roots)
-        if self.trace is not None:
-            notes = generator.describe(tree) if tree.num_nodes > 1 else None
-            self.trace.add(tree, acceptance, active, self.sequences.lengths, notes)
-        self.outcomes.append(self.commit(acceptance, active, tree, output))
-        self.lap("commit")
-        if self.budget is not None:
-            seconds = time.perf_counter() - began
-            self.budget.note(tree, acceptance.path, acceptance.num_accepted, active, seconds)
-        if self.budget is None or self.budget.drafting:
-            generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
-            self.outcomes = []
-        elif self.target.static is not None:
-            self.outcomes[-1] = self.outcomes[-1].lasting()
-        self.drop_finished_rows(generator)
-
-    def verify(self, tree: DraftTree) -> TargetOutput:
-        """One forward of the target over a tree."""
-        self.stats.num_target_forwards += 1
-        return self.target.verify(
-            tree,
-            self.root_positions,
-            output_attentions=self.records.keeps_attentions,
-            output_hidden_states=self.records.keeps_hidden_states,
-        )
-
-    def verify_anew(self, root: DraftTree) -> TargetOutput:
-        """A round without its drafts, because of one of which the target has given NaN for the root too."""
-        self.target.cache.wipe()
-        layers_run = self.target.num_layers_run
-        with inference_on_cpu(root.token_ids.device):
-            output = self.verify(root)
-        self.stats.num_layers_run += self.target.num_layers_run - layers_run
-        return output
-
-    def leave_drafts_out(self) -> None:
-        """The same where the host has learned it late: the next round, drafted meanwhile, is made one of its roots."""
-        assert self.early_tree is not None
-        self.target.cache.wipe()
-        self.early_tree = self.bare_roots(self.early_tree)
-
-    def may_draft_early(self, generator: TreeCandidateGenerator, tree: DraftTree) -> bool:
-        """Whether nothing that the host must know stands between this round and the next draft."""
-        on_device = self.target.static is not None and tree.children is None and tree.draft_probs is None
-        watched = self.trace is not None or self.records.keeps_any or self.budget is not None
-        watched |= self.nan_rows is not None
-        return generator.drafts_early and on_device and self.accept.prefix_free and not watched
-
-    def draft_before_reading(
-        self, generator: TreeCandidateGenerator, tree: DraftTree, output: TargetOutput, active: list[bool]
-    ) -> None:
-        """The rest of a round, with the next draft launched before the host waits for what came of this one.
-
-        All that it reads, counts and streams then happens beside the device, which has a draft to make. A last round
-        drafts in vain. Where nobody waits for the tokens, it reads them even later: when the next round, too, is under
-        way. A last round is then followed by one that is thrown away.
-        """
-        walk = self.accept.begin(tree, output.logits)
-        self.lap("accept")
-        going = from_host(active, self.root_ids.device)
-        counts = (walk.num_accepted + 1) * going
-        order = count_up(walk.path.shape[1], walk.path.device)
-        features = output.features
-        if features is not None:
-            features = pick(features, walk.path.to(features.device))
-        outcome = RoundOutcome(
-            token_ids=walk.path_ids,
-            features=features,
-            position_ids=self.root_positions.unsqueeze(1) + order,
-            valid=order < counts.unsqueeze(1),
-            num_committed=[],
-            num_accepted=[],
-            target_logits=output.logits,
-            tree=tree,
-            path=walk.path,
-            counts=counts,
-        )
-        self.target.cache.commit_unread(walk.path, counts, lambda: outcome.num_committed)
-        generator.observe(outcome)
-        self.lap("commit")
-        self.root_ids = walk.bonus_ids.where(counts > 0, self.root_ids)
-        self.root_positions = self.target.root_positions()
-        with inference_on_cpu(self.root_ids.device):
-            self.early_tree = self.draft(generator, active)
-        self.lap("tree")
-        before, self.launched = self.launched, Launched(walk, outcome, active)
-        spoilt = before is not None and self.read(before)
-        may_wait = works_ahead(self.root_ids.device) and self.sequences.can_wait and not spoilt
-        if self.sequences.done or may_wait:
+        tree = self.draft()
+        if lag == 1 and self.settle(self.flying):
             return
-        spoilt |= self.read(self.launched)
-        self.launched = None
-        if spoilt:
-            self.leave_drafts_out()
-        self.drop_finished_rows(generator)
-
-    def read(self, launched: Launched) -> bool:
-        """Waits for what came of a round. Rows that the round before has ended get nothing of it.
-
-        Returns:
-            Whether it came to nothing for some row, because the target gave NaN for its root (`FollowTarget`).
-        """
-        outcome, acceptance = launched.outcome, launched.walk.read()
-        outcome.num_accepted += acceptance.num_accepted
-        counts = [len(tokens) if on else 0 for tokens, on in zip(acceptance.tokens, launched.active, strict=True)]
-        outcome.num_committed += counts
-        outcome.tokens += acceptance.tokens
-        active = self.live(self.sequences.active)
-        self.count(acceptance, [on and bool(new) for on, new in zip(active, acceptance.tokens, strict=True)])
-        self.append(acceptance, None)
-        self.lap("accept")
-        return _is_spoilt(acceptance, active)
-
-    def draft(self, generator: TreeCandidateGenerator, active: list[bool]) -> DraftTree:
-        """The tree of this round, or a root alone where drafting does not pay."""
         if self.nan_rows is not None:
-            self.target.cache.wipe()  # else a row could not recover where the host drops what has been NaN
-        if self.budget is not None and not self.budget.drafting:
-            self.stats.num_undrafted_steps += sum(active)
-            tree = DraftTree.root_only(self.root_ids)
-            return tree if self.nan_rows is None else tree.without_drafts(self.nan_rows)
+            tree = self.without_spoilt_rows(tree, self.nan_rows)
+        with inference_on_cpu(tree.token_ids.device):
+            output = self.generator.verify(self.target, tree, self.state)
+        self.stats.lap("verify")
+        if lag == 2 and self.settle(self.flying):
+            return
+        active = self.sequences.live(self.sequences.active)
+        going = None if all(active) else active
+        verdict = self.acceptor(tree, output.logits, self.sequences, output.drawn, going)
+        self.flying = Flying(tree, output, verdict)
+        if lag == 0:
+            self.settle(self.flying)
+        self.stats.lap("accept")
+        self.commit(tree, output, verdict)
+        self.stats.lap("commit")
+
+    def lag(self) -> int:
+        """When the host reads what came of a round.
+
+        0: at once. 1: when the next draft is launched, which then needs nothing that the host knows. 2: when the next
+        round is verified, too, where nobody waits for the tokens; a last round is then followed by one in vain.
+        """
+        device_only = self.generator.drafts_early and self.target.static is not None and self.acceptor.prefix_free
+        if not device_only or self.nan_rows is not None or any(each.waits for each in self.observers):
+            return 0
+        if self.may_drop_rows and self.sequences.finished_places:
+            return 0
+        return 2 if abilities(self.sequences.ids.device).works_ahead and self.sequences.can_wait else 1
+
+    def draft(self) -> DraftTree:
+        """The tree of this round: of what the policy wants, what the target can take."""
+        sequences = self.sequences
         context = DraftContext(
-            root_ids=self.root_ids,
-            root_positions=self.root_positions,
-            sequences=self.sequences.ids if self.rows is None else self.sequences.ids[self.row_ids],
-            lengths=self.live(self.sequences.lengths),
-            active=active,
+            root_ids=self.state.root_ids,
+            root_positions=self.state.root_positions,
+            sequences=sequences.live_ids,
+            lengths=sequences.live(sequences.lengths),
+            active=sequences.live(sequences.active),
             choice=self.choice,
-            node_limit=None if self.budget is None else self.budget.node_limit,
-            lap=self.lap,
+            lap=self.stats.lap,
         )
-        tree = generator.draft(context)
-        self.lap("draft")
-        if self.budget is not None:
-            self.stats.num_probe_steps += sum(active) if self.budget.probing else 0
-            tree = self.budget.cut(tree, active)
-        if self.nan_rows is not None:
-            tree = tree.without_drafts(self.nan_rows)
-        return self.target.within_reach(tree.within_vocabulary(self.vocab_size), self.root_positions)
+        self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)
+        with inference_on_cpu(sequences.ids.device):
+            tree = self.policy.draft(self.generator, context).within_vocabulary(self.vocab_size)
+            tree = self.target.within_reach(tree, self.state.root_positions)
+        self.stats.lap("tree")
+        return tree
 
-    def live(self, values: Sequence[T]) -> list[T]:
-        """Of one value per row of the batch those of rows that rounds are still made for."""
-        return list(values) if self.rows is None else [values[row] for row in self.rows]
+    def without_spoilt_rows(self, tree: DraftTree, nan_rows: list[bool]) -> DraftTree:
+        """The tree with bare roots where a round came to nothing, in a cache without anything that can be NaN."""
+        self.target.cache.wipe()
+        return tree.without_drafts(from_host(nan_rows, tree.token_ids.device))
 
-    def drop_finished_rows(self, generator: TreeCandidateGenerator) -> None:
-        """Takes rows that have finished out of the batch, so that rounds no longer cost anything for them.
-
-        Not where somebody looks at the batch as a whole: processors with a prefix, criteria of the caller's, records.
-        """
-        if not any(self.sequences.finished):
-            return
-        going = [not finished for finished in self.live(self.sequences.finished)]
-        # Each time all caches are copied once, which a round or two of a smaller batch make up for.
-        if sum(going) > 0.75 * len(going) or not any(going) or self.sequences.done:
-            return
-        if not (generator.drops_rows and self.accept.prefix_free and self.trace is None) or self.records.keeps_any:
-            return
-        if self.target.bound_rows is not None:
-            return
-        if self.outcomes and self.budget is not None:
-            # A smaller batch is another matter: see whether drafting pays there.
-            self.budget.resume()
-            generator.observe(self.outcomes[0].followed_by(self.outcomes[1:]))
-            self.outcomes = []
-        kept = [place for place, on in enumerate(going) if on]
-        self.rows = [self.live(range(self.sequences.batch))[place] for place in kept]
-        self.row_ids = from_host(self.rows, self.sequences.ids.device)
-        self.target.keep_rows(kept)
-        generator.keep_rows(kept)
-        self.root_ids = self.root_ids[from_host(kept, self.root_ids.device)]
-        self.early_tree = None if self.early_tree is None else self.early_tree.of_rows(kept)
-        self.nan_rows = None if self.nan_rows is None else self.nan_rows[kept]
-
-    def judge(
-        self, tree: DraftTree, output: TargetOutput, active: list[bool], ahead: DraftsAhead | None = None
-    ) -> tuple[DraftTree, TargetOutput, Acceptance]:
-        """Lets the target choose, and appends what it chose to the sequences; the round's only host sync is here.
-
-        Args:
-            tree: that was verified.
-            output: of the target.
-            active: per row, whether this is a round of it; of none in the prefill.
-            ahead: see `FollowTarget`.
-
-        Returns:
-            What was accepted, behind the tree and the output that it was accepted of: those given, or their roots alone
-            where the target gave NaN for one of these (`FollowTarget`).
-        """
-        if self.nan_rows is not None:
-            nan_rows = self.nan_rows & output.logits[:, 0, 0].isnan()
-            self.nan_rows = nan_rows if bool(nan_rows.any()) else None
-        raw_logits = output.logits.clone() if self.records.keeps_logits and self.accept.processors else output.logits
-        acceptance = self.accept(tree, output.logits, self.sequences, ahead)
-        if _is_spoilt(acceptance, active):
-            roots = self.bare_roots(tree)
-            return self.judge(roots, self.verify_anew(roots), active)
-        self.root_ids = acceptance.bonus_ids
-        self.count(acceptance, active)  # before its tokens are streamed: who reads along may ask what was drafted
-        kept = self.append(acceptance, acceptance.scores)
-        if self.rows is None:
-            self.records.append(kept, acceptance, raw_logits, output, tree, self.target.cache)
-        return tree, output, acceptance
-
-    def bare_roots(self, tree: DraftTree) -> DraftTree:
-        """The roots of a tree; for which of them alone the target gives NaN, `judge` sees in their logits."""
-        self.nan_rows = torch.ones_like(tree.valid[:, 0])
-        return tree.first_nodes(0).without_drafts(self.nan_rows)
-
-    def append(self, acceptance: Acceptance, scores: Tensor | None) -> list[int]:
-        """Appends what the target chose to the sequences; returns how many tokens of each row were kept."""
-        tokens = acceptance.tokens
-        if self.rows is not None:
-            tokens = [[] for _ in range(self.sequences.batch)]
-            for row, new in zip(self.rows, acceptance.tokens, strict=True):
-                tokens[row] = new
-        return self.sequences.append(tokens, self.records.scores_including(scores))
-
-    def commit(self, acceptance: Acceptance, active: list[bool], tree: DraftTree, output: TargetOutput) -> RoundOutcome:
-        """Keeps root and accepted nodes in the target's cache, and tells what was kept."""
-        num_accepted = acceptance.num_accepted
-        counts = [len(tokens) if going else 0 for tokens, going in zip(acceptance.tokens, active, strict=True)]
-        steps = max(counts)
-        path = acceptance.path[:, :steps]
-        order = count_up(steps, path.device)
-        valid = None
-        if min(counts) < steps:
-            valid = order < from_host(counts, path.device).unsqueeze(1)
-        features = output.features
-        if acceptance.leading:
-            features = None if features is None else features[:, :steps]
-            self.target.cache.commit_first(counts)
-        else:
-            features = None if features is None else pick(features, path.to(features.device))
-            self.target.cache.commit(path, counts)
-        return RoundOutcome(
-            token_ids=acceptance.path_ids[:, :steps],
-            features=features,
-            position_ids=self.root_positions.unsqueeze(1) + order,
-            valid=valid,
-            num_committed=counts,
-            num_accepted=num_accepted,
+    def commit(self, tree: DraftTree, output: TargetOutput, verdict: Verdict) -> None:
+        """Keeps root and accepted nodes in the target's cache, and tells the generator what was kept."""
+        path, counts = verdict.path, verdict.counts
+        steps = torch.arange(path.shape[1], device=path.device)
+        uneven = counts.known is None or min(counts.known) < path.shape[1]
+        self.target.cache.commit(path, counts)
+        committed = Committed(
+            token_ids=verdict.path_ids,
+            features=None if output.features is None else pick(output.features, path.to(output.features.device)),
+            position_ids=self.state.root_positions.unsqueeze(1) + steps,
+            valid=steps < counts.tensor.unsqueeze(1) if uneven else None,
+            counts=counts,
             target_logits=output.logits,
             tree=tree,
             path=path,
-            tokens=acceptance.tokens,
+            tokens=[] if verdict.host is None else verdict.host.tokens,
         )
+        self.state = self.state.next(verdict.bonus_ids, counts.tensor)
+        self.generator.observe(committed)
 
-    def count(self, acceptance: Acceptance, active: list[bool]) -> None:
-        """Adds a round to the statistics."""
-        everyone = range(self.sequences.batch)
-        for row in (row for row, going in enumerate(active) if going):
-            self.stats.per_step_accepted[self.live(everyone)[row]].append(len(acceptance.tokens[row]) - 1)
-            self.stats.num_draft_tokens += acceptance.num_drafted[row]
-            if not acceptance.finite[row]:
-                self.stats.num_plain_steps += 1
-                self.num_nan_rounds += int(self.nan_rows is not None and bool(self.nan_rows[row]))
+    def settle(self, flying: Flying | None, *, is_prefill: bool = False) -> bool:
+        """Has the host read a round that the target has verified, if there is one, and whoever waits for it.
 
-    def report_fallbacks(self) -> None:
-        """Says of a call whose rounds fell back to plain decoding how many did, and why; as a warning if most did."""
-        plain, of_target = self.stats.num_plain_steps, self.num_nan_rounds
-        if not plain:
+        Returns:
+            Whether all rows have stopped.
+        """
+        self.flying = None
+        if flying is None:
+            return self.sequences.done
+        host = flying.verdict.read()
+        self.nan_rows = host.nan if any(host.nan) else None
+        kept = self.sequences.append(host.tokens, self.records.scores_including(flying.verdict.scores))
+        each = Round(
+            flying.tree, flying.output, flying.verdict, host, self.sequences, kept, self.target.cache,
+            self.generator.describe,
+        )  # fmt: skip
+        for observer in self.observers:
+            observer.on_prefill(each) if is_prefill else observer.on_round(each)
+        self.sequences.stream()
+        self.stats.lap("accept")
+        return self.sequences.done
+
+    @property
+    def may_drop_rows(self) -> bool:
+        """Not where somebody looks at the batch as a whole."""
+        watched = any(each.waits for each in self.observers if each is not self.policy)
+        drops = self.generator.drops_rows and self.target.bound_rows is None
+        return drops and self.acceptor.prefix_free and not watched
+
+    def drop_finished_rows(self) -> None:
+        """Takes rows that have finished out of the batch, so that rounds no longer cost anything for them."""
+        finished, live = self.sequences.finished_places, len(self.sequences.rows)
+        # Each time all caches are copied once, which a round or two of a smaller batch make up for.
+        if not 0.25 * live <= len(finished) < live or not self.may_drop_rows or not finished:
             return
-        reasons = []
-        if plain > of_target:
-            by = f"the drafter ({self.stats.method}) gave NaN or infinite logits"
-            reasons.append(f"{by}, or a token that the target gives NaN for")
-        if of_target:
-            reasons.append(f"in {of_target} of them the target itself gives NaN for the row, as in plain decoding")
-        message = (
-            f"{plain} of {self.stats.num_spec_steps} rounds were decoded plainly (stats.num_plain_steps): "
-            f"{'; '.join(reasons)}. The output is not affected."
-        )
-        if 2 * plain <= self.stats.num_spec_steps:
-            logger.warning(message)
-            return
-        way_out = "Check the drafter's weights and dtype, or generate without assistant_model."
-        if 2 * of_target > plain:
-            way_out = (
-                "Left padding with attn_implementation='eager' in float64 does this: load the target with 'sdpa', "
-                "or in float32."
-            )
-        warnings.warn(f"{message} {way_out}", stacklevel=2)
+        kept = [place for place in range(live) if place not in finished]
+        self.sequences.keep_rows(kept)
+        self.target.keep_rows(kept)
+        self.generator.keep_rows(kept)
+        self.policy.keep_rows()
+        self.state = self.state.of_rows(kept)
+        self.nan_rows = None if self.nan_rows is None else [self.nan_rows[place] for place in kept]
 
-    def hand_back_cache(self, output_ids: Tensor) -> None:
-        """Leaves `past_key_values` as plain decoding would: all output tokens of every row but the last."""
-        self.target.restore_rows()
-        cache = self.target.cache
-        entries = output_ids.shape[1] - 1 + self.entry_offset
-        known = [min(length - 1 + self.entry_offset, entries) for length in self.sequences.lengths]
-        cache.rollback([min(have, length) for have, length in zip(known, cache.row_lengths, strict=True)])
-        missing = [entries - length for length in cache.row_lengths]
-        if any(missing):
-            # Rows that ended early: plain decoding has run their padding through the target as well.
-            longest = max(missing)
-            columns = torch.arange(longest, device=output_ids.device)
-            starts = torch.tensor(cache.row_lengths, device=output_ids.device).unsqueeze(1) - self.entry_offset
-            token_ids = output_ids.gather(1, (starts + columns).clamp(max=output_ids.shape[1] - 1))
-            self.target.verify(DraftTree.chain(token_ids), self.target.root_positions())
-            cache.commit_first(missing)
-        cache.to_dynamic(self.model_kwargs["past_key_values"], entries)
-
-
-def _is_spoilt(acceptance: Acceptance, active: list[bool]) -> bool:
-    """Whether the target gave NaN for the root of a row that goes on."""
-    return any(on and not tokens for on, tokens in zip(active, acceptance.tokens, strict=True))
+    def inference_where_unseen(self) -> AbstractContextManager[object]:
+        """Inference mode for all rounds, on a CPU, unless code of the caller's is to see their tensors."""
+        seen = not self.acceptor.prefix_free or self.records.waits or self.sequences.watched
+        return nullcontext() if seen else inference_on_cpu(self.sequences.ids.device)

@@ -7,7 +7,6 @@ must give each node what the host would have given the step in its place.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from hf_specdec.decoding.host import next_inputs
 
 # What rounds have answers of their own for.
 _OUR_BUSINESS = frozenset(
@@ -55,15 +56,6 @@ class NextStep:
         """The same for some of the rows: [rows] int64. Positions are not needed any more by then."""
         return NextStep(None, {name: value[rows] for name, value in self.token_types.items()}, self.switches)
 
-    def check_slices(self, model: PreTrainedModel) -> None:
-        """Raises ValueError if layers that are run a few at a time would miss something."""
-        read = [name for name in self.token_types if name in inspect.signature(model.forward).parameters]
-        if read:
-            raise ValueError(
-                f"Target {type(model).__name__} reads {', '.join(read)} in its embeddings, which is not known where it "
-                "is run layer by layer for drafting; leave them out, or draft with a method that runs whole forwards."
-            )
-
 
 def next_step(
     model: PreTrainedModel, outputs: Any, input_ids: Tensor, cache: Cache, model_kwargs: dict[str, Any]
@@ -81,10 +73,8 @@ def next_step(
         ValueError: the target is given a tensor at every step that nodes of a tree cannot share.
     """
     batch = len(input_ids)
-    arguments = dict(model_kwargs, past_key_values=cache)
-    arguments = model._update_model_kwargs_for_generation(outputs, arguments, is_encoder_decoder=False)
     longer = torch.cat([input_ids, input_ids.new_zeros(batch, 1)], dim=1)  # whatever the first token will be
-    given = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **arguments)
+    given = next_inputs(model, outputs, longer, dict(model_kwargs, past_key_values=cache))
     positions = given.get("position_ids")
     others = {name: value for name, value in given.items() if name not in _OUR_BUSINESS and value is not None}
     types = {name: value for name, value in others.items() if name.endswith("token_type_ids")}

@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from hf_specdec.decoding.acceptance import Acceptance
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.sequences import ScoresSoFar
-from hf_specdec.decoding.target import TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 
 
-class TokenRecords:
+class TokenRecords(Observer):
     """Collects what `return_dict_in_generate` asks for; keeps nothing where nothing is asked.
 
     Args:
@@ -34,7 +33,7 @@ class TokenRecords:
         self.keeps_logits = bool(asked and generation_config.output_logits)
         self.keeps_attentions = bool(asked and generation_config.output_attentions)
         self.keeps_hidden_states = bool(asked and generation_config.output_hidden_states)
-        self.keeps_any = self.keeps_scores or self.keeps_logits or self.keeps_attentions or self.keeps_hidden_states
+        self.waits = self.keeps_scores or self.keeps_logits or self.keeps_attentions or self.keeps_hidden_states
         host_layers = host_cache.layers if isinstance(host_cache, DynamicCache) else []
         self._windows = {
             index: layer.sliding_window
@@ -49,7 +48,6 @@ class TokenRecords:
         # The prefill's states cover the whole prompt, so they are kept as the host returned them.
         self._prefill_attentions: tuple[Tensor, ...] | None = None
         self._prefill_hidden_states: tuple[Tensor, ...] | None = None
-        self._prefilled = False
 
     def scores_including(self, new: Tensor | None) -> ScoresSoFar:
         """Scores up to some of the new tokens; `new` is [batch, steps, vocab], at the nodes of the accepted path."""
@@ -63,36 +61,35 @@ class TokenRecords:
 
         return scores
 
-    def append(
-        self,
-        kept: list[int],
-        acceptance: Acceptance,
-        raw_logits: Tensor,
-        output: TargetOutput,
-        tree: DraftTree,
-        cache: TreeCache,
-    ) -> None:
-        """Notes the first `kept` tokens of each row's accepted path, bonus included."""
-        if not self.keeps_any:
+    def on_prefill(self, prefill: Round) -> None:
+        if not self.waits:
             return
-        for row, count in enumerate(kept):
-            if not count:
-                continue
-            nodes = acceptance.path[row, :count]
-            if acceptance.scores is not None:
-                self._scores[row] += list(acceptance.scores[row, :count].split(1))
-            if self.keeps_logits:
-                self._logits[row] += list(raw_logits[row, nodes].split(1))
-            if self.keeps_hidden_states and self._prefilled and output.hidden_states is not None:
-                layers = [states[row, nodes].unsqueeze(1).split(1) for states in output.hidden_states]
+        self._note_logits(prefill)
+        if self.keeps_hidden_states:
+            self._prefill_hidden_states = prefill.output.hidden_states
+        if self.keeps_attentions and prefill.output.attentions is not None:
+            self._prefill_attentions = self._within_windows(prefill.output.attentions)
+
+    def on_round(self, each: Round) -> None:
+        if not self.waits:
+            return
+        self._note_logits(each)
+        hidden_states, attentions = each.output.hidden_states, each.output.attentions
+        for row, count in enumerate(each.kept):
+            nodes = each.verdict.path[row, :count] if count else None
+            if nodes is not None and self.keeps_hidden_states and hidden_states is not None:
+                layers = [states[row, nodes].unsqueeze(1).split(1) for states in hidden_states]
                 self._hidden_states[row] += list(zip(*layers, strict=True))
-            if self.keeps_attentions and self._prefilled and output.attentions is not None:
-                self._attentions[row] += self._own_attentions(output.attentions, row, nodes, tree, cache)
-        if not self._prefilled:
-            self._prefill_hidden_states = output.hidden_states
-            if output.attentions is not None:
-                self._prefill_attentions = self._within_windows(output.attentions)
-            self._prefilled = True
+            if nodes is not None and self.keeps_attentions and attentions is not None:
+                self._attentions[row] += self._own_attentions(attentions, row, nodes, each.tree, each.cache)
+
+    def _note_logits(self, each: Round) -> None:
+        """Of the tokens that each row kept, the bonus token included; rows are never dropped where this is asked."""
+        for row, count in enumerate(each.kept):
+            if count and each.verdict.scores is not None:
+                self._scores[row] += list(each.verdict.scores[row, :count].split(1))
+            if count and self.keeps_logits:
+                self._logits[row] += list(each.output.logits[row, each.verdict.path[row, :count]].split(1))
 
     def _within_windows(self, attentions: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Without the entries that a sliding layer of the host's cache has dropped before its last chunk came."""

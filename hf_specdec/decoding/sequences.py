@@ -1,4 +1,4 @@
-"""Sequences: the tokens of every row, where each row stops, and what the streamer has been told.
+"""Sequences: the tokens of every row, where each row stops, which rows are left, and what the streamer has been told.
 
 Rows of a batch grow by different numbers of tokens per round, while processors and stopping criteria expect a batch
 whose rows have one length, one token more than the last time. This file bridges the two: whatever is asked about a row
@@ -8,8 +8,8 @@ is asked with that row's own prefix, token by token, in the order plain decoding
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.tree import from_host
 
 # (rows to stand in the batch, how many of their new tokens count) -> one [batch, vocab] tensor per token, or None.
 ScoresSoFar: TypeAlias = Callable[[list[int], int], tuple[Tensor, ...] | None]
 
+T = TypeVar("T")
 GROWTH = 256  # columns added at a time when the final length is not known
 
 
@@ -34,6 +34,9 @@ class Sequences:
         stopping_criteria: of the `generate` call.
         pad_token_id: what a finished row is filled with, where plain decoding would do so.
         streamer: of the `generate` call.
+
+    Attributes:
+        rows: of the batch, those that rounds are still made for; "live" are values of these rows.
     """
 
     def __init__(
@@ -44,7 +47,9 @@ class Sequences:
         streamer: BaseStreamer | None,
     ) -> None:
         batch, length = prompt_ids.shape
-        self._widen(prompt_ids.long(), GROWTH)
+        self.rows = list(range(batch))
+        self._row_ids: Tensor | None = None  # the same on the device, once rows were dropped
+        self.ids = torch.nn.functional.pad(prompt_ids.long(), (0, GROWTH))
         self.prompt_length = length
         self.lengths = [length] * batch
         self.finished_at: list[int | None] = [None] * batch
@@ -88,6 +93,27 @@ class Sequences:
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
         ]
 
+    def live(self, values: Sequence[T]) -> list[T]:
+        """Of one value per row of the batch those of live rows."""
+        return [values[row] for row in self.rows]
+
+    @property
+    def live_ids(self) -> Tensor:
+        """[live rows, capacity] int64 tokens; columns beyond a row's length hold anything."""
+        return self.ids if self._row_ids is None else self.ids[self._row_ids]
+
+    @property
+    def finished_places(self) -> list[int]:
+        """Of the live rows those that nothing can be added to any more."""
+        if not any(self.finished_at):
+            return []
+        return [place for place, finished in enumerate(self.live(self.finished)) if finished]
+
+    def keep_rows(self, places: Sequence[int]) -> None:
+        """Rounds go on for these of the live rows."""
+        self.rows = [self.rows[place] for place in places]
+        self._row_ids = from_host(self.rows, self.ids.device)
+
     @property
     def finished(self) -> list[bool]:
         """Per row, whether nothing can be added to it any more; other rows that are not active only wait."""
@@ -115,12 +141,7 @@ class Sequences:
         """Makes room for `columns` tokens behind the longest row."""
         missing = max(self.lengths) + columns - self.ids.shape[1]
         if missing > 0:
-            self._widen(self.ids, missing + GROWTH)
-
-    def _widen(self, ids: Tensor, columns: int) -> None:
-        self.ids = torch.nn.functional.pad(ids, (0, columns))
-        # The same memory where it is the host's: a small write costs NumPy less than torch.
-        self._ids_on_host = self.ids.numpy() if abilities(self.ids.device).host_memory else None
+            self.ids = torch.nn.functional.pad(self.ids, (0, missing + GROWTH))
 
     def prefixes(self, length: int, rows: list[int]) -> Tensor:
         """[batch, length] int64: the prefixes of `rows`; the other rows hold a copy of the first of `rows`.
@@ -148,17 +169,20 @@ class Sequences:
             groups.setdefault(self.lengths[row] + extra, []).append(row)
         return [(group, ask(length, group, self._stand_ins(group))) for length, group in groups.items()]
 
-    def append(self, tokens: list[list[int]], scores: ScoresSoFar) -> list[int]:
-        """Adds each row's new tokens, up to where plain decoding would have stopped.
+    def append(self, new: list[list[int]], scores: ScoresSoFar) -> list[int]:
+        """Adds each live row's new tokens, up to where plain decoding would have stopped.
 
         Args:
-            tokens: per row its new tokens; ignored for rows that are not active.
+            new: per live row its new tokens; ignored for rows that are not active.
             scores: gives the scores that plain decoding would hand to a criterion.
 
         Returns:
-            How many tokens each row kept.
+            How many tokens each row of the batch kept.
         """
-        active = self.active
+        tokens: list[list[int]] = [[] for _ in range(self.batch)]
+        for row, own in zip(self.rows, new, strict=True):
+            tokens[row] = own
+        active = [going and bool(own) for going, own in zip(self.active, tokens, strict=True)]
         self.reserve(max(map(len, tokens)))
         for row in range(self.batch):
             if active[row]:
@@ -173,7 +197,6 @@ class Sequences:
                     kept[row] = self._keep(row, tokens[row], late)
         for row, count in enumerate(kept):
             self.lengths[row] += count
-        self._stream()
         return kept
 
     def _keep(self, row: int, tokens: list[int], late: bool) -> int:
@@ -218,10 +241,7 @@ class Sequences:
 
     def _write(self, row: int, tokens: list[int]) -> None:
         columns = slice(self.lengths[row], self.lengths[row] + len(tokens))
-        if self._ids_on_host is not None:
-            self._ids_on_host[row, columns] = tokens
-        else:
-            self.ids[row, columns] = from_host(tokens, self.ids.device)
+        self.ids[row, columns] = from_host(tokens, self.ids.device)
 
     def _check_stops(
         self,
@@ -244,7 +264,8 @@ class Sequences:
                 stopped.update(row for row in group if stops[row])
         return stopped
 
-    def _stream(self) -> None:
+    def stream(self) -> None:
+        """Hands the streamer what no later round can change."""
         if self._streamer is None:
             return
         for column in range(self._streamed, self._settled_length()):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.graphs import NODE_BUCKETS, Workspace, nodes_bucket, prefix_bucket, write_tree
+from hf_specdec.decoding.masks import node_mask
 from hf_specdec.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -77,7 +78,10 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
     target: TargetModel | None = workspace.owner() if workspace.owner is not None else None
     assert target is not None
     token_ids, position_ids, depths, sees, lengths, starts = inputs
-    masks = {kind: _mask(target, window, depths, sees, lengths, starts, at) for kind, window in target.windows.items()}
+    masks = {
+        kind: node_mask(sees, depths, lengths, at, target.dtype, window=window, starts=starts)
+        for kind, window in target.windows.items()
+    }
     with target.own_attention:
         outputs = target.model(
             input_ids=token_ids,
@@ -90,20 +94,3 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
     features = target.read_taps()
     logits = outputs.logits.to(torch.float32)
     return (logits,) if features is None else (logits, features)
-
-
-def _mask(
-    target: TargetModel, window: int | None, depths: Tensor, sees: Tensor, lengths: Tensor, starts: Tensor, at: int
-) -> Tensor:
-    """Additive [batch, 1, nodes, at + all nodes]; the nodes are the last of all."""
-    own_depths = depths[:, -sees.shape[1] :]
-    first = starts.unsqueeze(1).expand_as(own_depths)
-    if window is not None:
-        first = first.maximum(lengths.unsqueeze(1) + own_depths - (window - 1))
-        sees = sees & (own_depths.unsqueeze(-1) - depths.unsqueeze(1) < window)
-    entries = torch.arange(at, device=depths.device)
-    prefix = (entries >= first.unsqueeze(-1)) & (entries < lengths[:, None, None])
-    seen = torch.cat([prefix, sees], dim=-1)
-    # Made anew: a graph must not read what ends with the call that captured it, as `target.visible` does.
-    mask = torch.zeros(seen.shape, dtype=target.dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(target.dtype).min).unsqueeze(1)

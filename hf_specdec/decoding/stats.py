@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.stopwatch import Stopwatch
+from hf_specdec.decoding.target import TargetModel
+
+logger = logging.getLogger(__name__)
 
 # The parts of a call, in order; what happens after the last round is in none of them.
 STAGES = ("prefill", "draft", "tree", "verify", "accept", "commit")
 
 
 @dataclass
-class SpeculationStats:
+class SpeculationStats(Observer):
     """Counts and host times of one `generate` call.
 
     A round ("spec step" in vLLM's names) is one draft, one target forward, one commit, of one row: a batch of three
@@ -25,6 +33,7 @@ class SpeculationStats:
         num_draft_tokens: nodes drafted and verified, roots excluded.
         num_plain_steps: rounds that verified nothing: what the drafter gave, or the target for it, was NaN or infinite.
             A call says at its end how many there were, and why; as a warning where they were most.
+        num_nan_steps: those of them in which the target itself gives NaN for the row, as in plain decoding.
         num_undrafted_steps: rounds without a draft because drafting did not pay (`tree_budget="auto"` only).
         num_probe_steps: rounds that drafted after such ones, to see whether it pays again.
         num_target_forwards: forwards of the target after the prefill; rows of a batch share them. With captured graphs
@@ -49,6 +58,7 @@ class SpeculationStats:
     per_step_accepted: list[list[int]] = field(default_factory=list)
     num_draft_tokens: int = 0
     num_plain_steps: int = 0
+    num_nan_steps: int = 0
     num_undrafted_steps: int = 0
     num_probe_steps: int = 0
     num_target_forwards: int = 0
@@ -69,6 +79,11 @@ class SpeculationStats:
         self.ahead_verify_s += verify_s
         self.ahead_wall_s += wall_s
         self.ahead_shorter_s += min(draft_s, verify_s)
+
+    def add_overlap(self, other: SpeculationStats) -> None:
+        """Adds what another has counted of rounds in which drafter and target ran at the same time."""
+        for name in ("ahead_time_s", "ahead_verify_s", "ahead_wall_s", "ahead_shorter_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def overlap_efficiency(self) -> float:
@@ -158,6 +173,54 @@ class SpeculationStats:
             for accepted in row:
                 counts[accepted] += 1
         return counts
+
+    def begin(self, input_ids: Tensor) -> None:
+        """Begins a call with these prompts, [batch, seq]."""
+        self.stopwatch = Stopwatch(input_ids.device)
+        self.per_step_accepted += [[] for _ in range(len(input_ids))]
+
+    def lap(self, stage: str) -> None:
+        """Gives the time since the last lap to a stage of the call."""
+        self.stopwatch.lap(stage)
+
+    def on_round(self, each: Round) -> None:
+        host = each.host
+        for place, row in enumerate(each.sequences.rows):
+            if each.kept[row]:
+                self.per_step_accepted[row].append(len(host.tokens[place]) - 1)
+                self.num_draft_tokens += host.num_drafted[place]
+                self.num_plain_steps += not host.finite[place]
+                self.num_nan_steps += not host.finite[place] and host.nan[place]
+
+    def count_target(self, target: TargetModel) -> None:
+        """Takes over what the target has run in rounds so far."""
+        self.num_target_forwards, self.num_layers_run = target.num_forwards, target.num_layers_run
+
+    def report_plain_steps(self) -> None:
+        """Says of a call whose rounds fell back to plain decoding how many did, and why; as a warning if most did."""
+        plain, of_target = self.num_plain_steps, self.num_nan_steps
+        if not plain:
+            return
+        reasons = []
+        if plain > of_target:
+            by = f"the drafter ({self.method}) gave NaN or infinite logits"
+            reasons.append(f"{by}, or a token that the target gives NaN for")
+        if of_target:
+            reasons.append(f"in {of_target} of them the target itself gives NaN for the row, as in plain decoding")
+        message = (
+            f"{plain} of {self.num_spec_steps} rounds were decoded plainly (stats.num_plain_steps): "
+            f"{'; '.join(reasons)}. The output is not affected."
+        )
+        if 2 * plain <= self.num_spec_steps:
+            logger.warning(message)
+            return
+        way_out = "Check the drafter's weights and dtype, or generate without assistant_model."
+        if 2 * of_target > plain:
+            way_out = (
+                "Left padding with attn_implementation='eager' in float64 does this: load the target with 'sdpa', "
+                "or in float32."
+            )
+        warnings.warn(f"{message} {way_out}", stacklevel=2)
 
     def __str__(self) -> str:
         share = self.draft_time_s / self.total_time_s if self.total_time_s else 0.0

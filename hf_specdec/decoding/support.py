@@ -8,6 +8,7 @@ import inspect
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.attention import own_implementation
+from hf_specdec.decoding.host import attention_of, is_recurrent
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -22,14 +23,14 @@ def check_supported(model: PreTrainedModel) -> None:
     types = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     if "local" in (getattr(config, "attention_layers", None) or ()):
         types.append("local")  # GPT-Neo: its window counts entries, where siblings lie between a node and its past
-    if types or model._is_stateful:
+    if types or is_recurrent(model):
         raise ValueError(
             f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
             f"are verified on layers of type {list(LAYER_TYPES)}. Generate without assistant_model."
         )
     if own_implementation(config) not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(
-            f"Target {name} uses attn_implementation={config._attn_implementation!r}, which cannot take the "
+            f"Target {name} uses attn_implementation={attention_of(config)!r}, which cannot take the "
             f"ancestor mask of a draft tree; load it with one of {list(ATTENTION_IMPLEMENTATIONS)}."
         )
     if getattr(config, "alibi", False):  # Falcon; Bloom and MPT take no position_ids either

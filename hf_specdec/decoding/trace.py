@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_specdec.decoding.acceptance import Acceptance
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.observers import Observer, Round
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class TracedRound:
 
 
 @dataclass
-class Trace:
+class Trace(Observer):
     """Rounds of the latest call that it was used in.
 
     Attributes:
@@ -85,52 +84,46 @@ class Trace:
     prompt_ids: list[list[int]] = field(default_factory=list)
     first_ids: list[int] = field(default_factory=list)
     rounds: list[TracedRound] = field(default_factory=list)
-    _lengths: list[int] = field(default_factory=list, init=False, repr=False)
 
-    def begin(self, prompt_ids: Tensor, acceptance: Acceptance) -> None:
-        """Forgets the call before; takes note of the prompts [batch, seq] and of what the prefill chose."""
-        self.prompt_ids = prompt_ids.tolist()
-        self.first_ids = [tokens[-1] for tokens in acceptance.tokens]
+    waits = True  # drafters know what they drafted last
+
+    def on_prefill(self, prefill: Round) -> None:
+        """Forgets the call before."""
+        sequences = prefill.sequences
+        self.prompt_ids = sequences.ids[:, : sequences.prompt_length].tolist()
+        self.first_ids = [tokens[-1] for tokens in prefill.host.tokens]
         self.rounds = []
-        self._lengths = [prompt_ids.shape[1] + 1] * len(prompt_ids)
 
-    def add(
-        self, tree: DraftTree, acceptance: Acceptance, active: list[bool], lengths: list[int], notes: NodeNotes | None
-    ) -> None:
-        """Records a round.
-
-        Args:
-            tree: that was verified.
-            acceptance: what the target made of it.
-            active: rows that the round was for.
-            lengths: of the rows after the round, prompt and padding included.
-            notes: what the drafter knows of the tree.
-        """
-        notes = notes or NodeNotes()
-        for row in (row for row, going in enumerate(active) if going):
-            valid = tree.valid[row].nonzero().squeeze(1).tolist()
-            index = {node: place for place, node in enumerate(valid)}
-            parents = tree.parents[row].tolist()
-            path = acceptance.path[row, 1 : len(acceptance.tokens[row])].tolist()
+    def on_round(self, each: Round) -> None:
+        tree, notes = each.tree, NodeNotes()
+        if tree.num_nodes > 1:
+            notes = each.describe(tree) or notes
+        for place, row in enumerate(each.sequences.rows):
+            tokens, num_kept = each.host.tokens[place], each.kept[row]
+            if not tokens or not num_kept:  # it took no part, or had ended
+                continue
+            valid = tree.valid[place].nonzero().squeeze(1).tolist()
+            index = {node: at for at, node in enumerate(valid)}
+            parents = tree.parents[place].tolist()
+            path = each.verdict.path[place, 1 : len(tokens)].tolist()
             probs = forwards = None
             if notes.probs is not None:
-                probs = [1.0, *notes.probs[row, valid[1:]].tolist()]
+                probs = [1.0, *notes.probs[place, valid[1:]].tolist()]
             if notes.forwards is not None:
-                forwards = [0, *notes.forwards[row, valid[1:]].tolist()]
+                forwards = [0, *notes.forwards[place, valid[1:]].tolist()]
             self.rounds.append(
                 TracedRound(
                     row=row,
-                    position=self._lengths[row] - 1,
-                    token_ids=tree.token_ids[row, valid].tolist(),
+                    position=each.sequences.lengths[row] - num_kept - 1,
+                    token_ids=tree.token_ids[place, valid].tolist(),
                     parents=[-1, *(index[parents[node]] for node in valid[1:])],
                     path=[index[node] for node in path],
-                    bonus_id=acceptance.tokens[row][-1],
-                    num_kept=lengths[row] - self._lengths[row],
+                    bonus_id=tokens[-1],
+                    num_kept=num_kept,
                     probs=probs,
                     forwards=forwards,
                 )
             )
-            self._lengths[row] = lengths[row]
 
     def output(self, row: int = 0) -> list[tuple[int, bool]]:
         """What a row wrote: tokens, and whether each was drafted and accepted (else it is the target's own)."""

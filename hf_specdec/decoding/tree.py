@@ -3,23 +3,20 @@
 Pure functions and one dataclass: no model, no cache, no random numbers. Nodes are in topological order (a parent
 before its children) and node 0 is the root, the last committed token, which the target has not seen yet. Rows of a
 batch share the number of nodes and differ in everything else; `valid` tells padding from nodes. A chain is a tree.
-Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. What the target makes of a tree is decided in `acceptance.py`.
+Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. What the target makes of a tree is decided in `accept.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_specdec.decoding.devices import abilities
-
-if TYPE_CHECKING:
-    from hf_specdec.decoding.pending import PendingChain
 
 
 @dataclass  # what a round makes is not frozen: on a CPU a frozen one takes three times as long to make
@@ -35,18 +32,13 @@ class DraftTree:
         max_depth: no node is deeper (known to the host, so that shapes never wait for the device).
         finite: [batch] bool, or None for all True. False where the drafter's output was NaN or infinite; such a row
             must have no valid node but the root.
-        children: per row (parent, token) -> node for all valid nodes, or None. A drafter that builds trees in host
-            memory knows it anyway; the accepted path is then a few look-ups instead of tensor operations.
         draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the law that the token of node i + 1 was
             drawn from, at random; the acceptance rule takes it at its word. None for tokens chosen in any other way.
             Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens, never on its own.
-        path_logprobs: how likely the drafter holds the path to each node, nats, or None where it does not say. Nodes
-            then come in this order, likeliest first; 0 at the root, -inf at padding. [batch][nodes] lists where the
-            tree was built in host memory (rows may be shorter than the tree), else [batch, nodes] floating. Drawn
+        path_logprobs: [batch, nodes] floating, how likely the drafter holds the path to each node, nats, or None where
+            it does not say. Nodes then come in this order, likeliest first; 0 at the root, -inf at padding. Drawn
             chains (`draft_probs`) must not have it: to cut them by what was drawn would change the law of the rest.
         bare: [batch] bool, or None for all False. True where `without_drafts` has left nothing but the root.
-        pending: where the nodes stand that have passed some of the target's layers already, or None: then they have
-            passed none. Such a tree is a chain with the very nodes of `pending`.
     """
 
     token_ids: Tensor
@@ -56,11 +48,9 @@ class DraftTree:
     valid: Tensor
     max_depth: int
     finite: Tensor | None = None
-    children: list[dict[tuple[int, int], int]] | None = None
     draft_probs: Tensor | None = None
-    path_logprobs: list[list[float]] | Tensor | None = None
+    path_logprobs: Tensor | None = None
     bare: Tensor | None = None
-    pending: PendingChain | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -120,7 +110,7 @@ class DraftTree:
             parents: per row the index of each node's parent, -1 at the root. No two children of a node carry the same
                 token.
             finite: see `DraftTree.finite`.
-            path_logprobs: see `DraftTree.path_logprobs`.
+            path_logprobs: per row as `DraftTree.path_logprobs`, without padding.
             device: of the tree's tensors.
 
         Example:
@@ -132,30 +122,28 @@ class DraftTree:
         mask: np.ndarray = np.zeros((batch, nodes, nodes), dtype=bool)
         mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
         depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]  # padding hangs below the root
-        children: list[dict[tuple[int, int], int]] = []
-        for row, (tokens, above) in enumerate(zip(token_ids, parents, strict=True)):
+        for row, above in enumerate(parents):
             row_mask, row_depths = mask[row], depths[row]
-            for node in range(1, len(tokens)):
+            for node in range(1, len(above)):
                 parent = above[node]
                 row_depths[node] = row_depths[parent] + 1
-                row_mask[node] = row_mask[parent]
-                row_mask[node, node] = True
-            children.append({(above[node], tokens[node]): node for node in range(1, len(tokens))})
-        sizes = [len(tokens) for tokens in token_ids]
+                row_mask[node] |= row_mask[parent]
 
-        def host(values: Sequence[Sequence[int]] | np.ndarray) -> Tensor:
+        def host(values: Sequence[Sequence[Any]] | np.ndarray) -> Tensor:
             return from_host(values, device)
 
+        def padded(rows: Sequence[Sequence[Any]], padding: Sequence[Any]) -> Tensor:
+            return host([[*row, *[fill] * (nodes - len(row))] for row, fill in zip(rows, padding, strict=True)])
+
         return cls(
-            host([[*tokens, *[tokens[0]] * (nodes - len(tokens))] for tokens in token_ids]),
-            host([[*above, *[0] * (nodes - len(above))] for above in parents]),
+            padded(token_ids, [tokens[0] for tokens in token_ids]),
+            padded(parents, [0] * batch),
             host(depths),
             host(mask),
-            host([[node < size for node in range(nodes)] for size in sizes]),
+            padded([[True] * len(tokens) for tokens in token_ids], [False] * batch),
             max(map(max, depths)),
             finite,
-            children,
-            path_logprobs=path_logprobs,
+            path_logprobs=None if path_logprobs is None else padded(path_logprobs, [-np.inf] * batch),
         )
 
     @classmethod
@@ -165,9 +153,7 @@ class DraftTree:
         *,
         valid: Tensor | None = None,
         finite: Tensor | None = None,
-        children: list[dict[tuple[int, int], int]] | None = None,
         draft_probs: Tensor | None = None,
-        pending: PendingChain | None = None,
     ) -> DraftTree:
         """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix.
 
@@ -179,14 +165,12 @@ class DraftTree:
         if valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
-        return cls(
-            token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, children, draft_probs, pending=pending
-        )
+        return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, draft_probs)
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:
         """No draft at all: `root_ids` [batch] int64. The round is then one plain decoding step."""
-        return replace(cls.chain(root_ids.unsqueeze(1)), children=[{} for _ in range(len(root_ids))])
+        return cls.chain(root_ids.unsqueeze(1))
 
     def first_nodes(self, count: int) -> DraftTree:
         """The root and the first `count` drafted nodes, which are a tree too, since parents come first.
@@ -199,13 +183,6 @@ class DraftTree:
         nodes = 1 + count
         if nodes >= self.num_nodes:
             return self
-        logprobs, children = self.path_logprobs, self.children
-        if isinstance(logprobs, Tensor):
-            logprobs = logprobs[:, :nodes]
-        elif logprobs is not None:
-            logprobs = [row[:nodes] for row in logprobs]
-        if children is not None:
-            children = [{edge: node for edge, node in known.items() if node < nodes} for known in children]
         return replace(
             self,
             token_ids=self.token_ids[:, :nodes],
@@ -214,15 +191,14 @@ class DraftTree:
             ancestor_mask=self.ancestor_mask[:, :nodes, :nodes],
             valid=self.valid[:, :nodes],
             max_depth=min(self.max_depth, count),
-            children=children,
             draft_probs=None if self.draft_probs is None else self.draft_probs[:, :count],
-            path_logprobs=logprobs,
+            path_logprobs=None if self.path_logprobs is None else self.path_logprobs[:, :nodes],
         )
 
     def up_to_depth(self, depths: Tensor) -> DraftTree:
         """The same tree without nodes that are deeper than `depths` [batch] int64, at least 0: they become invalid."""
         valid = self.valid & (self.depths <= depths.to(self.depths.device).unsqueeze(1))
-        return replace(self, valid=valid, children=None)
+        return replace(self, valid=valid)
 
     def without_drafts(self, rows: Tensor) -> DraftTree:
         """The same tree with no draft in `rows` [batch] bool: all nodes of a bare row repeat its root.
@@ -242,15 +218,12 @@ class DraftTree:
             token_ids=self.token_ids.where(kept, self.token_ids[:, :1]),
             valid=self.valid & kept,
             finite=~rows if self.finite is None else self.finite & ~rows,
-            children=None,
             bare=rows if self.bare is None else self.bare | rows,
-            pending=None,
         )
 
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
         """The same trees for some of the rows."""
         index = from_host(rows, self.token_ids.device)
-        logprobs = self.path_logprobs
         return replace(
             self,
             token_ids=self.token_ids[index],
@@ -259,36 +232,19 @@ class DraftTree:
             ancestor_mask=self.ancestor_mask[index],
             valid=self.valid[index],
             finite=None if self.finite is None else self.finite[index],
-            children=None if self.children is None else [self.children[row] for row in rows],
             draft_probs=None if self.draft_probs is None else self.draft_probs[index],
             bare=None if self.bare is None else self.bare[index],
-            path_logprobs=logprobs[index] if isinstance(logprobs, Tensor) else logprobs and [logprobs[i] for i in rows],
+            path_logprobs=None if self.path_logprobs is None else self.path_logprobs[index],
         )
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
         """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
-        if self.children is not None:
-            tokens = [token for known in self.children for _, token in known]
-            if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
-                return self
         inside = (self.token_ids >= 0) & (self.token_ids < vocab_size)
+        if abilities(inside.device).host_memory and bool(inside.all()):  # a look that costs nothing there
+            return self
         inside[:, 0] = True
         valid = self.valid & (inside.unsqueeze(1) | ~self.ancestor_mask).all(-1)
-        token_ids = self.token_ids.where(valid, self.token_ids[:, :1])
-        return replace(self, token_ids=token_ids, valid=valid, children=None)
-
-
-def count_up(stop: int, device: torch.device, start: int = 0) -> Tensor:
-    """[stop - start] int64: start, start + 1, ... as a view of a tensor made once per device.
-
-    On a CPU a small new tensor costs more than what is done with it.
-    """
-    numbers = _NUMBERS.get(device)
-    if numbers is None or numbers.shape[0] < stop:
-        with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
-            numbers = _NUMBERS[device] = torch.arange(max(2 * stop, 1024), device=device)
-        _TABLES.append(numbers)
-    return numbers[start:stop]
+        return replace(self, token_ids=self.token_ids.where(valid, self.token_ids[:, :1]), valid=valid)
 
 
 def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | None) -> Tensor:
@@ -317,10 +273,6 @@ def pick(values: Tensor, nodes: Tensor) -> Tensor:
         return values.index_select(1, nodes[0])
     index = nodes.view(*nodes.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
     return values.gather(1, index)
-
-
-_NUMBERS: dict[torch.device, Tensor] = {}
-_TABLES: list[Tensor] = []  # all there have been: captured graphs go on reading them
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:

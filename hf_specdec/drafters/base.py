@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_specdec.decoding.budget import MOST_NODES, AutoBudget, BudgetKnowledge
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.policies import MOST_NODES, Always, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes, Trace
@@ -117,16 +117,16 @@ class Drafter(ABC):
         if budget != "auto" and (type(budget) is not int or not 1 <= budget <= most):
             raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {most}, or 'auto'.")
 
-    def auto_budget(self, model: PreTrainedModel, batch: int) -> AutoBudget | None:
-        """Chooses how much of each tree is verified in one call; None unless `tree_budget` is "auto".
+    def policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+        """Chooses how much of each tree is verified in one call: all of it unless `tree_budget` is "auto".
 
         What calls learn about times and probabilities is kept for later ones with this target and this many rows.
         """
         if "tree_budget" not in self.option_names or self.tree_budget != "auto":
-            return None
+            return Always()
         by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
         knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())
-        return AutoBudget(knowledge)
+        return AutoBudget(knowledge, stats)
 
     def report_tables(
         self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
@@ -214,7 +214,7 @@ class BlockMarginals(ABC):
         """
 
     @abstractmethod
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, committed: Committed) -> None:
         """Takes note of what the prefill or a round committed."""
 
     @abstractmethod
@@ -256,10 +256,10 @@ class MarginalsGenerator(TreeCandidateGenerator):
         context.lap("tree")
         return tree
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        if outcome.tree is None:
-            self.vocabulary = TargetVocabularyLogitsProcessor(outcome.target_logits.shape[-1])
-        self.source.observe(outcome)
+    def observe(self, committed: Committed) -> None:
+        if committed.tree is None:
+            self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1])
+        self.source.observe(committed)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.source.keep_rows(rows)

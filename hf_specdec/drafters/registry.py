@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hf_specdec.decoding.candidates import TreeCandidateGenerator
+    from hf_specdec.decoding.generator import TreeCandidateGenerator
     from hf_specdec.drafters.base import BlockMarginals, Drafter
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_specdec.decoding.slices import tap_layer
+from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.training.progress import TokenProgress
 
 

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
@@ -109,15 +110,18 @@ class _Recorder(TreeCandidateGenerator):
     def draft(self, context: DraftContext) -> DraftTree:
         return self.drafting.draft(context)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.progress.add(sum(outcome.num_committed))
-        if outcome.tree is not None and self.features is not None:
-            inputs = torch.cat([self.features, self.embeddings(outcome.tree.token_ids[:, 0])], dim=-1).float().cpu()
-            for row, (count, kept) in enumerate(zip(outcome.num_committed, outcome.num_accepted, strict=True)):
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
+        return self.drafting.verify(target, tree, state)
+
+    def observe(self, committed: Committed) -> None:
+        self.progress.add(sum(committed.num_committed))
+        if committed.tree is not None and self.features is not None:
+            inputs = torch.cat([self.features, self.embeddings(committed.tree.token_ids[:, 0])], dim=-1).float().cpu()
+            for row, (count, kept) in enumerate(zip(committed.num_committed, committed.num_accepted, strict=True)):
                 if count:
                     self.notes.append((inputs[row], 0 if kept == 0 else 2 if kept == self.length else 1))
-        self.features = last_features(outcome)
-        self.drafting.observe(outcome)
+        self.features = last_features(committed)
+        self.drafting.observe(committed)
 
     def close(self) -> None:
         self.drafting.close()

@@ -18,16 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specdec.chi_square import p_value
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.accept import Verdict
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.specbound.pending import PendingGenerator
 from hf_specdec.verification.precision import TOP, Precision, top_difference
 
 TEMPERATURE, TOP_K = 1.0, TOP  # top-k keeps the laws short enough to be counted
@@ -101,17 +109,16 @@ def listening(drafter: Drafter, rounds: list[FrozenRound], most: int) -> Iterato
         def keeping(context: DraftContext) -> DraftTree:
             prefix = context.sequences[0, : context.lengths[0]].clone()
             tree: DraftTree = draft(context)
-            drafted.append((prefix, None if tree.pending is None else tree.pending.layers_passed))
+            chain = getattr(generator, "chain", None)
+            drafted.append((prefix, None if chain is None else chain.layers_passed))
             return tree
 
-        def noting(outcome: RoundOutcome) -> None:
-            if outcome.tree is not None and bool(outcome.tree.valid[0, 1:].any()) and len(rounds) < most:
-                tree = outcome.tree.of_rows([0])  # a copy: captured drafts are written over by the next ones
+        def noting(committed: Committed) -> None:
+            if committed.tree is not None and bool(committed.tree.valid[0, 1:].any()) and len(rounds) < most:
+                tree = committed.tree.of_rows([0])  # a copy: captured drafts are written over by the next ones
                 prefix, layers_passed = drafted[-1]
-                rounds.append(
-                    FrozenRound(prefix, replace(tree, pending=None), outcome.target_logits[0].clone(), layers_passed)
-                )
-            observe(outcome)
+                rounds.append(FrozenRound(prefix, tree, committed.target_logits[0].clone(), layers_passed))
+            observe(committed)
 
         generator.draft, generator.observe = keeping, noting
         return generator
@@ -141,9 +148,10 @@ class FrozenDrafter(Drafter):
         return _FrozenGenerator(self.rounds, target)
 
 
-class _FrozenGenerator(TreeCandidateGenerator):
+class _FrozenGenerator(PendingGenerator):
     def __init__(self, rounds: dict[int, FrozenRound], target: TargetModel) -> None:
-        self.rounds, self.target = rounds, target
+        super().__init__(target)
+        self.rounds = rounds
 
     def draft(self, context: DraftContext) -> DraftTree:
         frozen = self.rounds.get(context.lengths[0])
@@ -152,11 +160,11 @@ class _FrozenGenerator(TreeCandidateGenerator):
         tree = replace(frozen.tree, draft_probs=None, path_logprobs=None)
         if frozen.layers_passed is None:
             return tree
-        pending = self.target.begin_chain(context.root_positions, tree.num_nodes)
+        pending = self.begin_chain(context.root_positions, tree.num_nodes)
         for node, layer in enumerate(frozen.layers_passed):
             pending.extend(tree.token_ids[:, node])
             pending.advance(layer)
-        return replace(tree, pending=pending)
+        return tree
 
 
 class Following(LogitsProcessor):
@@ -283,9 +291,9 @@ def _walks(
             torch.tensor(parents, device=device).expand(rows, -1),
             max_depth=nodes - 1,
         )
-        accepted = _accept(tree, logits.expand(rows, -1, -1).clone(), warpers)
-        last = accepted.path.gather(1, torch.tensor(accepted.num_accepted, device=device).unsqueeze(1))
-        counts.update(zip(last.squeeze(1).tolist(), accepted.bonus_ids.tolist(), strict=True))
+        verdict = _accept(tree, logits.expand(rows, -1, -1), warpers)
+        last = verdict.path.gather(1, verdict.counts.tensor.unsqueeze(1) - 1)
+        counts.update(zip(last.squeeze(1).tolist(), verdict.bonus_ids.tolist(), strict=True))
     return counts
 
 
@@ -295,14 +303,14 @@ def _steps(draft_probs: Tensor, logits: Tensor, warpers: LogitsProcessorList) ->
     tree = DraftTree.chain(
         torch.stack([torch.zeros_like(drafts), drafts], dim=1), draft_probs=draft_probs.expand(DRAWS, 1, -1).clone()
     )
-    accepted = _accept(tree, logits.expand(DRAWS, 2, -1).clone(), warpers)
-    return Counter(row[0] for row in accepted.tokens)
+    verdict = _accept(tree, logits.expand(DRAWS, 2, -1), warpers)
+    return Counter(row[0] for row in verdict.read().tokens)
 
 
-def _accept(tree: DraftTree, logits: Tensor, warpers: LogitsProcessorList) -> Any:
+def _accept(tree: DraftTree, logits: Tensor, warpers: LogitsProcessorList) -> Verdict:
     """The rule that the loop uses, as the loop finds it."""
-    rule = loop.FollowTarget(warpers, do_sample=True, keep_scores=False)  # type: ignore[attr-defined]
-    return rule(tree, logits, Sequences(tree.token_ids[:, :1], [], None, None))
+    rule = loop.Acceptor(warpers, do_sample=True, keep_scores=False)
+    return rule(tree, logits, Sequences(tree.token_ids[:, :1], StoppingCriteriaList(), None, None))
 
 
 def _law(drafted: list[int], parents: list[int], law: list[list[float]]) -> dict[tuple[int, int], float]:

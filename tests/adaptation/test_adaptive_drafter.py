@@ -18,7 +18,7 @@ from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
 from hf_specdec.adaptation.learner import kl_divergence
 from hf_specdec.adaptation.recording import Query, QueryRecorder
-from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training.features import TargetReader

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.budget import FIRST_LOOKS, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.policies import FIRST_LOOKS, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from tests.methods import METHODS
@@ -137,13 +137,13 @@ def test_first_nodes_are_the_tree_that_a_smaller_budget_gives() -> None:
         ]
 
 
-def outcome(counts: list[int], start: int, num_accepted: list[int] | None = None) -> RoundOutcome:
+def outcome(counts: list[int], start: int, num_accepted: list[int] | None = None) -> Committed:
     """Tokens of row r are 100 r + 10 times the round's start + place."""
     steps = max(counts)
     place = torch.arange(steps).expand(len(counts), -1)
     token_ids = place + 10 * start + 100 * torch.arange(len(counts)).unsqueeze(1)
     valid = place < torch.tensor(counts).unsqueeze(1)
-    return RoundOutcome(
+    return Committed(
         token_ids=token_ids,
         features=token_ids.unsqueeze(-1).double(),
         position_ids=token_ids + 1,

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.decoding import graphs, loop
-from hf_specdec.decoding.budget import AutoBudget, BudgetKnowledge
-from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.decoding.devices import ToHost
 from hf_specdec.decoding.tree import _TABLES, DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.ddtree import candidates

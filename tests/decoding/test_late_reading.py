@@ -15,8 +15,8 @@ from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding import acceptance, graphs, loop
-from hf_specdec.decoding.candidates import DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.transfer import ToHost
+from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.devices import ToHost
 from hf_specdec.decoding.tree import DraftTree
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_specdec.decoding.acceptance import FollowTarget, coupled_choices
-from hf_specdec.decoding.candidates import DraftContext
+from hf_specdec.decoding.accept import Acceptor, coupled_choices
+from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree
 from tests.decoding.test_sampling import (
@@ -86,7 +86,7 @@ SCORES = [0.4, 0.3, 0.2, 0.1]
 
 def judged(tree: DraftTree, logits: Tensor, *, do_sample: bool) -> list[list[int]]:
     """Per row the tokens that the rule accepts."""
-    rule = FollowTarget(LogitsProcessorList(), do_sample=do_sample, keep_scores=False)
+    rule = Acceptor(LogitsProcessorList(), do_sample=do_sample, keep_scores=False)
     rows = Sequences(tree.token_ids[:, :1], StoppingCriteriaList(), None, None)
     return rule(tree, logits.clone(), rows).tokens
 
@@ -186,7 +186,7 @@ def test_what_a_drawn_chain_emits_follows_a_known_law(reads_prefix: bool) -> Non
     rows, root, depth = 30_000, 4, 2
     drafter = drawn_chains(depth)
     tree = drafter.draft(context_of(torch.full((rows,), root)))
-    rule = FollowTarget(LogitsProcessorList([unchanged] if reads_prefix else []), do_sample=True, keep_scores=False)
+    rule = Acceptor(LogitsProcessorList([unchanged] if reads_prefix else []), do_sample=True, keep_scores=False)
     sequences = Sequences(torch.full((rows, 1), root), [], None, None)
     tokens = rule(tree, table[tree.token_ids], sequences).tokens
     accepted = [len(row) - 1 for row in tokens]

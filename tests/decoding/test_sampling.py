@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specdec.decoding.acceptance import FollowTarget
+from hf_specdec.decoding.accept import Acceptor
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
@@ -203,7 +203,7 @@ def test_path_and_bonus_of_a_frozen_tree_follow_the_target(reads_prefix: bool, k
         pairs = zip(FROZEN_PARENTS[1:], FROZEN_TOKENS[1:], strict=True)
         known = {pair: node for node, pair in enumerate(pairs, start=1)}
         tree = DraftTree(**{**vars(tree), "children": [known] * ROWS})
-    accept = FollowTarget(processors, do_sample=True, keep_scores=False)
+    accept = Acceptor(processors, do_sample=True, keep_scores=False)
     seen: Counter[Any] = Counter()
     for _ in range(DRAWS // ROWS):
         sequences = Sequences(torch.tensor([[*PROMPT[:-1], FROZEN_TOKENS[0]]]).expand(ROWS, -1), [], None, None)
@@ -213,7 +213,7 @@ def test_path_and_bonus_of_a_frozen_tree_follow_the_target(reads_prefix: bool, k
     assert_follows(seen, frozen_law(logits, processors))
 
 
-class AcceptsArgmaxAsIfSampled(FollowTarget):
+class AcceptsArgmaxAsIfSampled(Acceptor):
     """Wrong: rejection sampling for drafts drawn from the drafter's law, applied to drafts that are its argmax."""
 
     draft_probs = torch.tensor([0.04, 0.04, 0.04, 0.46, 0.21, 0.21])  # their argmax is 3, the token drafted
@@ -226,7 +226,7 @@ class AcceptsArgmaxAsIfSampled(FollowTarget):
         return redrawn.masked_fill(accepted, 3)
 
 
-class AcceptsTheLikelierHalf(FollowTarget):
+class AcceptsTheLikelierHalf(Acceptor):
     """Wrong: a draft is accepted where the target finds it likely enough, whatever was drawn."""
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ class AcceptsTheLikelierHalf(FollowTarget):
 
 
 @pytest.mark.parametrize("rule", [AcceptsArgmaxAsIfSampled, AcceptsTheLikelierHalf])
-def test_a_wrong_acceptance_rule_is_caught(rule: type[FollowTarget], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specdec.decoding.loop.FollowTarget", rule)
+def test_a_wrong_acceptance_rule_is_caught(rule: type[Acceptor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_specdec.decoding.loop.Acceptor", rule)
     target = sampled_target()
     drawn = draw(target, torch.tensor([PROMPT]), "plain", fixed_tree([3, 3, 3], [0, 1, 2]))
     assert deviation_sigma(count(drawn), enumerate_law(target, PROMPT, "plain")) > 2 * BOUND_SIGMA

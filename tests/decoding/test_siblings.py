@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.acceptance import coupled_choices
-from hf_specdec.decoding.candidates import (
+from hf_specdec.decoding.accept import coupled_choices
+from hf_specdec.decoding.generator import (
     DraftContext,
     DraftsAhead,
     DrawnCandidates,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.drafters.base import Drafter
 from tests.methods import METHODS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.acceptance import follow
+from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.tree import DraftTree, ancestor_mask
 
 

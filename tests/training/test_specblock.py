@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.quality import rank_classes
@@ -163,7 +163,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
     root = 11  # drafted from position 10
     generator = SpecBlockGenerator(drafter, TargetModel(target, drafter.feature_layers(target)))
     generator.observe(
-        RoundOutcome(
+        Committed(
             ids[:, :root], states.features[:, :root], torch.arange(root)[None], None, [root], [0], states.features
         )
     )
@@ -202,7 +202,7 @@ def test_first_slot_is_scored_for_the_token_that_drafting_asks_for(target: PreTr
     for root in range(6, 20):
         generator = SpecBlockGenerator(drafter, model)
         generator.observe(
-            RoundOutcome(ids[:, :root], features[:, :root], torch.arange(root).expand(2, -1), None, [root] * 2,
+            Committed(ids[:, :root], features[:, :root], torch.arange(root).expand(2, -1), None, [root] * 2,
                          [0] * 2, features)
         )  # fmt: skip
         with torch.no_grad():

@@ -14,15 +14,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import NODE_BUCKETS
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
@@ -49,28 +49,30 @@ class DraftModelGenerator(TreeCandidateGenerator):
         self.stopping = stopping
         self.prefilled = False
         self.overrun = False
-        self.pending: RoundOutcome | None = None
+        self.has_nodes = False  # whether its cache holds nodes of the latest round
+        self.pending: Committed | None = None  # what came of them
         # None for models that do not say how far they can count.
         self.num_positions: int | None = getattr(drafter.config, "max_position_embeddings", None)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.drafter.vocab_size = outcome.target_logits.shape[-1]
-        if outcome.tree is not None:
-            self.pending = outcome
+    def observe(self, committed: Committed) -> None:
+        self.drafter.vocab_size = committed.target_logits.shape[-1]
+        # Of rounds that it was not asked for the draft model has run nothing; their tokens are text like any other.
+        if self.has_nodes and self.pending is None:
+            self.pending = committed
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.prefilled:
             if self.pending is not None:  # the nodes of the round in flight would be lost
                 self.keep_accepted(self.pending)
             self.drafter.keep_rows(rows, for_good=True)
-        self.pending = None
+        self.pending, self.has_nodes = None, False
 
     def close(self) -> None:
         if self.prefilled:
             self.drafter.cache.release()
 
     @abstractmethod
-    def keep_accepted(self, outcome: RoundOutcome) -> None:
+    def keep_accepted(self, committed: Committed) -> None:
         """Commits what the draft model has run of the accepted path to its cache."""
 
     def run_root(self, context: DraftContext) -> Tensor | None:
@@ -95,7 +97,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
             self.prefilled = True
         elif self.pending is not None:
             self.keep_accepted(self.pending)
-        self.pending = None
+        self.pending, self.has_nodes = None, True
 
         cache = self.drafter.cache
         # Rows differ in how far they lag behind; running a known token again costs less than a mask for padding would.
@@ -147,8 +149,9 @@ class ChainGenerator(DraftModelGenerator):
         super().keep_rows(rows)
         self.longest_chain = None
 
-    def keep_accepted(self, outcome: RoundOutcome) -> None:
-        self.drafter.cache.commit_first([min(count, self.num_run) for count in outcome.num_from_tree])
+    def keep_accepted(self, committed: Committed) -> None:
+        counts = [min(count, self.num_run) for count in committed.num_committed]
+        self.drafter.cache.commit_first(Counts.of(counts, self.drafter.cache.device))
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.run_root(context)
@@ -249,17 +252,17 @@ class TreeGenerator(DraftModelGenerator):
         super().keep_rows(rows)
         self.places = [self.places[row] for row in rows] if self.places else []
 
-    def keep_accepted(self, outcome: RoundOutcome) -> None:
-        assert outcome.path is not None
+    def keep_accepted(self, committed: Committed) -> None:
+        assert committed.path is not None
         cache = self.drafter.cache
         paths = []
-        for row, path in enumerate(outcome.path.tolist()):
-            places = [self.places[row][node] for node in path[: outcome.num_from_tree[row]]]
+        for row, path in enumerate(committed.path.tolist()):
+            places = [self.places[row][node] for node in path[: committed.num_committed[row]]]
             paths.append([place for place in places if place >= 0])  # leaves only are missing
         steps = max(map(len, paths))
         if steps:
-            padded = np.array([path + [0] * (steps - len(path)) for path in paths])
-            cache.commit(torch.from_numpy(padded).to(cache.lengths.device), [len(path) for path in paths])
+            padded = from_host([path + [0] * (steps - len(path)) for path in paths], cache.device)
+            cache.commit(padded, Counts.of([len(path) for path in paths], cache.device))
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.run_root(context)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import graphs
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator

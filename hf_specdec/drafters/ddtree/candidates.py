@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext
 from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator, captured_tree
 
@@ -97,7 +97,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
             )
     columns = np.array([token_ids, parents, depths])
     mask = np.frombuffer(bytearray().join(masks), dtype=bool)  # not bytes, which no tensor may share
-    sizes = [1 + len(known) for known in children]
+    sizes = [len(row) for row in path_logprobs]
     return DraftTree(
         token_ids=torch.from_numpy(columns[0]),
         parents=torch.from_numpy(columns[1]),
@@ -106,8 +106,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         valid=_first_nodes(tuple(sizes), nodes),
         max_depth=depth,
         finite=None if all(finite) else torch.tensor(finite),
-        children=children,
-        path_logprobs=path_logprobs,
+        path_logprobs=torch.tensor([row + [-math.inf] * (nodes - len(row)) for row in path_logprobs]),
     )
 
 

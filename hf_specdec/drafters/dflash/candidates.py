@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.graphs import static_calls
-from hf_specdec.decoding.modes import in_inference_mode
+from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
 from hf_specdec.drafters.dflash.static import StaticBlocks
@@ -39,15 +40,14 @@ class DFlashMarginals(BlockMarginals):
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
-        self.pending: RoundOutcome | None = None
+        self.pending: Committed | None = None
         self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
         self.drafts_early = self.static is not None
         self.target = target  # its cache tells how long rows may grow
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
-        self.pending = outcome
+    def observe(self, committed: Committed) -> None:
+        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
@@ -76,7 +76,7 @@ class DFlashMarginals(BlockMarginals):
             return logits
         self.cache.reserve(new + self.block_size)
         if pending.valid is None:  # all places from the first new one to the block's last
-            places = count_up(new + self.block_size, pending.position_ids.device)
+            places = torch.arange(new + self.block_size, device=pending.position_ids.device)
             positions = (pending.position_ids[:, :1] + places).to(device)
         else:
             block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
@@ -93,13 +93,13 @@ class DFlashMarginals(BlockMarginals):
         if pending.tree is None and pending.valid is not None:
             # A left-padded prompt has its padding in front: keep the other entries, in order.
             padding = (~pending.valid).to(device=device, dtype=torch.int8)
-            self.cache.commit(padding.argsort(dim=1, stable=True), pending.num_committed)
+            self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
         else:
-            self.cache.commit_first(pending.num_committed)
+            self.cache.commit_first(pending.counts.to(device))
         self.pending = None
         return logits
 
-    def _masks(self, pending: RoundOutcome) -> list[Tensor | None] | None:
+    def _masks(self, pending: Committed) -> list[Tensor | None] | None:
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""
         cache = self.cache
         assert cache is not None
@@ -114,7 +114,7 @@ class DFlashMarginals(BlockMarginals):
         # Where each entry stands in its row's text; padding stands anywhere, it is not visible.
         new_places = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
         places = torch.cat([cached.expand(batch, -1), new_places], dim=1)
-        root = cache.lengths + from_host(pending.num_committed, device)
+        root = cache.lengths + pending.counts.to(device).tensor
         masks = {}
         for window, causal in set(self.layer_kinds):
             context = visible.unsqueeze(1).expand(-1, self.block_size, -1)
@@ -124,8 +124,7 @@ class DFlashMarginals(BlockMarginals):
                 context = context & (root[:, None, None] + slots.unsqueeze(1) - places.unsqueeze(1) < window)
                 block = block & (ahead.abs() < window)
             seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
-            mask = torch.zeros(seen.shape, dtype=self.dtype, device=device)
-            masks[window, causal] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)
+            masks[window, causal] = additive(seen, self.dtype)
         return [masks[kind] for kind in self.layer_kinds]
 
 

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket
-from hf_specdec.decoding.tree import count_up
+from hf_specdec.decoding.masks import additive
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.dflash.candidates import DFlashMarginals
@@ -34,11 +34,11 @@ class StaticBlocks:
         self.calls = calls
         self.width = nodes_bucket(block_size)
 
-    def fits(self, pending: RoundOutcome) -> bool:
+    def fits(self, pending: Committed) -> bool:
         """Whether what was committed since the last draft is that of a round."""
         return pending.tree is not None and pending.token_ids.shape[1] <= self.width
 
-    def __call__(self, cache: TreeCache, context: DraftContext, pending: RoundOutcome, block_size: int) -> Tensor:
+    def __call__(self, cache: TreeCache, context: DraftContext, pending: Committed, block_size: int) -> Tensor:
         """Logits as `DFlashDrafter.forward` gives them, good until the next call.
 
         Args:
@@ -48,7 +48,7 @@ class StaticBlocks:
             block_size: slots of a block, root included.
         """
         assert pending.features is not None
-        counts = pending.counts_on(cache.lengths.device)
+        counts = pending.counts.to(cache.device)
         at = prefix_bucket(cache.longest)
         cache.place_nodes(at)
         cache.reserve(self.width + block_size)
@@ -58,12 +58,11 @@ class StaticBlocks:
             context.root_ids,
             context.root_positions,
             cache.lengths,
-            counts,
+            counts.tensor,
             padded=(pending.position_ids, pending.features),
             width=self.width,
         )
-        steps = count_up(pending.token_ids.shape[1], counts.device)
-        cache.commit_unread(steps.expand(cache.batch, -1), counts, lambda: pending.num_committed)
+        cache.commit_first(counts)
         return logits
 
 
@@ -127,6 +126,5 @@ def _masks(
             block = block & (ahead.abs() < window)
         context = (cached >= first.unsqueeze(-1)) & (cached < lengths[:, None, None])
         seen = torch.cat([context, fresh, block.expand(batch, -1, -1)], dim=-1)
-        mask = torch.zeros(seen.shape, dtype=source.dtype, device=device)
-        masks[window, causal] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min).unsqueeze(1)
+        masks[window, causal] = additive(seen, source.dtype)
     return [masks[kind] for kind in source.layer_kinds]

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
-from hf_specdec.decoding.modes import in_inference_mode
+from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import captured_tree, path_notes
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 from hf_specdec.drafters.vocabulary import known_ids
@@ -47,7 +48,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         )
         self.vocab_size: int  # columns of the target's logits
         self.cache: TreeCache | None = None
-        self.pending: RoundOutcome | None = None
+        self.pending: Committed | None = None
         self.path_logprobs: Any  # [batch, nodes], of the latest tree
         self.calls = static_calls(self, drafter, (self.embeddings,), drafter.compile_mode)
         self.drafts_early = self.calls is not None
@@ -56,9 +57,9 @@ class Eagle3Generator(TreeCandidateGenerator):
         # [batch, hidden], the drafter's output at each row's last pair.
         self.last_outputs: Tensor | None = None
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        assert self.pending is None or not any(self.pending.num_committed), "two outcomes without a draft between them"
-        self.pending, self.vocab_size = outcome, outcome.target_logits.shape[-1]
+    def observe(self, committed: Committed) -> None:
+        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
+        self.vocab_size = committed.target_logits.shape[-1]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.cache is not None:
@@ -126,24 +127,24 @@ class Eagle3Generator(TreeCandidateGenerator):
         outputs = outputs.gather(1, last.to(device).unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
         if self.last_outputs is not None and 0 in pending.num_committed:
             # A row that waited has no new pair; it drafts from where it was.
-            moved = from_host(pending.num_committed, device) > 0
+            moved = pending.counts.to(device).tensor > 0
             outputs = outputs.where(moved.unsqueeze(1), self.last_outputs)
         if pending.tree is None and pending.valid is not None:
             # A left-padded prompt has its padding in front: keep the other pairs, in order.
             padding = (~pending.valid).to(device=device, dtype=torch.int8)
-            self.cache.commit(padding.argsort(dim=1, stable=True), pending.num_committed)
+            self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
         else:
-            self.cache.commit_first(pending.num_committed)
+            self.cache.commit_first(pending.counts.to(device))
         self.pending, self.last_outputs = None, outputs
         return outputs
 
-    def _take_in_captured(self, root_ids: Tensor, pending: RoundOutcome) -> Tensor:
+    def _take_in_captured(self, root_ids: Tensor, pending: Committed) -> Tensor:
         """The same for the pairs of a round, in one launch."""
         assert self.cache is not None
         assert self.calls is not None
         assert self.last_outputs is not None
         assert pending.features is not None
-        counts = pending.counts_on(self.drafter.device)
+        counts = pending.counts.to(self.drafter.device)
         at = prefix_bucket(self.cache.longest)
         self.cache.place_nodes(at)
         self.cache.reserve(self.width + (self.depth - 1) * self.top_k)
@@ -152,17 +153,16 @@ class Eagle3Generator(TreeCandidateGenerator):
             functools.partial(_pairs, at),
             root_ids,
             self.cache.lengths,
-            counts,
+            counts.tensor,
             self.last_outputs,
             padded=(pending.token_ids, pending.position_ids, pending.features),
             width=self.width,
         )
-        steps = count_up(pending.token_ids.shape[1], counts.device)
-        self.cache.commit_unread(steps.expand(self.cache.batch, -1), counts, lambda: pending.num_committed)
+        self.cache.commit_first(counts)
         self.pending, self.last_outputs = None, outputs
         return outputs
 
-    def _pair_mask(self, pending: RoundOutcome, new: int) -> tuple[Tensor | None, bool]:
+    def _pair_mask(self, pending: Committed, new: int) -> tuple[Tensor | None, bool]:
         """Additive [batch, 1, new, cached + new] or None, and whether attention is plainly causal."""
         cache = self.cache
         assert cache is not None
@@ -181,9 +181,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         """
         entries = torch.arange(at, device=block.device)
         past = (entries < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, block.shape[1], -1)
-        visible = torch.cat([past, block], dim=-1)
-        mask = torch.zeros(visible.shape, dtype=self.drafter.dtype, device=block.device)
-        return mask.masked_fill_(~visible, torch.finfo(mask.dtype).min).unsqueeze(1)
+        return additive(torch.cat([past, block], dim=-1), self.drafter.dtype)
 
     def _grow(self, outputs: Tensor, context: DraftContext) -> DraftTree:
         """The tree below each row's root; `outputs` [batch, hidden] are the drafter's at the roots."""

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.graphs import static_calls
-from hf_specdec.decoding.modes import in_inference_mode
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
@@ -33,17 +33,18 @@ class MedusaMarginals(BlockMarginals):
         self.calls = static_calls(self, drafter, (self.lm_head,), drafter.compile_mode)
         self.drafts_early = self.calls is not None
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        features = outcome.features
+    def observe(self, committed: Committed) -> None:
+        features = committed.features
         assert features is not None, "the target's last state is tapped"
         batch, new, _ = features.shape
         last = torch.full((batch,), new - 1, device=features.device)
-        if outcome.valid is not None:
-            last = (outcome.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
+        if committed.valid is not None:
+            last = (committed.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
         states = features[torch.arange(batch, device=features.device), last]
-        may_wait = outcome.counts is not None or 0 in outcome.num_committed
+        known = committed.counts.known
+        may_wait = known is None or 0 in known
         if may_wait and self.last_states is not None:  # a row that waited is drafted from where it was
-            states = states.where(outcome.counts_on(features.device).unsqueeze(1) > 0, self.last_states)
+            states = states.where(committed.counts.to(features.device).tensor.unsqueeze(1) > 0, self.last_states)
         self.last_states = states
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa.configuration import MedusaConfig
 from hf_specdec.drafters.pretrained import PretrainedDrafter

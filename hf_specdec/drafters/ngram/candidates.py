@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.tree import DraftTree
 
 MAX_MATCHES = 32  # of all suffix lengths together: what a round may cost, on texts that repeat one token throughout
@@ -117,10 +117,10 @@ class NGramGenerator(TreeCandidateGenerator):
         self.padding: list[int] = []  # columns in front of each row's text
         self.indices: list[SuffixIndex] = []
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        if outcome.tree is None:
-            steps = outcome.token_ids.shape[1]
-            self.padding = [max(0, steps - committed) for committed in outcome.num_committed]
+    def observe(self, committed: Committed) -> None:
+        if committed.tree is None:
+            steps = committed.token_ids.shape[1]
+            self.padding = [max(0, steps - count) for count in committed.num_committed]
             self.indices = [SuffixIndex(self.longest_suffix, self.shortest_suffix) for _ in self.padding]
 
     def keep_rows(self, rows: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.ngram.candidates import NGramGenerator

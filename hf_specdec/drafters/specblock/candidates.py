@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome, TreeCandidateGenerator
-from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.devices import abilities, in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
-from hf_specdec.decoding.modes import in_inference_mode
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
@@ -42,29 +42,6 @@ from hf_specdec.drafters.specblock.tree import (
 
 # Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
 PROMPT_CHUNK = 1024
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Committed positions that are not yet in the drafter's cache.
-
-    Attributes:
-        token_ids: [batch, new] int64.
-        features: [batch, new, taps * target_hidden].
-        position_ids: [batch, new] int64.
-        valid: [batch, new] bool, or None for all True.
-        counts: [batch] int64, valid positions of each row.
-        known_counts: the same for the host; empty until it has read them.
-        last: [batch] int64, column of each row's last position; 0 for rows that have none.
-    """
-
-    token_ids: Tensor
-    features: Tensor
-    position_ids: Tensor
-    valid: Tensor | None
-    counts: Tensor
-    known_counts: list[int]
-    last: Tensor
 
 
 class SpecBlockGenerator(TreeCandidateGenerator):
@@ -91,25 +68,15 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.target = target  # its cache tells how long rows may grow
         self.shape = Shape.of(drafter, host=self.on_host)
         self.cache: TreeCache | None = None
-        self.pending: Pending | None = None
+        self.pending: Committed | None = None  # positions that are not yet in the cache
         # States [batch, 1, slots, hidden] and position [batch, 1] of each row's first block in the latest round.
         self.first_block: tuple[Tensor, Tensor] | None = None
         self._own_masks: dict[int, Tensor] = {}  # by number of starts: each slot sees its own start's up to itself
         self.hidden: list[Tensor] = []  # of the latest tree, per block [batch, starts, slots, hidden]
         self.tree: tuple[DraftTree, Nodes, Array] | None = None  # with all its nodes, and which of them it kept
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        assert self.pending is None, "two outcomes without a draft between them"
-        assert outcome.features is not None
-        device = self.device
-        counts = outcome.counts_on(device)
-        features = outcome.features.to(device=device, dtype=self.dtype)
-        token_ids, position_ids = outcome.token_ids.to(device), outcome.position_ids.to(device)
-        valid = None if outcome.valid is None else outcome.valid.to(device)
-        last = (counts - 1).clamp(min=0)
-        if outcome.tree is None:  # left padding: every row ends in the last column
-            last = torch.full_like(counts, token_ids.shape[1] - 1)
-        self.pending = Pending(token_ids, features, position_ids, valid, counts, outcome.num_committed, last)
+    def observe(self, committed: Committed) -> None:
+        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         index = from_host(rows, self.device)
@@ -117,17 +84,22 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             self.cache.keep_rows(rows)
         if self.first_block is not None:
             self.first_block = self.first_block[0][index], self.first_block[1][index]
-        pending = self.pending
-        if pending is not None:
-            self.pending = Pending(
-                pending.token_ids[index],
-                pending.features[index],
-                pending.position_ids[index],
-                None if pending.valid is None else pending.valid[index],
-                pending.counts[index],
-                [pending.known_counts[row] for row in rows],
-                pending.last[index],
-            )
+        self.pending = None if self.pending is None else self.pending.of_rows(rows)
+
+    def _take_pending(self) -> Committed:
+        """What was committed since the last draft, on the drafter's device, features in its dtype."""
+        pending, device = self.pending, self.device
+        assert pending is not None, "draft() before the prefill was observed"
+        assert pending.features is not None
+        self.pending = None
+        return replace(
+            pending,
+            token_ids=pending.token_ids.to(device),
+            features=pending.features.to(device=device, dtype=self.dtype),
+            position_ids=pending.position_ids.to(device),
+            valid=None if pending.valid is None else pending.valid.to(device),
+            counts=pending.counts.to(device),
+        )
 
     def close(self) -> None:
         if self.calls is not None:
@@ -148,25 +120,20 @@ class SpecBlockGenerator(TreeCandidateGenerator):
 
     def _draft_captured(self, calls: StaticCalls, context: DraftContext) -> DraftTree:
         """The same in two launches; the prompt enters as it comes."""
-        root_ids, pending = context.root_ids.to(self.device), self.pending
-        assert pending is not None, "draft() before the prefill was observed"
+        root_ids, pending = context.root_ids.to(self.device), self._take_pending()
         if self.cache is None or pending.token_ids.shape[1] > self.width:
-            hidden, positions = self._enter(root_ids)
+            hidden, positions = self._enter(root_ids, pending)
         else:
             assert self.first_block is not None
             at = self._place(self.width)
+            assert pending.features is not None
             padded = (pending.token_ids, pending.position_ids, pending.features)
             hidden, positions = calls(
                 ("entered", at, self.cache.addresses), functools.partial(entered, at), root_ids, self.cache.lengths,
-                pending.counts, *self.first_block, padded=padded, width=self.width,
+                pending.counts.tensor, *self.first_block, padded=padded, width=self.width,
             )  # fmt: skip
-            self.first_block, self.pending = (hidden, positions), None
-            steps = count_up(pending.token_ids.shape[1] * self.slots, self.device)
-            self.cache.commit_unread(
-                steps.expand(self.cache.batch, -1),
-                pending.counts * self.slots,
-                lambda: [count * self.slots for count in pending.known_counts],
-            )
+            self.first_block = hidden, positions
+            self.cache.commit_first(pending.counts.times(self.slots))
         assert self.cache is not None
         at = self._place(sum(self.shape.most_starts(block) for block in range(1, self.num_blocks)))
         # Options that decide on shapes and steps; the others are in the values.
@@ -198,7 +165,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     def grow(self, context: DraftContext) -> tuple[Nodes, Array]:
         """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""
         root_ids = context.root_ids.to(self.device)
-        hidden, positions = self._enter(root_ids)
+        hidden, positions = self._enter(root_ids, self._take_pending())
         assert self.cache is not None
         lengths = self.cache.lengths
         self.hidden, nodes, finite = self.blocks(self.cache.longest, root_ids, lengths, hidden, positions, self.shape)
@@ -293,15 +260,14 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             self._array(finite),
         )
 
-    def _enter(self, root_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Brings pending positions into the cache, the last one as the round's first block.
+    def _enter(self, root_ids: Tensor, pending: Committed) -> tuple[Tensor, Tensor]:
+        """Brings pending positions into the cache, the last one of each row as the round's first block.
 
         Returns:
             hidden [batch, 1, slots, hidden] of that block, and its rotary position [batch, 1].
         """
-        pending = self.pending
-        assert pending is not None, "draft() before the prefill was observed"
         config = self.drafter.config
+        assert pending.features is not None
         batch, new = pending.position_ids.shape
         if self.cache is None:
             capacity = (new + 256) * self.slots
@@ -312,12 +278,9 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 device=self.device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
         later = sum(self.shape.most_starts(block) for block in range(1, self.num_blocks))
-        if new == 0:  # all rows have waited
-            assert self.first_block is not None
-            self.pending = None
-            self.cache.reserve(later * self.slots)
-            return self.first_block
-        last = pending.last.unsqueeze(1)
+        last = pending.counts.tensor.unsqueeze(1).sub(1).clamp(min=0)
+        if pending.tree is None:  # left padding: every row ends in the last column
+            last = torch.full_like(last, new - 1)
         # A position's feature goes with the token after it; the last one's is the root.
         following = torch.cat([pending.token_ids[:, 1:], pending.token_ids[:, -1:]], 1)
         following = following.scatter(1, last, root_ids[:, None])
@@ -335,20 +298,21 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 cache=self.cache,
             )
             if valid is None:
-                self.cache.commit_first([length * self.slots] * batch)
+                self.cache.commit_first(Counts.of([length * self.slots] * batch, self.device))
             else:
-                counts = pending.known_counts if new <= PROMPT_CHUNK else valid.sum(1).tolist()
+                counts = pending.num_committed if new <= PROMPT_CHUNK else valid.sum(1).tolist()
                 # Padding may be in front (a prompt's) or behind (a round's): keep the rest, in order.
                 order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
                 entries = order.unsqueeze(-1) * self.slots + torch.arange(self.slots, device=order.device)
-                self.cache.commit(entries.flatten(1), [count * self.slots for count in counts])
-        self.pending = None
+                self.cache.commit(entries.flatten(1), Counts.of([count * self.slots for count in counts], self.device))
         positions = pending.position_ids.gather(1, last) + 1
         if new > PROMPT_CHUNK:
             last = last - start
         hidden = hidden.gather(1, last[:, :, None, None].expand(-1, 1, *hidden.shape[2:]))
-        if self.first_block is not None and 0 in pending.known_counts:  # a row that waited is drafted from where it was
-            moved = pending.counts.unsqueeze(1) > 0
+        if (
+            self.first_block is not None and 0 in pending.num_committed
+        ):  # a row that waited is drafted from where it was
+            moved = pending.counts.tensor.unsqueeze(1) > 0
             hidden = hidden.where(moved[:, :, None, None], self.first_block[0])
             positions = positions.where(moved, self.first_block[1])
         self.first_block = hidden, positions
@@ -385,7 +349,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         count = starts.nodes.shape[1]
         # The position that was drafted from is each row's last; of its K entries only those on the path are seen.
         until = (lengths - self.slots).unsqueeze(1) + self._tensor(starts.first_seen)
-        prefix = count_up(at, self.device) < until.unsqueeze(-1)
+        prefix = torch.arange(at, device=self.device) < until.unsqueeze(-1)
         earlier = torch.cat([prefix, self._tensor(starts.held_seen)], -1).repeat_interleave(self.slots, 1)
         own = self._own_masks.get(count)
         if own is None:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import count_up
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.shapes import check_shapes
@@ -161,7 +160,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         """
         hidden = self.input_layer(conditions, embeddings, from_target=from_target)
         starts, slots = hidden.shape[1:3]
-        within = count_up(slots, position_ids.device)
+        within = torch.arange(slots, device=position_ids.device)
         cos, sin = self.rotary_emb(hidden, (position_ids.unsqueeze(-1) + within).flatten(1))
         rotary = cos.unsqueeze(2), sin.unsqueeze(2)
         for index, layer in enumerate(self.layers):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.slices import tap_layer
+from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 

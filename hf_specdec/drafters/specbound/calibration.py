@@ -22,9 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import wait_for
-from hf_specdec.decoding.slices import LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.fingerprint import tokenizer_at_hand
+from hf_specdec.drafters.specbound.pending import SlicedTarget
+from hf_specdec.drafters.specbound.slices import LayerSlices
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
@@ -244,20 +245,22 @@ def measure_times(
 ) -> Times:
     """Times layers over several numbers of nodes, and every head, behind a text that the cache holds."""
     bound = TargetModel(target)
-    slices = bound.slices
-    bound.begin_alone(torch.tensor([list(text)], device=target.device), room=widest)
+    bound.prefill_alone(torch.tensor([list(text)], device=target.device), max_length=len(text) + widest)
+    bound.begin_rounds(len(text) + widest)
+    sliced = SlicedTarget(bound)
+    slices = sliced.slices
     node = torch.tensor([text[-1]], device=target.device)
     layer_s = {}
     for nodes in sorted({1, 2, widest // 2, widest} - {0}):
 
         def run(nodes: int = nodes) -> None:
-            chain = bound.begin_chain(bound.root_positions(), nodes)
+            chain = sliced.begin_chain(bound.root_positions(), nodes)
             for _ in range(nodes):
                 chain.extend(node)
             chain.advance(slices.num_layers)
 
         layer_s[nodes] = _seconds(run, target.device) / slices.num_layers
-    chain = bound.begin_chain(bound.root_positions(), 1)
+    chain = sliced.begin_chain(bound.root_positions(), 1)
     chain.extend(node)
     state = chain.advance(1)
     head_s = {

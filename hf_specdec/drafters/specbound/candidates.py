@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
-from hf_specdec.decoding.modes import in_inference_mode
-from hf_specdec.decoding.pending import PendingChain
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
+from hf_specdec.drafters.specbound.pending import PendingChain, PendingGenerator
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class NextTokens:
     finite: list[bool]
 
 
-class EarlyExitGenerator(TreeCandidateGenerator):
+class EarlyExitGenerator(PendingGenerator):
     """Drafts chains with the target's own layers.
 
     Args:
@@ -61,7 +61,8 @@ class EarlyExitGenerator(TreeCandidateGenerator):
     drops_rows = True
 
     def __init__(self, drafter: SpecBoundDrafter, target: TargetModel) -> None:
-        self.drafter, self.target = drafter, target
+        super().__init__(target)
+        self.drafter = drafter
         self.width = drafter.w_max
         self.rules = drafter.exit_rules()
         self.is_unbounded = drafter.d_max == drafter.config.num_target_layers
@@ -74,13 +75,12 @@ class EarlyExitGenerator(TreeCandidateGenerator):
     @in_inference_mode  # cheaper than no_grad, and what outlives the round is the target's cache alone
     def draft(self, context: DraftContext) -> DraftTree:
         device = context.root_ids.device
-        chain = self.target.begin_chain(context.root_positions, self.width)
+        chain = self.begin_chain(context.root_positions, self.width)
         chain.extend(context.root_ids)
         going = list(context.active)
         self.chains = [[token] for token in context.root_ids.tolist()]
         self.refused = self.refused or [set() for _ in going]
         columns, laws = [context.root_ids], []
-        children: list[dict[tuple[int, int], int]] = [{} for _ in going]
         finite = [True] * len(going)
         while chain.num_nodes < self.width:
             drafted = self.next_tokens(chain, going, context.choice)
@@ -91,14 +91,13 @@ class EarlyExitGenerator(TreeCandidateGenerator):
                 break
             for row, token in enumerate(drafted.token_ids.tolist()):
                 if going[row]:
-                    children[row][chain.num_nodes - 1, token] = chain.num_nodes
                     self.chains[row].append(token)
             token_ids = drafted.token_ids.to(device)
             columns.append(token_ids)
             if drafted.law is not None:
                 laws.append(drafted.law)
             chain.extend(token_ids)
-        lengths = [1 + len(drafted_below) for drafted_below in children]
+        lengths = [len(drafted_chain) for drafted_chain in self.chains]
         valid = None
         if min(lengths) < chain.num_nodes:
             valid = torch.arange(chain.num_nodes, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
@@ -106,17 +105,15 @@ class EarlyExitGenerator(TreeCandidateGenerator):
             torch.stack(columns, dim=1),
             valid=valid,
             finite=None if all(finite) else torch.tensor(finite, device=device),
-            children=children,
             draft_probs=torch.stack(laws, dim=1).to(device) if laws else None,
-            pending=chain,
         )
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        if outcome.tree is None:
-            self.vocabulary = TargetVocabularyLogitsProcessor(outcome.target_logits.shape[-1], self.draft_ids)
+    def observe(self, committed: Committed) -> None:
+        if committed.tree is None:
+            self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1], self.draft_ids)
         if not self.drafter.learn_refusals:
             return
-        for refused, chain, num_kept in zip(self.refused, self.chains, outcome.num_accepted, strict=False):
+        for refused, chain, num_kept in zip(self.refused, self.chains, committed.num_accepted, strict=False):
             pairs = list(itertools.pairwise(chain))
             refused.difference_update(pairs[:num_kept])
             refused.update(pairs[num_kept : num_kept + 1])  # those behind it follow a text that is not there
@@ -130,7 +127,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
         waiting = list(going)
         logits, token_ids = None, None
         for layer, rule in self.rules.items():
-            here = self.drafter.exit_logits(layer, chain.advance(layer), self.target.slices)
+            here = self.drafter.exit_logits(layer, chain.advance(layer), chain.slices)
             here = here[:, : self.vocabulary.vocab_size]
             confidence, likeliest = rule.confidence(here)
             leaving = []
@@ -154,7 +151,7 @@ class EarlyExitGenerator(TreeCandidateGenerator):
                 if not any(waiting):
                     break
         if self.is_unbounded and found != going:
-            here = self.target.slices.logits(chain.advance(self.target.slices.num_layers)).float()
+            here = chain.slices.logits(chain.advance(chain.slices.num_layers)).float()
             leaving = [row and not left for row, left in zip(going, found, strict=True)]
             if not choice.do_sample:  # else the logits of exits may be of a reduced vocabulary
                 logits = None

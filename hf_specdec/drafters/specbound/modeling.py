@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
-from hf_specdec.decoding.slices import LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import unknown_name
@@ -33,6 +32,8 @@ from hf_specdec.drafters.specbound.adapters import (
     write_adapter,
 )
 from hf_specdec.drafters.specbound.configuration import SpecBoundConfig
+from hf_specdec.drafters.specbound.pending import check_slices
+from hf_specdec.drafters.specbound.slices import LayerSlices
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 
 if TYPE_CHECKING:
@@ -339,5 +340,5 @@ class SpecBoundDrafter(PretrainedDrafter):
                     f"{target_name!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
                     f"(at least {LEAST_LIKENESS} is asked). {way_out(self)}"
                 )
-        TargetModel.check_slices(model)
+        check_slices(model)
         self._paired = weakref.ref(model)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import ChoiceRule
+from hf_specdec.decoding.generator import ChoiceRule
 
 # What H-RAD says of the tokens that would be verified next (SpecBranch, Eq. 6).
 ALL_REJECT, CONFIDENCE, ALL_ACCEPT = 0, 1, 2

@@ -16,18 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.candidates import (
-    ChoiceRule,
-    DraftContext,
-    DraftsAhead,
-    DrawnCandidates,
-    PendingDrafts,
-    RoundOutcome,
-    TreeCandidateGenerator,
-)
-from hf_specdec.decoding.devices import wait_for
+from hf_specdec.decoding.accept import DrawnCandidates
+from hf_specdec.decoding.devices import abilities, wait_for
+from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
@@ -41,7 +35,7 @@ from hf_specdec.drafters.specbranch.branches import (
     continuation,
 )
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
-from hf_specdec.drafters.specbranch.worker import InTurn, Pending, Worker
+from hf_specdec.drafters.specbranch.worker import InTurn, Worker
 
 # [batch, features] of the target at the last verified token, [batch] ids of the token after it -> [batch] classes
 Predictor = Callable[[Tensor, Tensor], Tensor]
@@ -91,16 +85,16 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.beside = False
         self.emitted: list[list[int] | None] = []
         self.prepared: list[set[Continuation]] = []  # per row, what the last round's branches go on from
-        self.last: RoundOutcome | None = None  # what was committed last, with the features that H-RAD reads
+        self.last: Committed | None = None  # what was committed last, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
         self.device = target.model.device
+        self.overlap = SpeculationStats()
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.last = outcome
-        if outcome.tree is not None:
-            rows = zip(outcome.tokens, outcome.num_committed, strict=True)
-            self.emitted = [tokens if count else [] for tokens, count in rows]
+    def observe(self, committed: Committed) -> None:
+        self.last = committed
+        if committed.tree is not None:
+            self.emitted = list(committed.tokens)
 
     def draft(self, context: DraftContext) -> DraftTree:
         if self.worker is None:
@@ -196,16 +190,44 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         features = last_features(self.last)
         return self.predict(features[index.to(features.device)], root_ids[index]).tolist()
 
-    def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
+        """Has the worker draft branches behind the chains meanwhile."""
         if self.worker is None or not self.beside:
+            return target.verify(tree, state.root_positions)
+        # What the target keeps this thread busy: on a CPU the drafter's share of the core is not its own.
+        clock = time.thread_time if abilities(self.device).host_memory else time.perf_counter
+        launched, busy_from = time.perf_counter(), clock()
+        pending = self.worker.submit("draft_ahead", self.signals)
+        output = target.verify(tree, state.root_positions)
+        if abilities(self.device).works_ahead:  # else the target's own time would be that of its launch
+            wait_for(self.device)
+        busy_s = clock() - busy_from
+        branches: Branches = pending.result()
+        self.overlap.count_ahead(branches.busy_s, busy_s, time.perf_counter() - launched)
+        self.prepared = branches.prepared
+        return replace(output, drawn=self._drawn(branches))
+
+    def _drawn(self, branches: Branches) -> DrawnCandidates | None:
+        """What the rule of acceptance needs to know of candidates that were drawn behind the chains."""
+        laws = self._at_home(branches.laws)
+        if laws is None:
             return None
         assert self.chains is not None
-        return _Ahead(self.worker.submit("draft_ahead", self.signals), self.chains, self)
+        most, device = laws.shape[1], laws.device
+        candidates = [tokens + [0] * (most - len(tokens)) for tokens in branches.candidates]
+        counts = [len(tokens) for tokens in branches.candidates]
+        return DrawnCandidates(
+            nodes=torch.tensor([len(tokens) for tokens in self.chains.tokens], device=device),
+            token_ids=torch.tensor(candidates, device=device),
+            draft_probs=laws,
+            drafted=torch.tensor([[place < count for place in range(most)] for count in counts], device=device),
+        )
 
     def count(self, stats: SpeculationStats) -> None:
         if self.worker is None:
             return
         counters: Counters = self.worker.call("final_counters", self.emitted)
+        stats.add_overlap(self.overlap)
         stats.num_path_drafts += counters.path_drafts
         stats.num_path_kept += counters.path_kept
         stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
@@ -235,38 +257,11 @@ class SpeedRatio:
         self.value = value
 
 
-class _Ahead:
-    """Branches that are being drafted, as the loop wants to hear of them."""
-
-    def __init__(self, pending: Pending, chains: Chains, generator: SpecBranchGenerator) -> None:
-        self.pending = pending
-        self.chains = chains
-        self.generator = generator
-
-    def result(self) -> DraftsAhead:
-        branches: Branches = self.pending.result()
-        self.generator.prepared = branches.prepared
-        laws = self.generator._at_home(branches.laws)
-        if laws is None:
-            return DraftsAhead(branches.busy_s)
-        counts = [len(tokens) for tokens in branches.candidates]
-        most = laws.shape[1]
-        candidates = [tokens + [0] * (most - len(tokens)) for tokens in branches.candidates]
-        device = laws.device
-        drawn = DrawnCandidates(
-            nodes=torch.tensor([len(tokens) for tokens in self.chains.tokens], device=device),
-            token_ids=torch.tensor(candidates, device=device),
-            draft_probs=laws,
-            drafted=torch.tensor([[place < count for place in range(most)] for count in counts], device=device),
-        )
-        return DraftsAhead(branches.busy_s, drawn)
-
-
-def last_features(outcome: RoundOutcome) -> Tensor:
+def last_features(committed: Committed) -> Tensor:
     """[batch, taps * hidden]: the target's features at the last token that a round, or the prefill, committed."""
-    assert outcome.features is not None
-    features, counts = outcome.features, outcome.num_committed
-    if outcome.tree is None:  # prompts are padded on the left
+    assert committed.features is not None
+    features, counts = committed.features, committed.num_committed
+    if committed.tree is None:  # prompts are padded on the left
         return features[:, -1]
     if min(counts) == max(counts):
         return features[:, counts[0] - 1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from hf_specdec.decoding.candidates import ChoiceRule, TreeCandidateGenerator
+from hf_specdec.decoding.generator import ChoiceRule, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id

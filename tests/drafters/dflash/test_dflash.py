@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.dflash.configuration import default_target_layer_ids
@@ -124,7 +124,7 @@ def test_marginals_stay_right_when_rows_commit_different_numbers(target: PreTrai
         columns = torch.arange(width)
         index = [(start + columns).clamp(max=29) for start in done]
         valid = torch.stack([columns < count for count in counts])
-        outcome = RoundOutcome(
+        outcome = Committed(
             token_ids=torch.stack([text[at] for text, at in zip(texts, index, strict=True)]),
             features=torch.stack([states[at] for states, at in zip(features, index, strict=True)]).detach(),
             position_ids=torch.stack(index),

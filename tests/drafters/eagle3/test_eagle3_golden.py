@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import ChoiceRule, DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import ChoiceRule, DraftContext, Committed
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Generator
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
@@ -89,7 +89,7 @@ def draft(generator: Eagle3Generator, tokens: Tensor, start: int, features: Tens
     new = tokens.shape[1] - 1 - start
     assert features.shape[1] == new
     generator.observe(
-        RoundOutcome(
+        Committed(
             token_ids=tokens[:, start:-1],
             features=features,
             position_ids=torch.arange(start, start + new)[None],

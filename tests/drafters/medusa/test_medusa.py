@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaMarginals
 from hf_specdec.drafters.medusa.candidates import static_tree
@@ -111,7 +111,7 @@ def test_static_tree_holds_the_heads_guesses_rank_by_rank(target: PreTrainedMode
     generator = drafter.candidate_generator(TargetModel(target))
     features = torch.randn(1, 4, 32, dtype=target.dtype)
     logits = torch.zeros(1, 1, target.config.vocab_size)
-    outcome = RoundOutcome(
+    outcome = Committed(
         torch.zeros(1, 4, dtype=torch.int64), features, torch.arange(4)[None], None, [4], [0], logits
     )
     context = DraftContext(torch.tensor([7]), torch.tensor([4]), torch.zeros(1, 8, dtype=torch.int64), [5], [True])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.ngram.candidates import MAX_MATCHES, NGramGenerator, SuffixIndex, continuation_tree
@@ -96,7 +96,7 @@ def generator_of(**options: Any) -> NGramGenerator:
 def begin(generator: NGramGenerator, prompts: torch.Tensor, padding: list[int]) -> None:
     steps = prompts.shape[1]
     committed = [steps - count for count in padding]
-    generator.observe(RoundOutcome(prompts, None, prompts, None, committed, [0] * len(padding), prompts))
+    generator.observe(Committed(prompts, None, prompts, None, committed, [0] * len(padding), prompts))
 
 
 def context_of(sequences: torch.Tensor, lengths: list[int], active: list[bool] | None = None) -> DraftContext:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.candidates import DraftContext, RoundOutcome
+from hf_specdec.decoding.generator import DraftContext, Committed
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.layers import rank_features
@@ -202,10 +202,10 @@ class StandInTarget:
         return self.embeddings
 
 
-def outcome_of(features: Tensor, ids: Tensor, start: int = 0) -> RoundOutcome:
+def outcome_of(features: Tensor, ids: Tensor, start: int = 0) -> Committed:
     """Positions from `start` whose features are `features` and whose next tokens are `ids`; the last is the root."""
     new = ids.shape[1]
-    return RoundOutcome(
+    return Committed(
         token_ids=torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], 1),
         features=features,
         position_ids=torch.arange(start, start + new)[None],

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.decoding.candidates import RoundOutcome
+from hf_specdec.decoding.generator import Committed
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
-from hf_specdec.decoding.pending import PendingChain
-from hf_specdec.decoding.slices import LAYOUTS, LayerSlices
+from hf_specdec.drafters.specbound.pending import PendingChain
+from hf_specdec.drafters.specbound.slices import LAYOUTS, LayerSlices
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
@@ -129,7 +129,7 @@ def test_of_a_chain_only_the_draft_that_was_refused_is_remembered(target: PreTra
     generator = EarlyExitGenerator(drafter, TargetModel(target, drafter.feature_layers(target)))
     generator.refused, generator.chains = [{(5, 1)}, set()], [[5, 1, 2, 3, 4], [7, 8]]
     generator.observe(
-        RoundOutcome(
+        Committed(
             token_ids=torch.tensor([[5, 1], [7, 8]]),
             features=None,
             position_ids=torch.tensor([[0, 1], [0, 1]]),

@@ -1,7 +1,8 @@
-"""AutoBudget: how many nodes of each tree are worth verifying, and whether drafting is worth it at all.
+"""Policies: how much of each tree is verified, and whether a round drafts at all.
 
-A drafter that says how likely it holds each path hands over its nodes in that order. Of these the first n are verified
-that make the most of the round's time:
+`Always` drafts and verifies everything. `AutoBudget` weighs what a tree may gain against its time. A drafter that says
+how likely it holds each path hands over its nodes in that order. Of these the first n are verified that make the most
+of the round's time:
 
     n = argmax (1 + expected accepted nodes among the first n) / seconds(n)
 
@@ -18,12 +19,17 @@ import bisect
 import itertools
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.observers import Observer, Round
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 
 MOST_NODES = 64  # what a drafter is asked for, where it is left to us
@@ -158,16 +164,30 @@ class BudgetKnowledge:
             self.curve[place] += 0.1 * (new - self.curve[place])
 
 
-class AutoBudget:
+class Always(Observer):
+    """Drafts in every round, and has all of the tree verified."""
+
+    def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
+        """The tree of the next round."""
+        return generator.draft(context)
+
+    def keep_rows(self) -> None:
+        """Fewer rows are left."""
+
+
+class AutoBudget(Always):
     """Chooses the size of every tree of one `generate` call.
 
     Args:
         knowledge: of earlier calls; this call adds to it.
+        stats: of the call.
 
     Attributes:
-        drafting: whether the next round should draft.
+        drafting: whether the next round drafts.
         probing: whether it does so only to find out if drafting pays again.
     """
+
+    waits = True
 
     FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds
     # Per drafted round, of tokens and seconds. Acceptance goes up and down over tens of rounds: with less memory calls
@@ -175,8 +195,8 @@ class AutoBudget:
     MEMORY = 0.98
     CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # rounds, and their gain, given before it is judged
 
-    def __init__(self, knowledge: BudgetKnowledge) -> None:
-        self.knowledge = knowledge
+    def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
+        self.knowledge, self.stats = knowledge, stats
         self.drafting, self.probing = True, False
         self._pause, self._rest = self.FIRST_PAUSE, 0
         self._since_plain = 0
@@ -184,6 +204,26 @@ class AutoBudget:
         self._credit = self.CREDIT
         self._kept_up = 0
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
+        self._began, self._drafted = 0.0, True  # of the latest round
+        self._last: Round | None = None  # that round, when it was read
+
+    def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
+        now = time.perf_counter()
+        if self._last is not None:  # from drafting to what the drafter was told of it
+            self.note(self._last, now - self._began)
+        self._began, self._drafted, self._last = now, self.drafting, None
+        if not self.drafting:
+            self.stats.num_undrafted_steps += sum(context.active)
+            return DraftTree.root_only(context.root_ids)
+        self.stats.num_probe_steps += sum(context.active) if self.probing else 0
+        return self.cut(generator.draft(replace(context, node_limit=self.node_limit)), context.active)
+
+    def on_round(self, each: Round) -> None:
+        self._last = each
+
+    def keep_rows(self) -> None:
+        # A smaller batch is another matter: see whether drafting pays there.
+        self.resume()
 
     @property
     def node_limit(self) -> int:
@@ -197,14 +237,14 @@ class AutoBudget:
             return tree
         if self.knowledge.first_look is not None:
             return tree.first_nodes(min(most, self.knowledge.first_look))
-        on_host = _on_host(tree.path_logprobs)
-        if on_host is None:
-            # In device memory: what they are is not known in time, so the mean of recent rounds has to do.
+        if not abilities(tree.path_logprobs.device).host_memory:
+            # What they are is not known in time, so the mean of recent rounds has to do.
             gains = self.knowledge.curve[:most]
             sizes: Sequence[int] = [size for size in BUCKETS if size <= len(gains)] or [most]
         else:
             probabilities = self.knowledge.calibration.probabilities
-            rows = [probabilities(row[1:]) for row, going in zip(on_host, active, strict=True) if going]
+            logprobs = zip(tree.path_logprobs.tolist(), active, strict=True)
+            rows = [probabilities(row[1:]) for row, going in logprobs if going]
             gains = rows[0]
             if len(rows) > 1:
                 gains = [sum(column) / len(rows) for column in itertools.zip_longest(*rows, fillvalue=0.0)]
@@ -227,28 +267,21 @@ class AutoBudget:
                 best, best_rate = size, rate
         return best
 
-    def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], active: list[bool], seconds: float) -> None:
-        """Takes a finished round, and decides whether the next one drafts.
-
-        Args:
-            tree: that was verified; a root alone where nothing was drafted.
-            path: [batch, steps] int64, accepted nodes in order, root first.
-            num_accepted: drafted nodes kept per row.
-            active: rows that the round was for.
-            seconds: from before drafting to after the commit.
-        """
-        drafted = self.drafting
+    def note(self, each: Round, seconds: float) -> None:
+        """Takes a finished round and its seconds, and decides whether the next one drafts."""
+        drafted, tree = self._drafted, each.tree
         nodes = tree.num_nodes - 1 if drafted else 0
         if drafted and not nodes:
             return  # a look-up without a match: neither a draft nor a rest from drafting
         self.knowledge.times.note(nodes, seconds)
         if drafted:
-            self._learn(tree, path, [kept if going else -1 for kept, going in zip(num_accepted, active, strict=True)])
+            num_accepted = [len(tokens) - 1 for tokens in each.host.tokens]
+            self._learn(tree, each.verdict.path, num_accepted)
             looked = self.knowledge.first_look is not None
             self.knowledge.rounds += 1
             self._since_plain += 1
-            kept = [kept for kept, going in zip(num_accepted, active, strict=True) if going]
-            if not looked:  # those are of any size, and slow from warming up: they do not show what drafting gains
+            kept = [kept for kept in num_accepted if kept >= 0]
+            if kept and not looked:  # those are of any size, and slow from warming up: not what drafting gains
                 self._weigh(1 + sum(kept) / len(kept), seconds)
         else:
             self._since_plain = 0
@@ -257,26 +290,26 @@ class AutoBudget:
                 self.resume()
 
     def _learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        """Calibrates; what lies in device memory is fetched without waiting, and read a round later."""
+        """Calibrates; what lies in device memory is fetched without waiting, and read a round later.
+
+        Args:
+            tree: that was verified.
+            path: [batch, steps] int64, accepted nodes in order, root first.
+            num_accepted: drafted nodes kept per row; -1 for rows that took no part.
+        """
         if tree.path_logprobs is None:
             return
-        logprobs = _on_host(tree.path_logprobs)
-        learns_curve = logprobs is None
-        if logprobs is None:
-            assert isinstance(tree.path_logprobs, Tensor)
+        learns_curve = not abilities(tree.path_logprobs.device).host_memory
+        logprobs, paths, counts = tree.path_logprobs, path, num_accepted
+        if learns_curve:
             late = self._late
             # The round's own sync comes after this copy, so the next time it has arrived.
-            self._late = (
-                tree.path_logprobs.to("cpu", non_blocking=True),
-                path.to("cpu", non_blocking=True),
-                num_accepted,
-            )
+            self._late = (logprobs.to("cpu", non_blocking=True), path.to("cpu", non_blocking=True), num_accepted)
             if late is None:
                 return
-            logprobs, path, num_accepted = late[0].tolist(), late[1], late[2]
-        paths = path.tolist()
+            logprobs, paths, counts = late
         calibration = self.knowledge.calibration
-        for row, walked, kept in zip(logprobs, paths, num_accepted, strict=True):
+        for row, walked, kept in zip(logprobs.tolist(), paths.tolist(), counts, strict=True):
             if kept >= 0:
                 calibration.note(row[1:], {node - 1 for node in walked[1 : 1 + kept]})
                 if learns_curve:
@@ -314,14 +347,6 @@ class AutoBudget:
             # What was before the rest is forgotten; one miss is not yet a sign that nothing has changed.
             self._tokens = self._seconds = 0.0
             self._credit, self._kept_up = self.CREDIT_AFTER_REST, 0
-
-
-def _on_host(path_logprobs: list[list[float]] | Tensor) -> list[list[float]] | None:
-    """As lists; None where that would wait for the device."""
-    if not isinstance(path_logprobs, Tensor):
-        return path_logprobs
-    values: list[list[float]] | None = path_logprobs.tolist() if abilities(path_logprobs.device).host_memory else None
-    return values
 
 
 def bucket_of(nodes: int) -> int:

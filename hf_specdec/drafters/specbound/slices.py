@@ -2,7 +2,7 @@
 
 What the decoder of a family does around its layers (how it embeds, where rotary positions go, what becomes of the
 logits) is written down once per family in `LAYOUTS`, and every model is compared with its own whole forward before
-slices of it are trusted. What is run in slices, and when, is in `pending.py`.
+slices of it are trusted (`pending.check_slices`). What is run in slices, and when, is in `pending.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from hf_specdec.decoding.taps import decoder_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def _softcapped(model: Any, logits: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-# By `model_type` of the text config. Every entry is held against the whole model in tests/decoding/test_slices.py.
+# By `model_type` of the text config. Every entry is held against the whole model in
+# tests/drafters/specbound/test_slices.py.
 LAYOUTS: dict[str, Layout] = {
     **{
         name: Layout()
@@ -65,54 +67,6 @@ LAYOUTS: dict[str, Layout] = {
 }  # fmt: skip
 
 
-def decoder_of(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the decoder layers of a causal language model, and these layers.
-
-    Raises:
-        ValueError: no list of `num_hidden_layers` layers is found in the decoder.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in (model.get_decoder(), model.base_model):
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return module, child
-    raise ValueError(
-        f"{type(model).__name__} has no list of {count} decoder layers in its decoder, so its hidden states cannot be "
-        "tapped. Open an issue that names the model class."
-    )
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal language model, whatever its family calls them.
-
-    Raises:
-        ValueError: as `decoder_of`.
-    """
-    return decoder_of(model)[1]
-
-
-def tap_layer(model: PreTrainedModel, index: int, keep: Callable[[Tensor], None]) -> RemovableHandle:
-    """Has `keep` called in every forward of `model` with what a decoder layer gives, [batch, seq, hidden].
-
-    Args:
-        model: a causal language model.
-        index: 0-based. -1 is what enters the first layer, their number what leaves the decoder, past its final norm.
-        keep: called in the thread that runs the forward.
-    """
-    layers = decoder_layers(model)
-
-    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keep(args[0] if args else kwargs["hidden_states"])
-
-    def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-        keep(output if isinstance(output, Tensor) else output[0])
-
-    if index == -1:
-        return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-    tapped = layers[index] if index < len(layers) else model.get_decoder()
-    return tapped.register_forward_hook(keep_output)
-
-
 class LayerSlices:
     """The parts of a target's forward.
 
@@ -131,8 +85,8 @@ class LayerSlices:
                 f"Target {type(model).__name__} is of the decoder family {config.model_type!r}, whose layers are not "
                 f"known to be exact when run in slices; known families: {', '.join(sorted(LAYOUTS))}. To add it, "
                 "describe what its decoder does around its layers by an entry in LAYOUTS "
-                "(hf_specdec/decoding/slices.py) and a row in FAMILIES (tests/targets.py); or draft with a method that "
-                "runs whole forwards."
+                "(hf_specdec/drafters/specbound/slices.py) and a row in FAMILIES (tests/targets.py); or draft with a "
+                "method that runs whole forwards."
             )
         self.model, self.layout = model, layout
         self.decoder, self.layers = decoder_of(model)

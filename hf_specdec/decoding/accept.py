@@ -6,29 +6,26 @@ Each choice is made exactly as plain decoding makes it, so the output is the tar
 That holds for drafts chosen without randomness and for drafts that are drawn independently of the target's choices.
 A tree that says from which law its tokens were drawn is accepted more often: there the target's choice is not drawn
 anew but coupled with the draft (`coupled_choices`), and then followed in the same way.
+Two implementations: all nodes at once on the device, for processors that look at logits alone; and step by step, for
+processors that read the text before a node.
 Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling
 Leviathan et al., arXiv 2211.17192, Section 2.3.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -38,13 +35,11 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.devices import ToHost, abilities
+from hf_specdec.decoding.host import asked_about_rows
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.transfer import ToHost, works_ahead
-from hf_specdec.decoding.tree import DraftTree, count_up, from_host, pick
-
-if TYPE_CHECKING:
-    from hf_specdec.decoding.candidates import DraftsAhead, DrawnCandidates
+from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.tree import DraftTree, from_host, pick
 
 # Processors that look at the logits alone, one row at a time: all nodes of a tree can go through them in one call.
 PREFIX_FREE = frozenset(
@@ -66,44 +61,106 @@ PREFIX_FREE = frozenset(
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
-@dataclass
-class Acceptance:
-    """What the target made of a tree.
+@dataclass(frozen=True)
+class DrawnCandidates:
+    """Tokens drawn at random for what may follow a verified tree; the bonus token can then be coupled with them.
 
     Attributes:
-        path: [batch, steps] int64, accepted nodes in order, root first; any node index behind a row's last. `steps` is
-            at least the longest accepted path, root included.
-        path_ids: [batch, steps] int64, their tokens.
-        bonus_ids: [batch] int64, the target's choice after the last accepted node.
-        tokens: the same for the host: per row the accepted tokens, root excluded, and then the bonus token. Nothing at
-            all where the target gave NaN for the root (`FollowTarget`).
-        num_drafted: valid nodes per row, root excluded.
-        finite: per row, whether the drafter's output was finite.
-        leading: the host knows that the accepted nodes of every row are the first of the tree, in order.
-        scores: [batch, steps, vocab] float32, processed logits at the nodes of `path`, or None if not asked for.
+        nodes: [batch] int64, the leaf of the verified tree that the tokens would follow.
+        token_ids: [batch, siblings] int64, candidates for the token after that leaf, in the order they were drawn.
+        draft_probs: [batch, siblings, vocab] float32, the law each was drawn from, given its elder siblings.
+        drafted: [batch, siblings] bool, False where a row has fewer candidates.
     """
 
-    path: Tensor
-    path_ids: Tensor
-    bonus_ids: Tensor
+    nodes: Tensor
+    token_ids: Tensor
+    draft_probs: Tensor
+    drafted: Tensor
+
+    def at(self, rows: Sequence[int] | slice) -> tuple[Tensor, Tensor, Tensor]:
+        """What `coupled_choices` takes, for some of the rows."""
+        return self.token_ids[rows], self.draft_probs[rows], self.drafted[rows]
+
+
+@dataclass(frozen=True)
+class HostVerdict:
+    """A verdict as the host has read it, per row.
+
+    Attributes:
+        tokens: accepted tokens, root excluded, and then the bonus token; nothing at all in a row that took no part, or
+            for whose root the target gave NaN.
+        num_drafted: valid nodes, root excluded.
+        finite: whether the drafter's output was finite.
+        nan: whether the target gave NaN for the root.
+    """
+
     tokens: list[list[int]]
     num_drafted: list[int]
     finite: list[bool]
-    leading: bool
-    scores: Tensor | None
-
-    @property
-    def num_accepted(self) -> list[int]:
-        """Drafted nodes kept per row; root and bonus excluded."""
-        return [max(0, len(row) - 1) for row in self.tokens]
+    nan: list[bool]
 
 
-class FollowTarget:
+class Verdict:
+    """What the target made of a tree, on the device; `read` is the only transfer of a round to the host.
+
+    Args:
+        tree: that was verified.
+        path: [batch, max_depth + 1] int64, accepted nodes in order, root first; any node behind a row's last.
+        num_accepted: [batch] int64, -1 where the target gave NaN for the root.
+        bonus_ids: [batch] int64, the target's choice after the last accepted node.
+        nan: [batch] bool, whether the target gave NaN for the root.
+        going: per row, whether it takes part; None for all.
+        scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`, where they are kept.
+
+    Attributes:
+        path: [batch, steps] int64. `steps` is max_depth + 1 until the host has read, then what the longest row needs.
+        path_ids: [batch, steps] int64, its tokens.
+        counts: nodes of `path` that each row keeps, the root among them; 0 for rows that take no part or have NaN.
+    """
+
+    def __init__(
+        self,
+        tree: DraftTree,
+        path: Tensor,
+        num_accepted: Tensor,
+        bonus_ids: Tensor,
+        nan: Tensor,
+        going: list[bool] | None = None,
+        scores: Tensor | None = None,
+    ) -> None:
+        self.path, self.path_ids, self.bonus_ids, self.scores = path, pick(tree.token_ids, path), bonus_ids, scores
+        counts = num_accepted + 1
+        if going is not None:
+            takes_part = from_host(going, counts.device)
+            counts, nan = counts * takes_part, nan & takes_part
+        self.counts = Counts(counts, path.shape[1])
+        self.host: HostVerdict | None = None
+        finite = tree.valid[:, 0] if tree.finite is None else tree.finite
+        columns = torch.stack([counts, bonus_ids, finite, nan, tree.valid.sum(1)], dim=1)
+        self._copy = ToHost(torch.cat([columns, self.path_ids], dim=1))
+
+    def read(self) -> HostVerdict:
+        """Waits for the outcome, where it has not been read yet."""
+        if self.host is None:
+            rows = self._copy.tolist()
+            self.host = HostVerdict(
+                tokens=[[*row[6 : 5 + row[0]], row[1]] if row[0] else [] for row in rows],
+                num_drafted=[row[4] - 1 for row in rows],
+                finite=[bool(row[2]) for row in rows],
+                nan=[bool(row[3]) for row in rows],
+            )
+            self.counts.known = [row[0] for row in rows]
+            steps = max(1, *self.counts.known)
+            self.path, self.path_ids = self.path[:, :steps], self.path_ids[:, :steps]
+        return self.host
+
+
+class Acceptor:
     """The acceptance rule of one `generate` call.
 
     A node that the target gives NaN for is not followed: its token may be chosen, as a bonus, and is the root of the
     next round. NaN at a root says nothing of it while there are other tokens, or entries of the cache that the host
-    has dropped: masks let NaN pass, they only multiply by 0. Such a row accepts nothing, and is to be verified again
+    has dropped: masks let NaN pass, they only multiply by 0. Such a row keeps nothing, and is to be verified again
     with these wiped and without its drafts. The root of a bare row (`DraftTree.without_drafts`) is taken as it is.
 
     Args:
@@ -113,81 +170,56 @@ class FollowTarget:
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, *, do_sample: bool, keep_scores: bool) -> None:
-        self.processors = LogitsProcessorList(map(self._of_own_rows, logits_processor))
         self.asked: list[int] = []  # the rows that processors are asked about, the others stand in for them
+        self.processors = asked_about_rows(logits_processor, lambda row: row in self.asked)
         self.do_sample = do_sample
         self.keep_scores = keep_scores
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
 
-    def _of_own_rows(self, processor: LogitsProcessor) -> LogitsProcessor:
-        """A `prefix_allowed_tokens_fn` is told the row, so it is asked about none that holds another row's text."""
-        if type(processor) is not PrefixConstrainedLogitsProcessor:
-            return processor
-        allowed = processor._prefix_allowed_tokens_fn
-
-        def of_own_rows(row: int, sent: Tensor) -> list[int]:
-            return allowed(row, sent) if row in self.asked else [0]
-
-        return PrefixConstrainedLogitsProcessor(of_own_rows, processor._num_beams)
-
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sequences: Sequences, ahead: DraftsAhead | None = None
-    ) -> Acceptance:
-        """Walks `tree` by the target's choices.
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sequences: Sequences,
+        drawn: DrawnCandidates | None = None,
+        going: list[bool] | None = None,
+    ) -> Verdict:
+        """Walks `tree` by the target's choices; without a look at the device where no processor reads a prefix.
 
         Args:
             tree: the tree that was verified.
-            logits: [batch, nodes, vocab] float32, the target's. May be written to.
-            sequences: the rows up to and including the root.
-            ahead: what was drafted behind the tree meanwhile; its drawn tokens are coupled with the bonus token.
+            logits: [batch, nodes, vocab] float32, the target's.
+            sequences: the rows up to and including the root; read for processors with a prefix only.
+            drawn: what was drawn behind the tree meanwhile, which the bonus token is coupled with.
+            going: per row, whether it takes part; None for all.
         """
-        drawn = ahead.drawn if ahead is not None and self.do_sample else None
+        if not self.do_sample:
+            drawn = None
         if not self.prefix_free:
-            return self._walk_step_by_step(tree, logits, sequences, drawn)
-        simple = tree.children is not None and not self.do_sample and not self.processors
-        if simple and tree.bare is None and abilities(logits.device).host_memory:
-            acceptance = _walk(tree, functools.partial(_likeliest, logits.numpy()))
-        else:
-            logits, choices = self._choices(tree, logits, drawn)
-            if tree.children is not None:
-                listed = choices.tolist()
-                acceptance = _walk(tree, lambda row, node: listed[row][node])
-            else:
-                acceptance = _read(tree, *follow(tree, choices))
-        if self.keep_scores:
-            acceptance = replace(acceptance, scores=pick(logits, acceptance.path))
-        return acceptance
+            return self._step_by_step(tree, logits, sequences, drawn)
+        nan, unknown = _nan(tree, logits)
+        logits, choices = self._choices(tree, logits, unknown, drawn)
+        path, num_accepted, bonus_ids = follow(tree, choices)
+        scores = pick(logits, path) if self.keep_scores else None
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, going, scores)
 
-    def begin(self, tree: DraftTree, logits: Tensor) -> Walk:
-        """The same on the device alone, for processors without a prefix; `Walk.read` waits for it.
-
-        Args:
-            tree: the tree that was verified; drafted, not drawn, and nothing of it known to the host.
-            logits: [batch, nodes, vocab] float32, the target's. May be written to.
-        """
-        return Walk(tree, *follow(tree, self._choices(tree, logits, None)[1]))
-
-    def _choices(self, tree: DraftTree, logits: Tensor, drawn: DrawnCandidates | None) -> tuple[Tensor, Tensor]:
+    def _choices(
+        self, tree: DraftTree, logits: Tensor, unknown: Tensor, drawn: DrawnCandidates | None
+    ) -> tuple[Tensor, Tensor]:
         """Processed logits [batch, nodes, vocab], and the choice after each node [batch, nodes] int64, -1 for none."""
-        unknown = _unknown(tree, logits)
-        if self.do_sample and (works_ahead(logits.device) or bool(unknown.any())):
+        if self.do_sample and (not abilities(logits.device).host_memory or bool(unknown.any())):
             logits = logits.masked_fill(unknown.unsqueeze(-1), 0)  # drawing from NaN is an error
-        logits = self._processed(tree, logits)
+        if self.processors:
+            flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]))
+            logits = flat.view(logits.shape)
         if self.do_sample and tree.draft_probs is not None:
             choices = coupled_choices(logits, *_drafts_below(tree))
         else:
             choices = self._choose(logits)
         if drawn is not None:
             leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
-            choices[leaf] = coupled_choices(logits[leaf], drawn.token_ids, drawn.draft_probs, drawn.drafted)
+            choices[leaf] = coupled_choices(logits[leaf], *drawn.at(slice(None)))
         return logits, choices.masked_fill(unknown, -1)
-
-    def _processed(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """[batch, nodes, vocab], all nodes through the processors at once."""
-        if not self.processors:
-            return logits
-        flat = self.processors(tree.token_ids.reshape(-1, 1), logits.reshape(-1, logits.shape[-1]))
-        return flat.view(logits.shape)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[..., vocab] -> [...] int64: the target's choice, as plain decoding makes it."""
@@ -196,28 +228,29 @@ class FollowTarget:
         probs = torch.softmax(scores, dim=-1)
         return torch.multinomial(probs.view(-1, probs.shape[-1]), num_samples=1).view(scores.shape[:-1])
 
-    def _walk_step_by_step(
+    def _step_by_step(
         self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
-    ) -> Acceptance:
+    ) -> Verdict:
         """The same rule for processors that read the prefix: one call per accepted token plus one, in plain order.
 
         In a batch of one, even a processor with a state of its own sees exactly the calls that plain decoding makes.
         """
         batch, _, vocab = logits.shape
-        device = logits.device
-        rows = torch.arange(batch, device=device)
-        path = torch.zeros(batch, tree.max_depth + 1, dtype=torch.int64, device=device)
-        num_accepted = torch.zeros(batch, dtype=torch.int64, device=device)
+        rows = torch.arange(batch, device=logits.device)
+        path = tree.token_ids.new_zeros(batch, tree.max_depth + 1)
+        num_accepted = path.new_zeros(batch)
         bonus_ids = tree.token_ids[:, 0].clone()
         scores = logits.new_zeros(batch, tree.max_depth + 1, vocab) if self.keep_scores else None
-        node = torch.zeros(batch, dtype=torch.int64, device=device)
+        node = path.new_zeros(batch)
         sequences.reserve(tree.max_depth + 1)
-        walking = [row for row, active in enumerate(sequences.active) if active]
-        unknown = _unknown(tree, logits)
-        if bool(unknown[walking, 0].any()):  # no processor should see that
-            return _read(tree, *follow(tree, torch.full_like(tree.token_ids, -1)))
+        nan, unknown = _nan(tree, logits)
+        failed = unknown[:, 0].tolist()  # no processor should see these
+        going = [active and not fails for active, fails in zip(sequences.active, failed, strict=True)]
+        walking = [row for row in range(batch) if going[row]]
         drafts = _drafts_below(tree) if self.do_sample and tree.draft_probs is not None else None
         for depth in range(tree.max_depth + 1):
+            if not walking:
+                break
             at_node = logits[rows, node]
             processed = torch.empty_like(at_node)
 
@@ -237,8 +270,7 @@ class FollowTarget:
             if drawn is not None:
                 arrived = [row for row in walking if int(node[row]) == int(drawn.nodes[row])]
                 if arrived:
-                    parts = (drawn.token_ids, drawn.draft_probs, drawn.drafted)
-                    chosen[arrived] = coupled_choices(processed[arrived], *(part[arrived] for part in parts))
+                    chosen[arrived] = coupled_choices(processed[arrived], *drawn.at(arrived))
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[walking, depth] = processed[walking]
@@ -252,14 +284,14 @@ class FollowTarget:
                 for row, hit, token in zip(walking, *outcome, strict=True)
                 if hit and not sequences.ends(token, sequences.lengths[row] + depth + 1)
             ]
-            if not walking or depth == tree.max_depth:
+            if depth == tree.max_depth:
                 break
             for row in walking:
                 sequences.ids[row, sequences.lengths[row] + depth] = chosen[row]
             node[walking] = child[walking]
             path[walking, depth + 1] = child[walking]
             num_accepted[walking] += 1
-        return replace(_read(tree, path, num_accepted, bonus_ids), scores=scores)
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, going, scores)
 
 
 def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, drafted: Tensor) -> Tensor:
@@ -319,25 +351,16 @@ def _drafts_below(tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
     return token_ids.unsqueeze(-1), laws.unsqueeze(-2), drafted.unsqueeze(-1)
 
 
-def _unknown(tree: DraftTree, logits: Tensor) -> Tensor:
-    """[batch, nodes] bool: where the target gives NaN, but for the roots of bare rows, which are taken as they are.
+def _nan(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the target gives NaN: [batch] bool at the root, and [batch, nodes] bool at nodes that are not followed.
 
-    One number tells, since NaN in a hidden state is NaN in all logits.
+    The roots of bare rows are taken as they are. One number tells, since NaN in a hidden state is NaN in all logits.
     """
     unknown = logits[..., 0].isnan()
+    nan = unknown[:, 0].clone()
     if tree.bare is not None:
         unknown[:, 0] &= ~tree.bare
-    return unknown
-
-
-def _likeliest(logits: np.ndarray, row: int, node: int) -> int:
-    """The token with the largest of the logits [batch, nodes, vocab] after a node, -1 where there is NaN.
-
-    As torch finds it: of equals the first, and NaN is the largest.
-    """
-    scores = logits[row, node]
-    best = int(scores.argmax())
-    return -1 if math.isnan(scores.item(best)) else best
+    return nan, unknown
 
 
 def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,85 +388,8 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Accepted nodes form one path, since siblings differ in their token; each is written at its depth, the rest aside.
     slots = tree.depths.masked_fill(blocked, tree.max_depth + 1)
     batch, nodes = choices.shape
-    index = count_up(nodes, choices.device).expand(batch, nodes)
+    index = torch.arange(nodes, device=choices.device).expand(batch, nodes)
     path = choices.new_zeros(batch, tree.max_depth + 2).scatter_(1, slots, index)[:, :-1]
     num_accepted = nodes - 1 - blocked.sum(1, keepdim=True)
     bonus_ids = choices.gather(1, path.gather(1, num_accepted.clamp(min=0)))
     return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)
-
-
-class Walk:
-    """What came of a tree, on the device: the outcome of `follow`, and the only transfer of a round under way.
-
-    Attributes:
-        path: [batch, max_depth + 1] int64.
-        path_ids: [batch, max_depth + 1] int64, its tokens.
-        num_accepted: [batch] int64.
-        bonus_ids: [batch] int64.
-    """
-
-    def __init__(self, tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor) -> None:
-        self.path, self.num_accepted, self.bonus_ids = path, num_accepted, bonus_ids
-        self.path_ids = tree.token_ids.gather(1, path)
-        self._first = 3 + tree.num_nodes + 1  # where the path's tokens begin, root left out
-        finite = tree.valid[:, :1] if tree.finite is None else tree.finite.unsqueeze(1)
-        columns = (num_accepted.unsqueeze(1), bonus_ids.unsqueeze(1), finite, tree.valid, self.path_ids)
-        self._outcome = ToHost(torch.cat(columns, dim=1))
-
-    def read(self) -> Acceptance:
-        """Waits for the outcome."""
-        rows, first = self._outcome.tolist(), self._first
-        return Acceptance(
-            path=self.path,
-            path_ids=self.path_ids,
-            bonus_ids=self.bonus_ids,
-            tokens=[[*row[first : first + row[0]], row[1]] if row[0] >= 0 else [] for row in rows],
-            num_drafted=[sum(row[3 : first - 1]) - 1 for row in rows],
-            finite=[bool(row[2]) for row in rows],
-            leading=False,  # only the device knows
-            scores=None,
-        )
-
-
-def _read(tree: DraftTree, path: Tensor, num_accepted: Tensor, bonus_ids: Tensor) -> Acceptance:
-    """Brings the outcome of a walk to the host."""
-    return Walk(tree, path, num_accepted, bonus_ids).read()
-
-
-def _walk(tree: DraftTree, choose: Callable[[int, int], int]) -> Acceptance:
-    """`follow` for a tree whose children are known to the host: one look-up per accepted token.
-
-    `choose(row, node)` is the target's choice after a node, -1 where it gave none.
-    """
-    assert tree.children is not None
-    paths: list[list[int]] = []
-    tokens: list[list[int]] = []
-    leading = True
-    for row, children in enumerate(tree.children):
-        walked: list[int] = []
-        chosen: list[int] = []
-        node: int | None = 0
-        while node is not None and (choice := choose(row, node)) >= 0:
-            leading &= node == len(walked)
-            walked.append(node)
-            chosen.append(choice)
-            node = children.get((node, choice))
-        paths.append(walked)
-        tokens.append(chosen)
-    steps = max(1, *map(len, paths))
-    device = tree.token_ids.device
-    if leading:
-        path, path_ids = count_up(steps, device).expand(len(paths), -1), tree.token_ids[:, :steps]
-    else:
-        path = from_host([walked + [0] * (steps - len(walked)) for walked in paths], device)
-        path_ids = pick(tree.token_ids, path)
-    return Acceptance(
-        path=path,
-        path_ids=path_ids,
-        bonus_ids=from_host([chosen[-1] if chosen else -1 for chosen in tokens], device),
-        tokens=tokens,
-        num_drafted=[len(children) for children in tree.children],
-        finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),
-        leading=leading,
-        scores=None,
-    )

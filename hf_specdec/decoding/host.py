@@ -1,0 +1,124 @@
+"""Every private name of transformers that we rely on, and the check that it means what we think it means."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers.pipelines import base as pipelines
+
+# What we wrap or call, and the leading parameters that each must have.
+EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "load_assistant_model": (pipelines, ("model", "assistant_model", "assistant_tokenizer")),
+    **{
+        name: (GenerationMixin, ("self", *parameters))
+        for name, parameters in {
+            "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
+            "_get_candidate_generator": ("generation_config", "input_ids", "inputs_tensor", "logits_processor"),
+            "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+            "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+            "_update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder"),
+            "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
+        }.items()
+    },
+}
+
+
+def check_host() -> None:
+    """Raises ImportError if the installed transformers has functions of another shape than the ones we know."""
+    for name, (owner, expected) in EXPECTED.items():
+        function = getattr(owner, name, None)
+        found = tuple(inspect.signature(function).parameters)[: len(expected)] if function is not None else None
+        if found != expected:
+            raise ImportError(
+                f"hf_specdec needs {owner.__name__}.{name}{expected}, but transformers {transformers.__version__} has "
+                f"{name}{found if found is not None else ' missing'}. Supported: transformers >= 5.17, < 6."
+            )
+
+
+def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+    """The prompt's forward as plain `generate` runs it, chunks and multimodal inputs included."""
+    return model._prefill(input_ids, config, model_kwargs)
+
+
+def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What plain decoding would give the model for the step after a forward.
+
+    Args:
+        model: the target.
+        outputs: of the forward.
+        longer: [batch, seq] int64, the text with the step's token.
+        model_kwargs: of the forward.
+    """
+    arguments = model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **arguments)
+    return inputs
+
+
+def pad_token_id(config: GenerationConfig) -> int | None:
+    """The pad token that `generate` has prepared."""
+    pad_token: Tensor | None = config._pad_token_tensor
+    return None if pad_token is None else int(pad_token)
+
+
+def looks_attention_up(model: PreTrainedModel) -> bool:
+    """Whether a family looks its attention up in the host's `AttentionInterface`."""
+    return bool(model._supports_attention_backend)
+
+
+def has_own_attention(model: PreTrainedModel) -> bool:
+    """Whether a family has attention code of its own alone, which may need contiguous keys."""
+    return not (model._supports_attention_backend or model._supports_sdpa)
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """The attention implementation that a config asks for."""
+    implementation: str | None = config._attn_implementation
+    return implementation
+
+
+def set_attention(config: PreTrainedConfig, implementation: str) -> str:
+    """Sets it, and returns what it was: the field that the lookup reads.
+
+    It goes past the config's setter, which would check the name and walk over all parts of the config.
+    """
+    fields = vars(config)
+    before: str = fields["_attn_implementation_internal"]
+    fields["_attn_implementation_internal"] = implementation
+    return before
+
+
+def experts_of(config: PreTrainedConfig) -> str | None:
+    """The implementation of experts that a config asks for; None where it has none."""
+    implementation: str | None = getattr(config, "_experts_implementation", None)
+    return implementation
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether the host knows a family to have states that cannot be cut back."""
+    return bool(model._is_stateful)
+
+
+def asked_about_rows(processors: LogitsProcessorList, is_asked: Callable[[int], bool]) -> LogitsProcessorList:
+    """The processors, of which a `prefix_allowed_tokens_fn` is asked only where `is_asked(row)`.
+
+    It is told the row, so that it must not be asked about one that holds another row's text.
+    """
+
+    def own(processor: Any) -> Any:
+        if type(processor) is not PrefixConstrainedLogitsProcessor:
+            return processor
+        allowed = processor._prefix_allowed_tokens_fn
+
+        def of_own_rows(row: int, sent: torch.Tensor) -> list[int]:
+            return allowed(row, sent) if is_asked(row) else [0]
+
+        return PrefixConstrainedLogitsProcessor(of_own_rows, processor._num_beams)
+
+    return LogitsProcessorList(map(own, processors))

@@ -1,0 +1,228 @@
+"""Entries: keys and values of softmax attention, one entry per token. Nodes are written behind the longest row.
+
+Sliding windows live in the masks only: all entries are kept. Buffers are zeroed, since a masked NaN would still poison
+a softmax. Layers of one shape share a buffer, so that a commit is one gather and one scatter for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_specdec.decoding.graphs import Workspace
+from hf_specdec.decoding.layers.base import Extent, LayerStates
+from hf_specdec.decoding.tree import from_host
+
+GROWTH = 256  # entries added at a time when a row outgrows its capacity
+
+
+class EntriesLayer(CacheLayerMixin):
+    """Keys and values of one attention layer, [batch, kv_heads, entries, head_dim] as the host model sees them."""
+
+    is_sliding = False  # all entries are kept, so stock masks of the prefill must not shift
+    is_croppable = False
+
+    def __init__(self, extent: Extent) -> None:
+        super().__init__()
+        self.extent = extent
+        self.window: int | None = None  # entries that the host's own cache would show a query, its own included
+        self.contiguous = False  # whether a forward gets entries as copies, each a block of memory of its own
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Adds [batch, kv_heads, new, head_dim] entries; returns all entries that a query may be allowed to see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.extent.longest is None:  # prefill: all rows grow alike, in chunks as the host likes
+            self.keys = torch.cat([self.keys, key_states], dim=2)
+            self.values = torch.cat([self.values, value_states], dim=2)
+            return self.keys, self.values
+        start = self.extent.node_start + self.extent.held
+        stop = start + key_states.shape[2]
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
+        return (keys.contiguous(), values.contiguous()) if self.contiguous else (keys, values)
+
+    def take_over(self, source: CacheLayerMixin) -> None:
+        """Begins with what a layer of a DynamicCache holds; zeros stand in for entries that a window has dropped."""
+        self.window = source.sliding_window if isinstance(source, DynamicSlidingWindowLayer) else None
+        if source.is_initialized and source.keys is not None and source.keys.numel():
+            padding = (0, 0, source.get_seq_length() - source.keys.shape[2], 0)
+            self.lazy_initialization(source.keys, source.values)
+            self.keys = torch.nn.functional.pad(source.keys, padding)
+            self.values = torch.nn.functional.pad(source.values, padding)
+
+    def get_seq_length(self) -> int:
+        if not self.is_initialized:  # nor will it be: cross-attention without anything to attend to
+            return 0
+        if self.extent.longest is not None:
+            return self.extent.node_start + self.extent.held
+        return self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class Entries(LayerStates):
+    """All attention layers of one cache.
+
+    Args:
+        layers: as the host reads and writes them; those that are never written to are left out.
+        extent: of the cache.
+        workspace: where buffers come from, if they outlive the call.
+    """
+
+    def __init__(self, layers: Sequence[EntriesLayer], extent: Extent, workspace: Workspace | None) -> None:
+        self.layers = [layer for layer in layers if layer.is_initialized]
+        self.all_layers, self.extent, self.workspace = layers, extent, workspace
+        self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first layer."""
+        return self.layers[0].device
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return self.layers[0].keys.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Entries a row can hold before the buffers must grow."""
+        return self._slabs[0].shape[2]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the buffers."""
+        return tuple(slab.data_ptr() for slab in self._slabs)
+
+    def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
+        for layer in self.layers:
+            layer.contiguous = contiguous and self.batch > 1  # one row is one block as it lies
+        self._allocate(self.layers[0].keys.shape[2], capacity)
+
+    def reserve(self, entries: int) -> None:
+        if entries > self.capacity:
+            self._allocate(self.extent.node_start + self.extent.held, entries + GROWTH)
+
+    def _allocate(self, length: int, capacity: int) -> None:
+        groups: dict[tuple[Any, ...], list[tuple[EntriesLayer, str]]] = {}
+        for layer in self.layers:
+            for name in ("keys", "values"):
+                _, kv_heads, _, head_dim = getattr(layer, name).shape
+                groups.setdefault((kv_heads, head_dim, layer.dtype, layer.device), []).append((layer, name))
+        before, self._slabs = self._slabs, []
+        for (kv_heads, head_dim, dtype, device), members in groups.items():
+            # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
+            slab = self._new_slab((len(members), self.batch, capacity, kv_heads, head_dim), dtype, device)
+            torch.stack(
+                [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
+                out=slab[:, :, :length],
+            )
+            for view, (layer, name) in zip(slab.transpose(2, 3), members, strict=True):
+                setattr(layer, name, view)
+            self._slabs.append(slab)
+        if self.workspace is not None:
+            for slab in before:
+                self.workspace.give_back(slab)
+
+    def _new_slab(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.workspace is not None:
+            return self.workspace.take(shape, dtype, device)
+        with torch.inference_mode(False):  # what `hand_back` hands out is the caller's
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+    def release(self) -> None:
+        """Gives the buffers back to the workspace, for the next call; the entries are of no use afterwards."""
+        if self.workspace is not None:
+            for slab in self._slabs:
+                self.workspace.give_back(slab)
+            self._slabs = []
+            self.workspace.release()
+
+    def commit(self, path: Tensor, lengths: Tensor) -> None:
+        batch, steps = path.shape
+        rows = torch.arange(batch, device=path.device).unsqueeze(1) * self.capacity
+        # Entries past a row's count land behind its new end, where nothing is read before it is written again.
+        ends = lengths.unsqueeze(1) + torch.arange(steps, device=path.device)
+        self.move((path + (rows + self.extent.node_start)).flatten(), (ends + rows).flatten())
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copies entries; both [moved] int64, with rows and entries counted through: row * capacity + entry."""
+        for slab in self._slabs:
+            flat = slab.view(slab.shape[0], self.batch * self.capacity, -1)
+            flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
+
+    def wipe(self, row_lengths: Sequence[int]) -> None:
+        for slab in self._slabs:
+            for row, length in enumerate(row_lengths):
+                slab[:, row, length:] = 0
+        for layer in self.layers:
+            if layer.window is not None:
+                for row, length in enumerate(row_lengths):
+                    for held in (layer.keys, layer.values):
+                        held[row, :, : max(0, length + 1 - layer.window)] = 0
+
+    def take_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        return [(layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone()) for layer in self.layers]
+
+    def keep_rows(self, rows: Sequence[int], longest: int) -> None:
+        self._replace(longest, lambda held, _: held[from_host(rows, held.device), :, :longest])
+
+    def put_rows(self, aside: dict[int, list[tuple[Tensor, Tensor]]], longest: int) -> None:
+        batch = self.batch + len(aside)
+        own = [row for row in range(batch) if row not in aside]
+
+        def joined(held: Tensor, place: tuple[int, int]) -> Tensor:
+            layer, part = place
+            everything = held.new_zeros(batch, held.shape[1], longest, held.shape[3])
+            everything[own, :, : min(longest, held.shape[2])] = held[:, :, :longest]
+            for row, entries in aside.items():
+                kept = entries[layer][part]
+                everything[row, :, : kept.shape[1]] = kept
+            return everything
+
+        self._replace(longest, joined)
+
+    def _replace(self, longest: int, change: Callable[[Tensor, tuple[int, int]], Tensor]) -> None:
+        """`change(held, (layer, 0 for keys or 1 for values))` gives a layer's new entries, up to the longest row's."""
+        capacity = self.capacity
+        for index, layer in enumerate(self.layers):
+            layer.keys, layer.values = change(layer.keys, (index, 0)), change(layer.values, (index, 1))
+        self._allocate(longest, max(capacity, longest))
+
+    def hand_back(self, like: Cache, length: int) -> None:
+        """Sliding layers receive their window only.
+
+        Where buffers are at least half full nothing is copied: the tensors are views of them, which must not be written
+        to afterwards. Else copies let them go. Buffers of a workspace, which will be written to, are copied.
+        """
+        copies = self.workspace is not None or 2 * length < self.capacity
+        while len(like.layers) < len(self.all_layers):  # a DynamicCache() made without a config grows as it is used
+            like.layers.append(DynamicLayer())
+        for own, layer in zip(self.all_layers, like.layers, strict=False):
+            if not own.is_initialized:
+                continue
+            start = 0
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                start = max(0, length - layer.sliding_window + 1)
+                layer.cumulative_length = length
+            layer.lazy_initialization(own.keys, own.values)
+            layer.keys, layer.values = own.keys[:, :, start:length], own.values[:, :, start:length]
+            if copies:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()

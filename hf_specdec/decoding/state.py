@@ -1,0 +1,86 @@
+"""What a round begins with, and how many entries it kept: on the device at once, on the host when that was read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding.tree import from_host
+
+
+class Counts:
+    """One number per row that the device knows, and the host from when it has read it.
+
+    Whoever needs the numbers on the host asks `known` each time; until then `most` is what they can be.
+
+    Args:
+        tensor: [batch] int64.
+        most: an upper bound.
+        known: the same numbers on the host, where it knows them already.
+
+    Attributes:
+        known: list of the numbers, None until `read` was told.
+    """
+
+    def __init__(self, tensor: Tensor, most: int, known: list[int] | None = None) -> None:
+        self.tensor, self.most, self.known = tensor, most, known
+
+    @classmethod
+    def of(cls, known: Sequence[int], device: torch.device) -> Counts:
+        """Numbers that the host knows."""
+        return cls(from_host(list(known), device), max(known), list(known))
+
+    def of_rows(self, rows: Sequence[int]) -> Counts:
+        """The same for some of the rows; to be asked when the host knows them."""
+        assert self.known is not None, "rows are dropped when the host has read what came of their rounds"
+        return Counts.of([self.known[row] for row in rows], self.tensor.device)
+
+    def times(self, factor: int) -> Counts:
+        """The numbers times `factor`, known when these are."""
+        return _Multiple(self, factor)
+
+    def to(self, device: torch.device) -> Counts:
+        """The same with the tensor on a device."""
+        return self if self.tensor.device == device else _Multiple(self, 1, device)
+
+
+class _Multiple(Counts):
+    def __init__(self, counts: Counts, factor: int, device: torch.device | None = None) -> None:
+        self.counts, self.factor = counts, factor
+        tensor = counts.tensor if device is None else counts.tensor.to(device)
+        self.tensor, self.most = tensor if factor == 1 else tensor * factor, counts.most * factor
+
+    @property
+    def known(self) -> list[int] | None:  # type: ignore[override]
+        known = self.counts.known
+        return None if known is None else [number * self.factor for number in known]
+
+
+@dataclass
+class RoundState:
+    """The live rows where a round begins, on the device.
+
+    Attributes:
+        root_ids: [batch] int64, the last token of each row; the target has not seen it yet.
+        root_positions: [batch] int64, its position id in the target.
+    """
+
+    root_ids: Tensor
+    root_positions: Tensor
+
+    def next(self, bonus_ids: Tensor, counts: Tensor) -> RoundState:
+        """After a round: rows that kept something go on from their bonus token, the others from where they were.
+
+        Args:
+            bonus_ids: [batch] int64.
+            counts: [batch] int64, entries kept.
+        """
+        return RoundState(bonus_ids.where(counts > 0, self.root_ids), self.root_positions + counts)
+
+    def of_rows(self, rows: Sequence[int]) -> RoundState:
+        """The same for some of the rows."""
+        index = from_host(rows, self.root_ids.device)
+        return RoundState(self.root_ids[index], self.root_positions[index])

@@ -1,0 +1,58 @@
+"""Where hidden states of a model are read: its decoder layers, whatever its family calls them, and hooks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+
+def decoder_of(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that holds the decoder layers of a causal language model, and these layers.
+
+    Raises:
+        ValueError: no list of `num_hidden_layers` layers is found in the decoder.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in (model.get_decoder(), model.base_model):
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, child
+    raise ValueError(
+        f"{type(model).__name__} has no list of {count} decoder layers in its decoder, so its hidden states cannot be "
+        "tapped. Open an issue that names the model class."
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal language model, whatever its family calls them.
+
+    Raises:
+        ValueError: as `decoder_of`.
+    """
+    return decoder_of(model)[1]
+
+
+def tap_layer(model: PreTrainedModel, index: int, keep: Callable[[Tensor], None]) -> RemovableHandle:
+    """Has `keep` called in every forward of `model` with what a decoder layer gives, [batch, seq, hidden].
+
+    Args:
+        model: a causal language model.
+        index: 0-based. -1 is what enters the first layer, their number what leaves the decoder, past its final norm.
+        keep: called in the thread that runs the forward.
+    """
+    layers = decoder_layers(model)
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep(args[0] if args else kwargs["hidden_states"])
+
+    def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+        keep(output if isinstance(output, Tensor) else output[0])
+
+    if index == -1:
+        return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+    tapped = layers[index] if index < len(layers) else model.get_decoder()
+    return tapped.register_forward_hook(keep_output)

@@ -1,0 +1,233 @@
+"""PendingChain: a chain of draft nodes on its way through the target's layers, for drafters that are the target itself.
+
+Such a drafter looks at a node after a few layers and decides there what to draft next. The chain keeps the hidden state
+of every node at the layer where it stands (one state per node, whatever the length of the prompt), and brings nodes
+that lag behind up in one batch as soon as a later node needs their keys and values: a node never runs a layer before
+the nodes above it have run it, and never runs one twice. Verification lets the chain go on from where it
+stands, so that every node has then passed every layer, and the target's cache holds what a whole forward would have
+left there.
+Source: SpecBound (bounded speculation with cached states), Section 2.3, Figures 2 and 5.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.devices import inference_on_cpu
+from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specbound.slices import LayerSlices
+
+_SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
+
+
+class SlicedTarget:
+    """The target of a call, of which a drafter runs a few layers at a time.
+
+    Args:
+        target: of the call.
+
+    Raises:
+        ValueError: the slices of its family are not known to be exact.
+    """
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target, self.slices = target, LayerSlices(target.model)
+        self._template: DraftTree | None = None
+
+    def begin_chain(self, root_positions: Tensor, width: int) -> PendingChain:
+        """A chain of up to `width` nodes, root included.
+
+        Args:
+            root_positions: [batch] int64, `target.root_positions()` at the start of the round.
+            width: most nodes that the chain may get.
+
+        Raises:
+            ValueError: the call gives something that slices miss.
+        """
+        parameters = inspect.signature(self.target.model.forward).parameters if self.target.step.token_types else ()
+        read = [name for name in self.target.step.token_types if name in parameters]
+        if read:
+            raise ValueError(
+                f"Target {type(self.target.model).__name__} reads {', '.join(read)} in its embeddings, which is not "
+                "known where it is run layer by layer for drafting; leave them out, or draft with a method that runs "
+                "whole forwards."
+            )
+        return PendingChain(self, root_positions, width)
+
+    def chain_template(self, batch: int, width: int) -> DraftTree:
+        """The shape of a chain of `width` nodes, its tokens all zero; made once, since rounds ask for the same."""
+        if self._template is None or self._template.token_ids.shape != (batch, width):
+            zeros = torch.zeros(batch, width, dtype=torch.int64, device=self.target.cache.device)
+            self._template = DraftTree.chain(zeros)
+        return self._template
+
+
+def check_slices(model: PreTrainedModel) -> None:
+    """Raises ValueError unless layers of `model` run in slices give the logits of its whole forward.
+
+    The family must be known, and the model itself is tried on six tokens, once in its life.
+    """
+    slices = LayerSlices(model)
+    if model not in _SLICES_ARE_EXACT:
+        apart, largest = _try_slices(model, slices.num_layers)
+        # Batches of other sizes may round differently in low precision; a missing scale is off by far more.
+        share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+        if not apart <= share * largest:
+            raise ValueError(
+                f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
+                f"from those of its whole forward (up to {largest:.3g}), so this model does something around its "
+                f"layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
+                "(hf_specdec/drafters/specbound/slices.py) does not describe. Draft with a method that runs whole "
+                "forwards."
+            )
+        _SLICES_ARE_EXACT.add(model)
+
+
+@torch.no_grad()
+def _try_slices(model: PreTrainedModel, num_layers: int) -> tuple[float, float]:
+    """Largest difference of logits between a chain run in slices and a whole forward, and the largest logit."""
+    target, embeddings = TargetModel(model), model.get_input_embeddings()
+    device = embeddings.weight.device
+    token_ids = torch.arange(1, 7, device=None if device.type == "meta" else device) % embeddings.num_embeddings
+    token_ids, known = token_ids.expand(target.bound_rows or 1, -1), 3
+    whole = model(input_ids=token_ids, use_cache=False).logits
+    target.prefill_alone(token_ids[:, :known], max_length=token_ids.shape[1])
+    target.begin_rounds(token_ids.shape[1])
+    chain = SlicedTarget(target).begin_chain(target.root_positions(), 3)
+    for node, layer in zip(range(known, token_ids.shape[1]), (num_layers // 2, 1, 0), strict=True):
+        chain.extend(token_ids[:, node])
+        chain.advance(layer)
+    difference = (chain.finish() - whole[:, known:]).float().abs().max()
+    return difference.item(), whole.float().abs().max().item()
+
+
+class PendingChain:
+    """Nodes of one round, root first; rows of a batch stand at the same layers.
+
+    Args:
+        sliced: the target whose layers are run.
+        root_positions: [batch] int64, `target.root_positions()` at the start of the round.
+        width: most nodes that the chain may get, root included.
+    """
+
+    def __init__(self, sliced: SlicedTarget, root_positions: Tensor, width: int) -> None:
+        self.target, self.slices, self.cache = sliced.target, sliced.slices, sliced.target.cache
+        self.width, self.num_nodes = width, 0
+        self.cache.reserve(width)
+        self._template = sliced.chain_template(len(root_positions), width)
+        self._positions = self.target.position_ids(self._template, root_positions)
+        self._masks: dict[str, Tensor] | None = None
+        self._rotary: dict[str, tuple[Tensor, Tensor]] | None = None
+        # [(layers passed, [batch, nodes, hidden])] in the order of the nodes: no node has passed more than its parent.
+        self._segments: list[tuple[int, Tensor]] = []
+
+    @property
+    def num_states(self) -> int:
+        """Hidden states kept per row: one per node."""
+        return sum(states.shape[1] for _, states in self._segments)
+
+    @property
+    def layers_passed(self) -> list[int]:
+        """How many layers each node has passed."""
+        return [passed for passed, states in self._segments for _ in range(states.shape[1])]
+
+    def extend(self, token_ids: Tensor) -> None:
+        """Adds a node per row below the last one: [batch] int64. It has passed no layer yet."""
+        assert self.num_nodes < self.width, f"the chain was made for {self.width} nodes"
+        node = slice(self.num_nodes, self.num_nodes + 1)
+        with inference_on_cpu(token_ids.device):
+            hidden = self.slices.embed(token_ids.unsqueeze(1), self._positions[:, node])
+            if self._rotary is None:  # for all nodes to come
+                self._rotary = self.slices.rotary(hidden, self._positions)
+        self._segments.append((0, hidden))
+        self.num_nodes += 1
+
+    def advance(self, layer: int) -> Tensor:
+        """Brings the last node to where it has passed `layer` layers; nodes above it are taken along where needed.
+
+        Returns:
+            [batch, hidden], the last node's state there.
+        """
+        segments = self._segments
+        with inference_on_cpu(segments[-1][1].device):
+            while segments[-1][0] < layer:
+                passed, states = segments.pop()
+                while segments and segments[-1][0] == passed:
+                    states = torch.cat([segments.pop()[1], states], dim=1)
+                stop = min(layer, segments[-1][0]) if segments else layer
+                segments.append((stop, self._run(states, passed, stop)))
+        return segments[-1][1][:, -1]
+
+    def finish(self) -> Tensor:
+        """All nodes through all remaining layers: [batch, nodes, vocab], the target's logits."""
+        self.advance(self.slices.num_layers)
+        states = torch.cat([states for _, states in self._segments], dim=1)
+        with inference_on_cpu(states.device):
+            return self.slices.logits(states)
+
+    def _run(self, states: Tensor, first: int, last: int) -> Tensor:
+        """Layers `first` to `last` - 1 for the last nodes of the chain, as many as there are states."""
+        start, stop = self.num_nodes - states.shape[1], self.num_nodes
+        assert self._rotary is not None
+        nodes = slice(start, stop)
+        masks = None
+        target = self.target
+        # The last node of all may see every entry there is, without padding, shorter rows or windows.
+        sees_all = self.cache.batch == 1 and target.prompt_mask is None and not any(target.windows.values())
+        if states.shape[1] > 1 or not sees_all:
+            if self._masks is None:
+                self._masks = self.target.attention_masks(self._template)
+            entries = self.cache.longest + stop
+            masks = {kind: mask[:, :, nodes, :entries] for kind, mask in self._masks.items()}
+        self.target.num_layers_run += last - first
+        with self.cache.behind(start), self.target.own_attention:
+            return self.slices.run(
+                states,
+                first,
+                last,
+                position_ids=self._positions[:, nodes],
+                rotary={kind: (cos[:, nodes], sin[:, nodes]) for kind, (cos, sin) in self._rotary.items()},
+                masks=masks,
+                cache=self.cache,
+            )
+
+
+class PendingGenerator(TreeCandidateGenerator):
+    """A generator whose drafts have passed some of the target's layers when they are verified.
+
+    Args:
+        target: of the call.
+
+    Attributes:
+        chain: the chain of the latest round.
+    """
+
+    reads_cache = True
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+        self.chain: PendingChain | None = None
+        self._sliced: SlicedTarget | None = None
+
+    def begin_chain(self, root_positions: Tensor, width: int) -> PendingChain:
+        """A chain of up to `width` nodes, root included, for this round; see `SlicedTarget.begin_chain`."""
+        if self._sliced is None:
+            self._sliced = SlicedTarget(self.target)
+        self.chain = self._sliced.begin_chain(root_positions, width)
+        return self.chain
+
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
+        """The remaining layers of the chain; all of them where the tree is another one, or all are to be seen."""
+        chain, self.chain = self.chain, None
+        if chain is None or chain.num_nodes != tree.num_nodes or tree.bare is not None or target.output_options:
+            return target.verify(tree, state.root_positions)
+        target.num_forwards += 1
+        return TargetOutput(chain.finish().to(torch.float32))
