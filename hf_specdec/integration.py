@@ -14,18 +14,23 @@ translated between two tokenizers; a `Drafter` drafts the target's own tokens an
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from hf_specdec.decoding.chains import HostChains
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import EXPECTED, check_host
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import check_supported
+from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 
@@ -57,14 +62,46 @@ def disable() -> None:
             setattr(owner, name, original)
 
 
+@contextlib.contextmanager
+def hosts_loop() -> Iterator[None]:
+    """Calls made meanwhile verify chains in transformers' own loop, even where trees can be: to compare the two."""
+    before = _IN_HOSTS_LOOP.set(True)
+    try:
+        yield
+    finally:
+        _IN_HOSTS_LOOP.reset(before)
+
+
+_IN_HOSTS_LOOP: ContextVar[bool] = ContextVar("in_hosts_loop", default=False)
+
+
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)  # generate() inspects the signature
     def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if not isinstance(assistant_model, Drafter):
             return original(self, *args, assistant_model=assistant_model, **kwargs)
-        return _decode(self, assistant_model, *args, **kwargs)
+        assistant_model.check_pairing(self, args[0] if args else kwargs["input_ids"])
+        try:
+            if _IN_HOSTS_LOOP.get():
+                raise TreesRefusedError("hosts_loop() asks for chains")
+            check_supported(self)
+            return _decode_trees(self, assistant_model, *args, **kwargs)
+        except TreesRefusedError as refusal:  # before the first token
+            reason = str(refusal)
+        run = functools.partial(original, self, *args, **kwargs)
+        return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
 
     return _assisted_decoding
+
+
+def _wrap_get_candidate_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_candidate_generator(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
+        if isinstance(assistant_model, TreeCandidateGenerator):
+            return assistant_model
+        return original(self, *args, assistant_model=assistant_model, **kwargs)
+
+    return _get_candidate_generator
 
 
 def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +133,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
 
 _WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
     "_assisted_decoding": _wrap_assisted_decoding,
+    "_get_candidate_generator": _wrap_get_candidate_generator,
     "_validate_generation_mode": _wrap_validate_generation_mode,
     "load_assistant_model": _wrap_load_assistant_model,
 }
@@ -147,12 +185,13 @@ def _check_call(
             f"The target carries {peft_config.peft_type} virtual tokens, which shift every position; prompt learning "
             "is not supported. Merge it away or use a LoRA adapter."
         )
-    check_supported(model)
+    with contextlib.suppress(TreesRefusedError):  # chains can be verified then
+        check_supported(model)
     drafter.check_all_options()
     drafter.check_target(model)
 
 
-def _decode(
+def _decode_trees(
     model: PreTrainedModel,
     drafter: Drafter,
     input_ids: Any,
@@ -166,7 +205,7 @@ def _decode(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    drafter.check_pairing(model, input_ids)
+    """Our own loop."""
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     records = TokenRecords(generation_config, len(input_ids), model_kwargs.get("past_key_values"))
     target = TargetModel(
@@ -190,6 +229,63 @@ def _decode(
         observers=() if drafter.trace is None else (drafter.trace,),
         streamer=streamer,
     ).run()
+
+
+def _decode_chains(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    reason: str,
+    run: Callable[..., Any],
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **others: Any,
+) -> Any:
+    """The host's own loop, with the likeliest path of each tree as a chain.
+
+    Args:
+        model: the target.
+        drafter: the drafter.
+        reason: why trees cannot be verified.
+        run: `_assisted_decoding` of the host with all that it was given but an assistant.
+        input_ids: what it was given, as all that follows.
+        logits_processor: see there.
+        stopping_criteria: see there.
+        generation_config: see there.
+        others: what else it was given.
+    """
+    if len(input_ids) > 1:
+        raise ValueError(
+            f"{reason}. Chains can be verified instead, of one row at a time, and this batch has {len(input_ids)} "
+            "rows. Generate one row at a time, or without assistant_model."
+        )
+    stats = drafter.stats = SpeculationStats(method=drafter.method)
+    stats.begin(input_ids)
+    target = TargetModel(model, drafter.feature_layers(model))
+    chains = HostChains(
+        target,
+        drafter.policy(model, 1, stats),
+        stats,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        do_sample=generation_config.do_sample,
+        max_length=generation_config.max_length,
+    )
+    how = f"{drafter.method!r} drafts chains, which transformers' own loop verifies"
+    if not chains.drafts:
+        how = "nothing is drafted, because that loop would ask these stopping criteria or logits processors too late"
+    warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
+    generator = drafter.candidate_generator(target)
+    generator.host_loop = chains
+    try:
+        with target.tapping():
+            output = run(assistant_model=generator)
+        generator.count(stats)
+        return output
+    finally:
+        generator.close()
+        stats.total_time_s = sum(stats.stopwatch.seconds.values())
 
 
 enable()

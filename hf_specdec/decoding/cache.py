@@ -20,6 +20,7 @@ from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.layers.base import Extent
 from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer
 from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.support import TreesRefusedError
 from hf_specdec.decoding.tree import from_host
 
 
@@ -48,15 +49,14 @@ class TreeCache(Cache):
         """A TreeCache in its prefill phase that holds what `cache` (a DynamicCache that the user passed) holds.
 
         Raises:
-            ValueError: `cache` is of a class whose content cannot be taken over exactly.
+            TreesRefusedError: `cache` is of a class whose content cannot be taken over exactly.
         """
         known = isinstance(cache, DynamicCache) and not cache.offloading
         if not known or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
             kinds = sorted({type(layer).__name__ for layer in getattr(cache, "layers", ())})
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__} with layers {kinds}; speculative decoding can continue "
-                "only a DynamicCache of full or sliding-window attention layers without offloading. Pass a "
-                "DynamicCache, or leave past_key_values out."
+            raise TreesRefusedError(
+                f"past_key_values is a {type(cache).__name__} with layers {kinds}; draft trees can continue only a "
+                "DynamicCache of full or sliding-window attention layers without offloading"
             )
         own = cls(num_layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):

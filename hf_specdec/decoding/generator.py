@@ -178,7 +178,7 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
             may then ask for the next tree before the host has read what came of the last one. Of the context,
             `sequences`, `lengths` and `active` are those of a round or two before.
         reads_cache: whether it drafts from the target's own cache.
-        chains: its state in the host's own loop; None in ours.
+        host_loop: its state in the host's own loop; None in ours.
     """
 
     drops_rows: bool = False
@@ -186,7 +186,7 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
     reads_cache: bool = False
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012  (the host only reads it; features come from taps)
-    chains: HostChains | None = None
+    host_loop: HostChains | None = None
 
     @abstractmethod
     def draft(self, context: DraftContext) -> DraftTree:
@@ -243,14 +243,14 @@ class TreeCandidateGenerator(CandidateGenerator, ABC):
         Returns:
             [1, length + drafted] int64, and where the path was drawn the logits [1, drafted, vocab] of its laws.
         """
-        if self.chains is None:
+        if self.host_loop is None:
             raise RuntimeError(
                 f"{type(self).__name__} drafts in the host's loop for calls that model.generate(assistant_model=...) "
                 "has begun: it needs the target of the call. Pass the drafter to generate."
             )
-        return self.chains.candidates(self, input_ids, model_kwargs or {}, model_outputs, n_last_matches)
+        return self.host_loop.candidates(self, input_ids, model_kwargs or {}, model_outputs, n_last_matches)
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """What the host's loop reports: how many drafted tokens were kept. It feeds policy and statistics."""
-        if self.chains is not None:
-            self.chains.note(num_matches)
+        if self.host_loop is not None:
+            self.host_loop.note(num_matches)

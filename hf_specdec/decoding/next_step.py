@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specdec.decoding.host import next_inputs
+from hf_specdec.decoding.support import TreesRefusedError
 
 # What rounds have answers of their own for.
 _OUR_BUSINESS = frozenset(
@@ -70,7 +71,7 @@ def next_step(
         model_kwargs: of the `generate` call; left as they are.
 
     Raises:
-        ValueError: the target is given a tensor at every step that nodes of a tree cannot share.
+        TreesRefusedError: the target is given a tensor at every step that nodes of a tree cannot share.
     """
     batch = len(input_ids)
     longer = torch.cat([input_ids, input_ids.new_zeros(batch, 1)], dim=1)  # whatever the first token will be
@@ -83,9 +84,9 @@ def next_step(
     if positions is not None and positions.dim() != 2:
         unknown.append("position_ids of several axes")
     if unknown:
-        raise ValueError(
+        raise TreesRefusedError(
             f"Target {type(model).__name__} is given {unknown} at every step of decoding, and how the nodes of a draft "
-            "tree would share that is not known. Leave it out, or generate without assistant_model."
+            "tree would share that is not known"
         )
     return NextStep(
         None if positions is None else positions[:, -1].expand(batch),
@@ -95,11 +96,11 @@ def next_step(
 
 
 def check_attended(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if layers of the target would attend to something beside the text."""
+    """Raises TreesRefusedError if layers of the target would attend to something beside the text."""
     config = model.config.get_text_config(decoder=True)
     given: Sequence[str] = [name for name in _CROSS_ATTENDED if model_kwargs.get(name) is not None]
     if given and (getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False)):
-        raise ValueError(
+        raise TreesRefusedError(
             f"Target {type(model).__name__} was given {', '.join(given)} for its layers with cross-attention, which "
-            "draft trees are not verified on. Generate text alone, or without assistant_model."
+            "draft trees are not verified on"
         )

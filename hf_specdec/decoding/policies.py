@@ -171,6 +171,15 @@ class Always(Observer):
         """The tree of the next round."""
         return generator.draft(context)
 
+    def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
+        """Takes what came of the latest tree.
+
+        Args:
+            tree: that was verified; a root alone where nothing was drafted.
+            path: [batch, steps] int64, accepted nodes in order, root first.
+            num_accepted: drafted nodes kept per row; -1 for rows that took no part.
+        """
+
     def keep_rows(self) -> None:
         """Fewer rows are left."""
 
@@ -205,12 +214,12 @@ class AutoBudget(Always):
         self._kept_up = 0
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
         self._began, self._drafted = 0.0, True  # of the latest round
-        self._last: Round | None = None  # that round, when it was read
+        self._last: tuple[DraftTree, Tensor, list[int]] | None = None  # what came of it, when that was read
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         now = time.perf_counter()
         if self._last is not None:  # from drafting to what the drafter was told of it
-            self.note(self._last, now - self._began)
+            self.note(*self._last, now - self._began)
         self._began, self._drafted, self._last = now, self.drafting, None
         if not self.drafting:
             self.stats.num_undrafted_steps += sum(context.active)
@@ -219,7 +228,10 @@ class AutoBudget(Always):
         return self.cut(generator.draft(replace(context, node_limit=self.node_limit)), context.active)
 
     def on_round(self, each: Round) -> None:
-        self._last = each
+        self.learn(each.tree, each.verdict.path, [len(tokens) - 1 for tokens in each.host.tokens])
+
+    def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
+        self._last = tree, path, num_accepted
 
     def keep_rows(self) -> None:
         # A smaller batch is another matter: see whether drafting pays there.
@@ -267,16 +279,15 @@ class AutoBudget(Always):
                 best, best_rate = size, rate
         return best
 
-    def note(self, each: Round, seconds: float) -> None:
+    def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], seconds: float) -> None:
         """Takes a finished round and its seconds, and decides whether the next one drafts."""
-        drafted, tree = self._drafted, each.tree
+        drafted = self._drafted
         nodes = tree.num_nodes - 1 if drafted else 0
         if drafted and not nodes:
             return  # a look-up without a match: neither a draft nor a rest from drafting
         self.knowledge.times.note(nodes, seconds)
         if drafted:
-            num_accepted = [len(tokens) - 1 for tokens in each.host.tokens]
-            self._learn(tree, each.verdict.path, num_accepted)
+            self._calibrate(tree, path, num_accepted)
             looked = self.knowledge.first_look is not None
             self.knowledge.rounds += 1
             self._since_plain += 1
@@ -289,14 +300,8 @@ class AutoBudget(Always):
             if self._rest <= 0:
                 self.resume()
 
-    def _learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        """Calibrates; what lies in device memory is fetched without waiting, and read a round later.
-
-        Args:
-            tree: that was verified.
-            path: [batch, steps] int64, accepted nodes in order, root first.
-            num_accepted: drafted nodes kept per row; -1 for rows that took no part.
-        """
+    def _calibrate(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
+        """Calibrates; what lies in device memory is fetched without waiting, and read a round later."""
         if tree.path_logprobs is None:
             return
         learns_curve = not abilities(tree.path_logprobs.device).host_memory

@@ -12,47 +12,62 @@ from hf_specdec.decoding.host import attention_of, is_recurrent
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+CHAIN_TYPES = (*LAYER_TYPES, "chunked_attention")  # whose entries the host's own cache can cut back
+
+
+class TreesRefusedError(ValueError):
+    """Draft trees cannot be verified, for the reason in the message; the host's own loop can verify chains."""
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises ValueError, naming what is missing, if trees cannot be verified on `model`."""
+    """Raises, naming what is missing, if trees cannot be verified on `model`.
+
+    Raises:
+        TreesRefusedError: the host's own loop can verify chains on it.
+        ValueError: the host's own loop cannot either.
+    """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
     types = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        types.append("local")  # GPT-Neo: its window counts entries, where siblings lie between a node and its past
-    if types or is_recurrent(model):
+    if set(types) - set(CHAIN_TYPES) or is_recurrent(model):
         raise ValueError(
             f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
             f"are verified on layers of type {list(LAYER_TYPES)}. Generate without assistant_model."
         )
+    if types:
+        raise TreesRefusedError(
+            f"Target {name} has layers of type {types}; draft trees are verified on layers of type {list(LAYER_TYPES)}"
+        )
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise TreesRefusedError(
+            f"Target {name} has attention layers of type 'local', whose window counts entries of the cache, where "
+            "siblings of a draft tree lie between a node and its past"
+        )
     if own_implementation(config) not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(
-            f"Target {name} uses attn_implementation={attention_of(config)!r}, which cannot take the "
-            f"ancestor mask of a draft tree; load it with one of {list(ATTENTION_IMPLEMENTATIONS)}."
+        raise TreesRefusedError(
+            f"Target {name} uses attn_implementation={attention_of(config)!r}, which cannot take the ancestor mask of "
+            f"a draft tree; {list(ATTENTION_IMPLEMENTATIONS)} can"
         )
     if getattr(config, "alibi", False):  # Falcon; Bloom and MPT take no position_ids either
-        raise ValueError(
+        raise TreesRefusedError(
             f"Target {name} has alibi positions, which count entries of the cache, where siblings of a draft tree "
-            "lie between a node and its past; not yet supported. Generate without assistant_model."
+            "lie between a node and its past"
         )
     if getattr(config, "num_kv_shared_layers", None):
-        raise ValueError(
+        raise TreesRefusedError(
             f"Target {name} has {config.num_kv_shared_layers} layers that share the keys and values of others "
-            "(num_kv_shared_layers), which is not yet supported. Generate without assistant_model."
+            "(num_kv_shared_layers)"
         )
     if getattr(config, "keep_window_size", None):
-        raise ValueError(
+        raise TreesRefusedError(
             f"Target {name} has sparse attention that keeps {config.keep_window_size} keys of all entries "
-            "(keep_window_size), draft nodes among them; not yet supported. Generate without assistant_model."
+            "(keep_window_size), draft nodes among them"
         )
-    accepted = inspect.signature(model.forward).parameters
-    if "position_ids" not in accepted:
-        raise ValueError(
-            f"Target {name} takes no position_ids, so the nodes of a draft tree cannot be placed; speculative "
-            "decoding needs a target with position_ids (rotary or learned positions)."
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise TreesRefusedError(
+            f"Target {name} takes no position_ids, so that the nodes of a draft tree cannot be placed"
         )
 
 

@@ -29,7 +29,7 @@ from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
-from hf_specdec.decoding.support import bound_rows, check_supported
+from hf_specdec.decoding.support import TreesRefusedError, bound_rows, check_supported
 from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.decoding.tree import DraftTree, from_host
 
@@ -77,8 +77,6 @@ class TargetModel:
         own_attention: a context, entered for each forward of nodes, in which layers attend with `tree_attention` where
             that can be used.
 
-    Raises:
-        ValueError: the target cannot verify trees; the message says why and what to do.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class TargetModel:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.feature_layers = tuple(feature_layers)
-        check_supported(model)
         asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         self.output_options = {name: True for name, wanted in asked.items() if wanted}
         self.bound_rows = bound_rows(model)
@@ -182,17 +179,19 @@ class TargetModel:
             model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are read here.
 
         Raises:
-            ValueError: positions of several axes, a cache that cannot be continued, cross-attention to something given,
-                no cache from the target, or a tensor at every step that nodes of a tree cannot share.
+            TreesRefusedError: trees cannot be verified on the target or what it was given: positions of several axes, a
+                cache that cannot be continued, cross-attention, a tensor at every step that nodes cannot share.
+            ValueError: nor can chains; or the target gave no cache.
         """
+        check_supported(self.model)
         given = model_kwargs.get("past_key_values")
         self.cache = TreeCache.continuing(given, self.num_layers) if given is not None else TreeCache(self.num_layers)
         attention_mask = model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() != 2:
-            raise ValueError(
-                f"position_ids have shape {list(position_ids.shape)}; draft trees need [batch, seq] positions. "
-                "Multi-axis positions (images, video) are not supported: generate without assistant_model."
+            raise TreesRefusedError(
+                f"position_ids have shape {list(position_ids.shape)}, of several axes (images, video), and draft trees "
+                "need [batch, seq] positions"
             )
         check_attended(self.model, model_kwargs)
         already = self.cache.get_seq_length()

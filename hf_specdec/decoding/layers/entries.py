@@ -104,7 +104,7 @@ class Entries(LayerStates):
     @property
     def capacity(self) -> int:
         """Entries a row can hold before the buffers must grow."""
-        return self._slabs[0].shape[2]
+        return self._slabs[0].shape[2] if self._slabs else 0
 
     @property
     def addresses(self) -> tuple[int, ...]:
