@@ -43,7 +43,7 @@ def fixed_seed() -> None:
 @pytest.fixture
 def whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished rows stay in the batch, for tests that look at rows of it by their number."""
-    monkeypatch.setattr("hf_specdec.decoding.loop.SpeculativeDecoding.drop_finished_rows", lambda self, generator: None)
+    monkeypatch.setattr("hf_specdec.decoding.loop.SpeculativeDecoding.may_drop_rows", False)
 
 
 @pytest.fixture

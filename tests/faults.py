@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import loop
-from hf_specdec.decoding.accept import Acceptance, Acceptor
+from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
@@ -26,19 +27,19 @@ from tests.scripted import StubDrafter, fixed_tree
 class Relaxed(Acceptor):
     """Likes what was drafted: a drafted token counts for more than the target says."""
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
+    def __call__(self, tree: DraftTree, logits: Tensor, *others: Any) -> Verdict:
         bent = logits.clone()
         for node in range(1, tree.num_nodes):
             rows = torch.arange(len(bent))
             bent[rows, tree.parents[:, node], tree.token_ids[:, node]] += 1.0
-        return super().__call__(tree, bent, sequences, ahead)
+        return super().__call__(tree, bent, *others)
 
 
 class Warmer(Acceptor):
     """Chooses by another law: that of twice the temperature."""
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sequences: Any, ahead: Any = None) -> Acceptance:
-        return super().__call__(tree, logits / 2, sequences, ahead)
+    def __call__(self, tree: DraftTree, logits: Tensor, *others: Any) -> Verdict:
+        return super().__call__(tree, logits / 2, *others)
 
 
 SOUND = fixed_tree([3, 4, 5, 6, 7, 8], [0, 0, 0, 1, 2, 3])
@@ -68,7 +69,7 @@ def drafting_likeliest(target: PreTrainedModel) -> Drafter:
             if tree.draft_probs is None:
                 return tree
             token_ids = torch.cat([tree.token_ids[:, :1], tree.draft_probs.argmax(-1)], dim=1)
-            return replace(tree, token_ids=token_ids, children=None)
+            return replace(tree, token_ids=token_ids)
 
         generator.draft = likeliest
         return generator
@@ -88,7 +89,7 @@ def drafting_best_last(target: PreTrainedModel) -> StubDrafter:
     return StubDrafter(draft)
 
 
-def commit_first(cache: TreeCache, path: Tensor, counts: list[int]) -> None:
+def commit_first(cache: TreeCache, path: Tensor, counts: Counts) -> None:
     """Keeps the entries of the first nodes in place of those of the accepted path."""
     cache.commit_first(counts)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import DraftContext, Committed, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
@@ -45,7 +45,7 @@ class _StubGenerator(TreeCandidateGenerator):
         return tree
 
     def observe(self, committed: Committed) -> None:
-        self.drafter.outcomes.append(outcome)
+        self.drafter.outcomes.append(committed)
 
 
 def right_for(num_right: int | Sequence[int], script: Tensor, *, siblings: int = 2, vocab: int = 64) -> StubDrafter:

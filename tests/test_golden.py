@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec.decoding.accept import follow
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.ddtree import heap_tree, level_tree
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
@@ -88,8 +89,7 @@ def test_dflash_draft_equals_the_reference_round_by_round(file: Path) -> None:
                 features=features,
                 position_ids=torch.arange(start, start + new)[None],
                 valid=torch.ones(1, new, dtype=torch.bool),
-                num_committed=[new],
-                num_accepted=[new - 1],
+                counts=Counts.of([new]),
                 target_logits=features,
             )
         )

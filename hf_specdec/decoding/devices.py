@@ -76,7 +76,7 @@ def wait_for(device: torch.device) -> None:
 class ToHost:
     """Copies into pinned memory behind what the device is doing; whoever reads waits for this copy and no longer.
 
-    On a device that does not work ahead the copy is made at once.
+    On other devices than CUDA's the copy is made at once.
 
     Args:
         tensor: may be written over as soon as this returns.
@@ -87,7 +87,7 @@ class ToHost:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        ahead = abilities(tensor.device).works_ahead
+        ahead = tensor.is_cuda
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=ahead)
         self._copy.copy_(tensor, non_blocking=ahead)  # without an event nothing would tell when it has arrived
         self._arrived = torch.cuda.Event() if ahead else None

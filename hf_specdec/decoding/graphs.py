@@ -377,7 +377,10 @@ def prefix_bucket(entries: int) -> int:
 
 
 def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Writes per-node values [batch, nodes] or [batch, nodes, seen] in front of what pads them to the bucket."""
+    """Writes per-node values [batch, nodes] or [batch, nodes, seen], padded to the bucket by those of the root.
+
+    What pads is seen by no node, but NaN would pass: so it must not be a token that the target has no numbers for.
+    """
     for goal, value in zip(inputs, values, strict=True):
         if value.dim() == 3:
             _, nodes, seen = value.shape
@@ -385,5 +388,6 @@ def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             goal[:, :nodes, seen:].fill_(False)  # no node sees padding; what padding sees is of no use to anybody
         elif value.dim() == 2:
             goal[:, : value.shape[1]].copy_(value)
+            goal[:, value.shape[1] :].copy_(value[:, :1])
         else:
             goal.copy_(value)

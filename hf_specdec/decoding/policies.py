@@ -213,14 +213,17 @@ class AutoBudget(Always):
         self._credit = self.CREDIT
         self._kept_up = 0
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
-        self._began, self._drafted = 0.0, True  # of the latest round
+        self._fewer_rows = False
+        self._began = 0.0  # of the latest round
         self._last: tuple[DraftTree, Tensor, list[int]] | None = None  # what came of it, when that was read
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         now = time.perf_counter()
         if self._last is not None:  # from drafting to what the drafter was told of it
             self.note(*self._last, now - self._began)
-        self._began, self._drafted, self._last = now, self.drafting, None
+        if self._fewer_rows:  # a smaller batch is another matter: see whether drafting pays there
+            self.resume()
+        self._began, self._last, self._fewer_rows = now, None, False
         if not self.drafting:
             self.stats.num_undrafted_steps += sum(context.active)
             return DraftTree.root_only(context.root_ids)
@@ -234,8 +237,7 @@ class AutoBudget(Always):
         self._last = tree, path, num_accepted
 
     def keep_rows(self) -> None:
-        # A smaller batch is another matter: see whether drafting pays there.
-        self.resume()
+        self._fewer_rows = True
 
     @property
     def node_limit(self) -> int:
@@ -281,7 +283,7 @@ class AutoBudget(Always):
 
     def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], seconds: float) -> None:
         """Takes a finished round and its seconds, and decides whether the next one drafts."""
-        drafted = self._drafted
+        drafted = self.drafting
         nodes = tree.num_nodes - 1 if drafted else 0
         if drafted and not nodes:
             return  # a look-up without a match: neither a draft nor a rest from drafting

@@ -29,7 +29,7 @@ class Counts:
         self.tensor, self.most, self.known = tensor, most, known
 
     @classmethod
-    def of(cls, known: Sequence[int], device: torch.device) -> Counts:
+    def of(cls, known: Sequence[int], device: torch.device | str = "cpu") -> Counts:
         """Numbers that the host knows."""
         return cls(from_host(list(known), device), max(known), list(known))
 

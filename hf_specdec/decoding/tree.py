@@ -129,21 +129,19 @@ class DraftTree:
                 row_depths[node] = row_depths[parent] + 1
                 row_mask[node] |= row_mask[parent]
 
-        def host(values: Sequence[Sequence[Any]] | np.ndarray) -> Tensor:
-            return from_host(values, device)
-
-        def padded(rows: Sequence[Sequence[Any]], padding: Sequence[Any]) -> Tensor:
-            return host([[*row, *[fill] * (nodes - len(row))] for row, fill in zip(rows, padding, strict=True)])
+        def padded(rows: Sequence[Sequence[Any]], padding: Sequence[Any], dtype: Any = None) -> Tensor:
+            filled = [[*row, *[fill] * (nodes - len(row))] for row, fill in zip(rows, padding, strict=True)]
+            return from_host(np.asarray(filled, dtype=dtype), device)
 
         return cls(
             padded(token_ids, [tokens[0] for tokens in token_ids]),
             padded(parents, [0] * batch),
-            host(depths),
-            host(mask),
+            from_host(depths, device),
+            from_host(mask, device),
             padded([[True] * len(tokens) for tokens in token_ids], [False] * batch),
             max(map(max, depths)),
             finite,
-            path_logprobs=None if path_logprobs is None else padded(path_logprobs, [-np.inf] * batch),
+            path_logprobs=None if path_logprobs is None else padded(path_logprobs, [-np.inf] * batch, np.float32),
         )
 
     @classmethod
@@ -276,7 +274,7 @@ def pick(values: Tensor, nodes: Tensor) -> Tensor:
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """Which nodes are on the path from the root to each node, by doubling: log2(max_depth) batched products.
+    """Which nodes are on the path from the root to each node: all nodes go up to their parents, `max_depth` times.
 
     Args:
         parents: [batch, nodes] int64, -1 at the root.
@@ -291,14 +289,13 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
                  [1, 1, 0],
                  [1, 1, 1]]], dtype=torch.int32)
     """
-    nodes = parents.shape[1]
-    index = torch.arange(nodes, device=parents.device)
-    reached = ((parents.unsqueeze(-1) == index) | (index.unsqueeze(-1) == index)).float()
-    steps = 1
-    while steps < max_depth:
-        reached = torch.bmm(reached, reached)
-        steps *= 2
-    return reached > 0
+    batch, nodes = parents.shape
+    above = parents.clamp(min=0)  # the root is its own parent here
+    paths = [torch.arange(nodes, device=parents.device).expand(batch, nodes)]
+    for _ in range(max_depth):
+        paths.append(above.gather(1, paths[-1]))
+    mask = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=parents.device)
+    return mask.scatter_(2, torch.stack(paths, dim=-1), True)
 
 
 def repeats_a_sibling(token_ids: Tensor, parents: Tensor) -> Tensor:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding import policies
+from hf_specdec.decoding.devices import Abilities
+from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.policies import FIRST_LOOKS, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from tests.methods import METHODS
@@ -31,8 +35,8 @@ def auto(method: str, target: PreTrainedModel) -> Drafter:
 class Every(AutoBudget):
     """Drafts in every third round, whatever it costs, and keeps five nodes."""
 
-    def __init__(self, knowledge: BudgetKnowledge) -> None:
-        super().__init__(knowledge)
+    def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
+        super().__init__(knowledge, stats)
         self.rounds = 0
 
     def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:
@@ -92,7 +96,7 @@ def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_dra
     if isinstance(drafter, torch.nn.Module):
         drafter.to(torch.float64)
     always = drafts(drafter)
-    monkeypatch.setattr(type(drafter), "auto_budget", lambda self, model, batch: Every(BudgetKnowledge()))
+    monkeypatch.setattr(type(drafter), "policy", lambda self, model, batch, stats: Every(BudgetKnowledge(), stats))
     now_and_then = drafts(drafter)
     both = always.keys() & now_and_then.keys()
     assert len(both) >= 3
@@ -131,7 +135,6 @@ def test_first_nodes_are_the_tree_that_a_smaller_budget_gives() -> None:
         cut, small = build(roots, logits, 12).first_nodes(5), build(roots, logits, 5)
         for name in ("token_ids", "parents", "depths", "ancestor_mask", "valid"):
             assert torch.equal(getattr(cut, name), getattr(small, name)), name
-        assert cut.children == small.children
         assert [list(map(float, row)) for row in cut.path_logprobs] == [
             list(map(float, row)) for row in small.path_logprobs
         ]
@@ -148,8 +151,7 @@ def outcome(counts: list[int], start: int, num_accepted: list[int] | None = None
         features=token_ids.unsqueeze(-1).double(),
         position_ids=token_ids + 1,
         valid=None if bool(valid.all()) else valid,
-        num_committed=counts,
-        num_accepted=num_accepted or [0] * len(counts),
+        counts=Counts.of(counts),
         target_logits=torch.empty(0),
         tree=DraftTree.root_only(torch.zeros(len(counts), dtype=torch.int64)),
         path=place,
@@ -161,9 +163,8 @@ def outcome(counts: list[int], start: int, num_accepted: list[int] | None = None
 )
 def test_rounds_without_a_draft_join_the_round_before_them(rounds: list[list[int]]) -> None:
     parts = [outcome(counts, start) for start, counts in enumerate(rounds)]
-    joined = parts[0].followed_by(parts[1:])
+    joined = functools.reduce(Committed.followed_by, parts)
     assert joined.num_committed == [sum(counts) for counts in zip(*rounds, strict=True)]
-    assert joined.num_from_tree == [min(1, count) for count in rounds[0]]
     for row in range(len(rounds[0])):
         expected = [
             100 * row + 10 * start + place for start, counts in enumerate(rounds) for place in range(counts[row])
@@ -215,6 +216,10 @@ def knowing(plain: float, start: float, slope: float) -> BudgetKnowledge:
     return knowledge
 
 
+def chooser_of(knowledge: BudgetKnowledge) -> AutoBudget:
+    return AutoBudget(knowledge, SpeculationStats())
+
+
 def tree_of(probabilities: list[float], rows: int = 1) -> DraftTree:
     """Alternatives below the root, one per probability."""
     nodes = 1 + len(probabilities)
@@ -228,13 +233,13 @@ def tree_of(probabilities: list[float], rows: int = 1) -> DraftTree:
     ("slope", "expected"), [(0.0, 4), (0.05, 3), (0.5, 1)], ids=["free nodes", "dear nodes", "very dear nodes"]
 )
 def test_nodes_are_kept_while_they_gain_more_than_they_cost(slope: float, expected: int) -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=slope))
+    budget = chooser_of(knowing(plain=1.0, start=1.0, slope=slope))
     tree = tree_of([0.5, 0.3, 0.1, 0.01])
     assert budget.cut(tree, [True]).num_nodes - 1 == expected
 
 
 def test_rows_that_wait_have_no_say() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=0.05))
+    budget = chooser_of(knowing(plain=1.0, start=1.0, slope=0.05))
     tree = DraftTree.from_lists(
         [[0, 1, 2], [0, 1, 2]], [[-1, 0, 0]] * 2, path_logprobs=[[0.0, -0.1, -9.0], [0.0, -0.7, -0.7]]
     )
@@ -243,7 +248,7 @@ def test_rows_that_wait_have_no_say() -> None:
 
 
 def test_trees_without_probabilities_are_verified_whole() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=9.0))
+    budget = chooser_of(knowing(plain=1.0, start=1.0, slope=9.0))
     tree = DraftTree.chain(torch.tensor([[1, 2, 3]]))
     assert budget.cut(tree, [True]) is tree
 
@@ -256,14 +261,14 @@ def play(budget: AutoBudget, accepted: int, plain_s: float, drafted_s: float, ro
     for _ in range(rounds):
         drafted.append(budget.drafting)
         if budget.drafting:
-            budget.note(tree, path, [accepted], [True], drafted_s)
+            budget.note(tree, path, [accepted], drafted_s)
         else:
-            budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], [True], plain_s)
+            budget.note(DraftTree.root_only(torch.tensor([0])), path[:, :1], [0], plain_s)
     return drafted
 
 
 def test_drafting_that_does_not_pay_rests_longer_and_longer() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     drafted = play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=300)
     lost = 0.5 * sum(drafted) / 300
     assert lost < 0.03
@@ -273,22 +278,22 @@ def test_drafting_that_does_not_pay_rests_longer_and_longer() -> None:
 
 def test_a_round_for_which_a_drafter_has_nothing_to_say_shows_nothing() -> None:
     # A look-up without a match costs no more than a plain round: no reason to rest, and nothing is measured by it.
-    budget = AutoBudget(BudgetKnowledge())
+    budget = chooser_of(BudgetKnowledge())
     for _ in range(100):
         assert budget.drafting
         nothing = budget.cut(DraftTree.root_only(torch.tensor([0])), [True])
-        budget.note(nothing, torch.tensor([[0]]), [0], [True], 1.0)
+        budget.note(nothing, torch.tensor([[0]]), [0], 1.0)
     assert budget.knowledge.first_look == FIRST_LOOKS[0]
     assert budget.cut(tree_of([0.5, 0.3, 0.1]), [True]).num_nodes == 4
 
 
 def test_drafting_that_pays_goes_on() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=100))
 
 
 def test_one_miss_after_a_rest_is_not_taken_for_the_rule() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=30)
     while not budget.drafting:
         play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=1)
@@ -300,7 +305,7 @@ def test_one_miss_after_a_rest_is_not_taken_for_the_rule() -> None:
 
 
 def test_first_looks_are_not_held_against_the_drafter() -> None:
-    budget = AutoBudget(BudgetKnowledge())
+    budget = chooser_of(BudgetKnowledge())
     tree = tree_of([0.9 - 0.01 * node for node in range(64)])
     rested = []
     for round_ in range(60):
@@ -309,21 +314,21 @@ def test_first_looks_are_not_held_against_the_drafter() -> None:
         nodes = cut.num_nodes - 1
         # The first rounds of all, and the widest, are dear: 64 nodes take more than they bring.
         seconds = 1.0 + 0.05 * nodes + (5.0 if round_ < 2 else 0.0)
-        budget.note(cut, torch.tensor([[0, 1]]), [1 if drafting else 0], [True], seconds)
+        budget.note(cut, torch.tensor([[0, 1]]), [1 if drafting else 0], seconds)
         rested += [] if drafting else [round_]
     assert len(rested) <= 4, f"rests in rounds {rested}: 3 show what a plain round takes"
 
 
 def test_later_calls_ask_for_trees_of_the_size_that_earlier_ones_used() -> None:
     knowledge = knowing(plain=1.0, start=1.0, slope=0.05)
-    budget = AutoBudget(knowledge)
+    budget = chooser_of(knowledge)
     for _ in range(20):
         budget.cut(tree_of([0.5, 0.3, 0.1, *[0.001] * 20]), [True])
-    assert AutoBudget(knowledge).node_limit < 16
+    assert chooser_of(knowledge).node_limit < 16
 
 
 def test_a_tree_worth_all_its_nodes_is_asked_for_with_more() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.0, slope=0.0))
+    budget = chooser_of(knowing(plain=1.0, start=1.0, slope=0.0))
     for _ in range(10):
         budget.cut(tree_of([0.5, 0.3, 0.1, *[0.001] * 20]), [True])
     limits = []
@@ -334,24 +339,22 @@ def test_a_tree_worth_all_its_nodes_is_asked_for_with_more() -> None:
 
 
 def test_drafting_that_pays_again_is_taken_up_again() -> None:
-    budget = AutoBudget(knowing(plain=1.0, start=1.5, slope=0.0))
+    budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=60)
     drafted = play(budget, accepted=3, plain_s=1.0, drafted_s=1.5, rounds=200)
     assert sum(drafted) > 100
 
 
 def test_trees_in_device_memory_are_cut_by_the_mean_of_earlier_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_specdec.decoding import budget as module
-
-    monkeypatch.setattr(module, "_on_host", lambda logprobs: None if isinstance(logprobs, Tensor) else logprobs)
-    chooser = AutoBudget(knowing(plain=1.0, start=1.0, slope=0.05))
+    monkeypatch.setattr(policies, "abilities", lambda device: Abilities())
+    chooser = chooser_of(knowing(plain=1.0, start=1.0, slope=0.05))
     probabilities = [0.5, 0.3, 0.1, *[0.01] * 29]
     tree = tree_of(probabilities)
     tree = DraftTree.from_parents(
         tree.token_ids, tree.parents, 1, path_logprobs=torch.tensor([[0.0, *map(math.log, probabilities)]])
     )
     for _ in range(60):
-        chooser.note(tree, torch.tensor([[0, 1]]), [1], [True], 1.0)
+        chooser.note(tree, torch.tensor([[0, 1]]), [1], 1.0)
     assert len(chooser.knowledge.curve) == 32
     assert chooser.cut(tree, [True]).num_nodes - 1 < 8
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_specdec.decoding.cache import GROWTH, TreeCache
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.ngram import NGramDrafter
@@ -55,7 +56,7 @@ def test_commit_keeps_the_chosen_nodes_of_each_row_and_nothing_else() -> None:
     paths, kept = [[0, 2, 5, 6], [0, 3, 0, 0], [1, 2, 3, 4]], [[], [], []]
     for seed, counts in enumerate(([4, 2, 0], [1, 0, 3], [2, 2, 2])):
         written = write(cache, 7, seed=seed)
-        cache.commit(torch.tensor(paths), counts)
+        cache.commit(torch.tensor(paths), Counts.of(counts))
         for row, count in enumerate(counts):
             kept[row] += [(seed, written, node) for node in paths[row][:count]]
         assert cache.row_lengths == [5 + len(nodes) for nodes in kept]
@@ -74,10 +75,10 @@ def test_commit_of_the_first_nodes_equals_commit_of_their_indices() -> None:
         caches = [filled(batch=2, length=4, capacity=30) for _ in range(2)]
         for cache in caches:
             write(cache, 2)
-            cache.commit(torch.tensor([[0, 1], [0, 0]]), [2, 1])  # rows differ in length from here
+            cache.commit(torch.tensor([[0, 1], [0, 0]]), Counts.of([2, 1]))  # rows differ in length from here
             write(cache, 5)
-        caches[0].commit(torch.arange(5).expand(2, -1), counts)
-        caches[1].commit_first(counts)
+        caches[0].commit(torch.arange(5).expand(2, -1), Counts.of(counts))
+        caches[1].commit_first(Counts.of(counts))
         assert caches[0].row_lengths == caches[1].row_lengths
         for layer in range(LAYERS):
             for row in range(2):
@@ -90,7 +91,7 @@ def test_commit_of_the_first_nodes_equals_commit_of_their_indices() -> None:
 def test_a_round_goes_on_from_the_node_after_those_that_lead_it(lead: int, apart: bool) -> None:
     cache = filled(batch=2, length=4, capacity=40)
     write(cache, 2)
-    cache.commit(torch.tensor([[0, 1], [0, 0]]), [2, 1])  # rows differ in length from here
+    cache.commit(torch.tensor([[0, 1], [0, 0]]), Counts.of([2, 1]))  # rows differ in length from here
     before = [[entries(cache, layer, row)[0] for row in range(2)] for layer in range(LAYERS)]
     if apart:
         cache.place_nodes(16 - lead)
@@ -104,7 +105,7 @@ def test_a_round_goes_on_from_the_node_after_those_that_lead_it(lead: int, apart
     assert cache.node_start == (16 if apart else 6 + lead)
     for layer in range(LAYERS):
         cache.update(written[layer, :, :, lead + 1 :], written[layer, :, :, lead + 1 :], layer)
-    cache.commit(torch.tensor([[0, 2], [0, 1]]), [2, 1])  # nodes count from the one after the lead
+    cache.commit(torch.tensor([[0, 2], [0, 1]]), Counts.of([2, 1]))  # nodes count from the one after the lead
     for layer in range(LAYERS):
         for row, nodes in enumerate(([lead, lead + 2], [lead])):
             kept = [before[layer][row], written[layer, row, :, :lead], written[layer, row][:, nodes]]
@@ -112,16 +113,16 @@ def test_a_round_goes_on_from_the_node_after_those_that_lead_it(lead: int, apart
 
 
 def test_counts_that_the_host_reads_later_bound_the_rows_until_then() -> None:
-    cache, counts = filled(batch=2, length=4, capacity=40), []  # type: ignore[var-annotated]
+    cache, counts = filled(batch=2, length=4, capacity=40), Counts(torch.tensor([3, 2]), most=3)
     write(cache, 3)
-    cache.commit_unread(torch.tensor([[0, 1, 2], [0, 2, 0]]), torch.tensor([3, 2]), lambda: counts)
+    cache.commit(torch.tensor([[0, 1, 2], [0, 2, 0]]), counts)
     assert cache.lengths.tolist() == [7, 6]
     assert cache.longest == 7
     write(cache, 2)  # what follows is written behind what may be kept
     cache.rollback()
     with pytest.raises(AssertionError, match="the host has not read yet"):
         _ = cache.row_lengths
-    counts += [3, 2]
+    counts.known = [3, 2]
     assert cache.row_lengths == [7, 6]
     assert cache.longest == 7
 
@@ -130,7 +131,7 @@ def test_rollback_forgets_and_the_next_round_writes_over_it() -> None:
     cache = filled(batch=2, length=6, capacity=30)
     kept = copy.deepcopy([entries(cache, layer, 0) for layer in range(LAYERS)])
     write(cache, 4)
-    cache.commit(torch.tensor([[0, 1, 2, 3]] * 2), [4, 4])
+    cache.commit(torch.tensor([[0, 1, 2, 3]] * 2), Counts.of([4, 4]))
     cache.rollback([6, 8])
     assert cache.row_lengths == [6, 8]
     write(cache, 3, seed=9)
@@ -167,7 +168,7 @@ def test_rows_never_read_what_lies_behind_their_end(family: str) -> None:
     for garbage in (0.0, 1e4):
         model = prefilled(target, prompts)
         verify(model, DraftTree.chain(torch.tensor([[5, 6, 7, 8]] * 3)))
-        model.cache.commit(torch.arange(4).expand(3, -1), [1, 4, 2])
+        model.cache.commit(torch.arange(4).expand(3, -1), Counts.of([1, 4, 2]))
         for layer in model.cache.layers:
             for row, length in enumerate(model.cache.row_lengths):
                 layer.keys[row, :, length:] = layer.values[row, :, length:] = garbage
@@ -221,9 +222,9 @@ def test_after_commits_a_cache_equals_one_that_never_held_the_rejected_nodes(fam
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10]] * 3)
     parents = torch.tensor([[-1, 0, 0, 2, 2, 4]] * 3)
     verify(drafted, DraftTree.from_parents(tokens, parents, 3))
-    drafted.cache.commit(torch.tensor([[0, 2, 4, 5]] * 3), [4, 2, 1])
+    drafted.cache.commit(torch.tensor([[0, 2, 4, 5]] * 3), Counts.of([4, 2, 1]))
     verify(plain, DraftTree.chain(torch.tensor([[5, 7, 9, 10]] * 3)))
-    plain.cache.commit_first([4, 2, 1])
+    plain.cache.commit_first(Counts.of([4, 2, 1]))
     for ours, theirs in zip(drafted.cache.layers, plain.cache.layers, strict=True):
         for row, length in enumerate(plain.cache.row_lengths):
             torch.testing.assert_close(ours.keys[row, :, :length], theirs.keys[row, :, :length])
@@ -234,7 +235,7 @@ def test_after_commits_a_cache_equals_one_that_never_held_the_rejected_nodes(fam
 
 def test_static_cache_cannot_be_continued() -> None:
     target = make_target("llama", "sdpa")
-    with pytest.raises(ValueError, match=r"StaticCache.*Pass a DynamicCache, or leave past_key_values out"):
+    with pytest.raises(ValueError, match=r"StaticCache.*can continue only a DynamicCache"):
         TreeCache.continuing(StaticCache(config=target.config, max_cache_len=32), 4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.state import Counts
 
 
 def test_nodes_of_several_forwards_are_committed_as_of_one() -> None:
@@ -13,7 +14,7 @@ def test_nodes_of_several_forwards_are_committed_as_of_one() -> None:
     for parts in ((5,), (2, 1, 2)):
         cache = TreeCache.empty(1, 2, 1, 3, dtype=torch.float32, device=torch.device("cpu"), capacity=16)
         cache.layers[0].update(written[:, :, :4], written[:, :, :4])
-        cache.commit_first([4, 2])  # rows of different lengths
+        cache.commit_first(Counts.of([4, 2]))  # rows of different lengths
         start = 4
         for part in parts:
             new = written[:, :, start : start + part]
@@ -22,7 +23,7 @@ def test_nodes_of_several_forwards_are_committed_as_of_one() -> None:
             start += part
             cache.hold(part)
         assert cache.get_seq_length() == 4 + sum(parts)
-        cache.commit(torch.tensor([[0, 2, 4], [1, 3, 0]]), [3, 2])
+        cache.commit(torch.tensor([[0, 2, 4], [1, 3, 0]]), Counts.of([3, 2]))
         assert cache.get_seq_length() == cache.longest == 7
         caches.append([cache.layers[0].keys[row, :, :length] for row, length in enumerate(cache.row_lengths)])
     for one, several in zip(*caches, strict=True):

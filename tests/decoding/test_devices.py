@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import attention, devices
-from hf_specdec.decoding.devices import Abilities, abilities
-from hf_specdec.decoding.devices import ToHost
+from hf_specdec.decoding.devices import Abilities, ToHost, abilities
 from hf_specdec.drafters.ddtree.candidates import heap_tree, level_tree
 from hf_specdec.hub.loading import usable_device
 from tests.methods import METHODS

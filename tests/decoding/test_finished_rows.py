@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.base import Drafter
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
@@ -46,15 +46,15 @@ def drafter_of(method: str, target: Any, **options: Any) -> Drafter:
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each verify has had."""
+    """How many rows each round has had."""
     seen: list[int] = []
-    original = TargetModel.verify
+    commit = TreeCache.commit
 
-    def watched(self: TargetModel, tree: Any, *arguments: Any, **options: Any) -> Any:
-        seen.append(len(tree.token_ids))
-        return original(self, tree, *arguments, **options)
+    def watched(self: TreeCache, path: Tensor, counts: Counts) -> None:
+        seen.append(len(path))
+        commit(self, path, counts)
 
-    monkeypatch.setattr(TargetModel, "verify", watched)
+    monkeypatch.setattr(TreeCache, "commit", watched)
     return seen
 
 
@@ -119,17 +119,17 @@ def test_cache_gives_up_rows_and_takes_them_back() -> None:
     cache = TreeCache.empty(2, 4, 2, 3, dtype=torch.float64, device=torch.device("cpu"), capacity=20)
     for layer in cache.layers:
         layer.update(torch.randn(4, 2, 6, 3).double(), torch.randn(4, 2, 6, 3).double())
-    cache.commit_first([2, 6, 1, 4])
+    cache.commit_first(Counts.of([2, 6, 1, 4]))
     lengths = list(cache.row_lengths)
     before = [[layer.keys[row, :, :length].clone() for row, length in enumerate(lengths)] for layer in cache.layers]
-    aside = {row: cache.entries_of(row) for row in (1, 2)}
+    aside = {row: cache.take_row(row) for row in (1, 2)}
     cache.keep_rows([0, 3])
     assert cache.row_lengths == [2, 4]
     assert cache.longest == 4
     for layer in cache.layers:
         layer.update(torch.ones(2, 2, 5, 3).double(), torch.ones(2, 2, 5, 3).double())
-    cache.commit_first([5, 1])
-    cache.insert_rows(aside)
+    cache.commit_first(Counts.of([5, 1]))
+    cache.put_rows(aside)
     assert cache.row_lengths == [7, 6, 1, 5]
     for layer, rows in zip(cache.layers, before, strict=True):
         for row, expected in enumerate(rows):

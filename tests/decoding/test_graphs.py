@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.decoding import graphs, loop
-from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.devices import ToHost
 from hf_specdec.decoding.generator import DraftContext
+from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.decoding.devices import ToHost
-from hf_specdec.decoding.tree import _TABLES, DraftTree
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.ddtree import candidates
 from hf_specdec.drafters.dflash import DFlashDrafter
@@ -79,7 +79,7 @@ class Replaying:
         lasting: set[int] = set()
         for workspace in graphs._WORKSPACES.values():
             lasting |= workspace.lasting
-        lasting |= {table.untyped_storage().data_ptr() for table in (*Replaying.tables, *_TABLES)}
+        lasting |= {table.untyped_storage().data_ptr() for table in Replaying.tables}
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         self.outputs = tuple(output.clone() for output in forward())
@@ -372,6 +372,7 @@ def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str)
     assert Replaying.replays - replays >= per_round[method] * rounds - 1  # the prompt is taken in as it comes
 
 
+@pytest.mark.usefixtures("whole_batch")  # rows that are about to leave the batch are read at once
 def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)
@@ -382,6 +383,7 @@ def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
 
 
 @pytest.mark.each_value
+@pytest.mark.usefixtures("whole_batch")  # rows that are about to leave the batch are read at once
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -398,8 +400,8 @@ def test_the_next_tree_is_drafted_before_the_outcome_is_read(
     )
     torch.manual_seed(0)
     target.generate(**prompts, **(GREEDY | {"do_sample": do_sample}), assistant_model=drafter)
-    assert events[:4] == ["draft", "draft", "read", "draft"]
-    assert events == ["draft"] + ["draft", "read"] * drafter.stats.num_target_forwards
+    rounds = drafter.stats.num_target_forwards
+    assert events == ["read", "draft"] + ["draft", "read"] * rounds  # the prefill, the first draft, then the rounds
 
 
 @pytest.mark.each_value
@@ -442,7 +444,7 @@ def test_early_trees_are_those_that_a_host_that_waits_would_get(method: str, bat
 
     early, accepted = trees()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.SpeculativeDecoding, "may_draft_early", lambda self, generator, tree: False)
+        patch.setattr(loop.SpeculativeDecoding, "lag", lambda self: 0)
         waiting, same = trees()
     assert accepted == same
     assert len(early) == len(waiting) + 1
@@ -453,6 +455,7 @@ def test_early_trees_are_those_that_a_host_that_waits_would_get(method: str, bat
 
 def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    lag, lags = loop.SpeculativeDecoding.lag, []
     for extra in ({"output_scores": True}, {"repetition_penalty": 1.3}, {"trace": True}, {"tree_budget": "auto"}):
         drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
         if "trace" in extra:
@@ -461,10 +464,11 @@ def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
             drafter.set_options(**extra)
             extra = {}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop.SpeculativeDecoding, "draft_before_reading", None)
+            patch.setattr(loop.SpeculativeDecoding, "lag", lambda self, lag=lag: lags.append(lag(self)) or lags[-1])
             alone = target.generate(**prompts, **GREEDY, **extra)
             assisted = target.generate(**prompts, **GREEDY, **extra, assistant_model=drafter)
         assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert set(lags) == {0}
 
 
 def test_drafts_after_a_rest_are_those_of_the_usual_forward() -> None:
@@ -479,7 +483,7 @@ def test_drafts_after_a_rest_are_those_of_the_usual_forward() -> None:
     drafter = METHODS["ddtree"](target)
     drafter.to(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(drafter), "auto_budget", lambda self, model, batch: Resting(BudgetKnowledge()))
+        patch.setattr(type(drafter), "policy", lambda self, model, batch, stats: Resting(BudgetKnowledge(), stats))
         usual, alone = logits_of(drafter, target, prompts, max_new_tokens=40)
         captured, output = logits_of(compiling(drafter), target, prompts, max_new_tokens=40)
     assert output.tolist() == alone.tolist()

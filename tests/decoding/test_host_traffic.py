@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding import acceptance, loop
+from hf_specdec.decoding import devices, loop
+from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.ddtree import candidates, level_tree
 from tests.decoding.test_finished_rows import drafter_of, settings_of
@@ -44,7 +45,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
     play = loop.SpeculativeDecoding.round
     tolist, numpy, getitem, setitem = Tensor.tolist, Tensor.numpy, Tensor.__getitem__, Tensor.__setitem__
 
-    def counted(self: Any, generator: Any) -> None:
+    def counted(self: Any) -> None:
         transfers: list[str] = []
 
         def uploading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -70,7 +71,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
             patch.setattr(Tensor, "numpy", lambda tensor: transfers.append("numpy") or plain(numpy, tensor, mode))
             patch.setattr(Tensor, "__getitem__", indexing(getitem))
             patch.setattr(Tensor, "__setitem__", indexing(setitem))
-            play(self, generator)
+            play(self)
         rounds.append(transfers + mode.seen)
 
     def plain(read: Callable[[Tensor], Any], tensor: Tensor, mode: CountWaits) -> Any:
@@ -80,8 +81,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
         return value
 
     monkeypatch.setattr(loop.SpeculativeDecoding, "round", counted)
-    monkeypatch.setattr(acceptance, "works_ahead", lambda device: True)  # a look at host memory is no transfer
+    # A look at host memory is no transfer, so there is none.
+    monkeypatch.setitem(devices.RULES, "cpu", lambda device: Abilities(groups_heads=True))
     return lambda: rounds
+
+
+def assert_one_transfer_each(rounds: list[list[str]]) -> None:
+    """A round may be read while the next one is under way, so that it is the sum that counts."""
+    assert sum(map(len, rounds)) <= len(rounds), rounds
+    assert all(len(seen) <= 2 for seen in rounds), rounds
 
 
 @pytest.fixture
@@ -124,8 +132,7 @@ def test_a_round_transfers_once_from_the_device(
     waits().clear()
     target.generate(**PROMPTS[batch](), max_new_tokens=10, do_sample=do_sample, assistant_model=drafter)
     assert len(waits()) > 3
-    for seen in waits():
-        assert len(seen) <= 1, f"a round waits for the device more than once: {seen}"
+    assert_one_transfer_each(waits())
 
 
 @pytest.mark.each_value
@@ -158,8 +165,7 @@ def test_rounds_transfer_once_too_when_rows_are_dropped(
         waits().clear()
         target.generate(**five_prompts(), **settings, assistant_model=drafter)
     assert min(batches) < 5
-    for seen in waits():
-        assert len(seen) <= 1, f"a round waits for the device more than once: {seen}"
+    assert_one_transfer_each(waits())
 
 
 def test_the_counter_counts(waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,19 +214,17 @@ def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
 def test_no_operation_of_a_round_waits_but_the_one_that_reads_its_outcome(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_specdec.decoding import acceptance
-
     target = fresh_target("qwen3-mixed", "sdpa", torch.bfloat16).to("cuda")
     drafter = METHODS[method](target).to("cuda", torch.bfloat16)
     prompts = {name: part.to("cuda") for name, part in PROMPTS["ragged batch of three"]().items()}
     settings = {"max_new_tokens": 10, "do_sample": False, "assistant_model": drafter}
     target.generate(**prompts, **settings)
-    play, read = loop.SpeculativeDecoding.round, acceptance._read
+    play, read = loop.SpeculativeDecoding.round, ToHost.tolist
 
-    def strict(self: Any, generator: Any) -> None:
+    def strict(self: Any) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            play(self, generator)
+            play(self)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -232,5 +236,5 @@ def test_no_operation_of_a_round_waits_but_the_one_that_reads_its_outcome(
             torch.cuda.set_sync_debug_mode("error")
 
     monkeypatch.setattr(loop.SpeculativeDecoding, "round", strict)
-    monkeypatch.setattr(acceptance, "_read", reading)
+    monkeypatch.setattr(ToHost, "tolist", reading)
     target.generate(**prompts, **settings)

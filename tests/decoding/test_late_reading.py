@@ -5,7 +5,7 @@ A CPU does nothing beside the host, so nothing is read late on it; these tests s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding import acceptance, graphs, loop
+from hf_specdec.decoding import devices, graphs, loop
+from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.devices import ToHost
 from hf_specdec.decoding.tree import DraftTree
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
@@ -30,11 +30,16 @@ NEW = 16
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
 
 
+def rule(*, late: bool) -> Callable[[torch.device], Abilities]:
+    """Of a CPU that goes on beside the host, or does not."""
+    return lambda device: Abilities(host_memory=True, groups_heads=True, works_ahead=late)
+
+
 @pytest.fixture(autouse=True)
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_on_cpu(monkeypatch)
     monkeypatch.setattr(graphs, "FIRST_PREFIX", 16)
-    monkeypatch.setattr(loop, "works_ahead", lambda device: True)
+    monkeypatch.setitem(devices.RULES, "cpu", rule(late=True))
 
 
 @pytest.fixture
@@ -101,7 +106,7 @@ def test_late_rounds_give_the_tokens_counts_and_cache_of_rounds_that_are_waited_
     outputs = []
     for late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "works_ahead", lambda device, late=late: late)
+            patch.setitem(devices.RULES, "cpu", rule(late=late))
             torch.manual_seed(3)
             output = target.generate(**prompts, **settings, assistant_model=drafter)
         outputs.append((output, drafter.stats))
@@ -121,10 +126,12 @@ def test_the_outcome_of_a_round_is_read_when_the_next_one_is_under_way(events: l
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
-    launched, rounds = ["verify", "draft"], drafter.stats.num_target_forwards
-    assert events[:6] == ["draft", *launched, *launched, "read"]
-    # The last round is sure to be the last, so that none is launched behind it.
-    assert events[1:] == [*launched, *([*launched, "read"] * (rounds - 1)), "read"]
+    rounds = drafter.stats.num_target_forwards
+    first, *rest = events
+    assert first == "read"  # the prefill's, before all rounds
+    assert rest[:5] == ["draft", "verify", "draft", "verify", "read"]
+    # The last round is sure to be the last, so that none is verified behind it.
+    assert rest == ["draft", "verify", *(["draft", "verify", "read"] * (rounds - 1)), "draft", "read"]
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -190,8 +197,7 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
 def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
     batch: str, settings: dict[str, Any], attention: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "works_ahead", lambda device: late)
-    monkeypatch.setattr(acceptance, "works_ahead", lambda device: late)
+    monkeypatch.setitem(devices.RULES, "cpu", rule(late=late))
     # The host's own eager attention makes NaN of left padding in float64.
     target = fresh_target("llama", attention, torch.float32 if attention == "eager" else torch.float64)
     prompts, settings = PROMPTS[batch](), GREEDY | settings
@@ -222,7 +228,7 @@ def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
 def test_methods_that_draft_early_bear_tokens_that_the_target_has_no_numbers_for(
     method: str, batch: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "works_ahead", lambda device: late)
+    monkeypatch.setitem(devices.RULES, "cpu", rule(late=late))
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
     settings = GREEDY | {"max_new_tokens": 40}
@@ -262,7 +268,7 @@ def test_who_waits_for_tokens_gets_them_when_their_round_is_done(events: list[st
         events.clear()
         target.generate(**prompts, **GREEDY, **extra, assistant_model=drafter)
         rounds = [event for event in events if event in ("verify", "read")]
-        assert rounds == ["verify", "read"] * drafter.stats.num_target_forwards
+        assert rounds == ["read"] + ["verify", "read"] * drafter.stats.num_target_forwards
 
 
 def test_a_round_is_counted_before_its_tokens_are_streamed() -> None:
@@ -286,7 +292,7 @@ def test_nothing_is_read_late_on_a_cpu(events: list[str], monkeypatch: pytest.Mo
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         capture_on_cpu(patch)
-        assert not loop.works_ahead(torch.device("cpu"))
+        assert not devices.abilities(torch.device("cpu")).works_ahead
         target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
         drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
         target.generate(**prompts, **GREEDY, assistant_model=drafter)

@@ -16,7 +16,6 @@ from hf_specdec.decoding.accept import Acceptor
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.ddtree import heap_tree
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.methods import METHODS
 from tests.scripted import fixed_tree
@@ -189,9 +188,8 @@ def frozen_law(logits: Tensor, processors: LogitsProcessorList) -> dict[Any, flo
     return law
 
 
-@pytest.mark.parametrize("known_children", [False, True])
 @pytest.mark.parametrize("reads_prefix", [False, True])
-def test_path_and_bonus_of_a_frozen_tree_follow_the_target(reads_prefix: bool, known_children: bool) -> None:
+def test_path_and_bonus_of_a_frozen_tree_follow_the_target(reads_prefix: bool) -> None:
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
     if reads_prefix:
         processors.insert(0, RepetitionPenaltyLogitsProcessor(1.5))
@@ -199,16 +197,12 @@ def test_path_and_bonus_of_a_frozen_tree_follow_the_target(reads_prefix: bool, k
     tree = DraftTree.from_parents(
         torch.tensor([FROZEN_TOKENS]).expand(ROWS, -1), torch.tensor([FROZEN_PARENTS]).expand(ROWS, -1), 3
     )
-    if known_children:
-        pairs = zip(FROZEN_PARENTS[1:], FROZEN_TOKENS[1:], strict=True)
-        known = {pair: node for node, pair in enumerate(pairs, start=1)}
-        tree = DraftTree(**{**vars(tree), "children": [known] * ROWS})
     accept = Acceptor(processors, do_sample=True, keep_scores=False)
     seen: Counter[Any] = Counter()
     for _ in range(DRAWS // ROWS):
         sequences = Sequences(torch.tensor([[*PROMPT[:-1], FROZEN_TOKENS[0]]]).expand(ROWS, -1), [], None, None)
-        acceptance = accept(tree, logits.repeat(ROWS, 1, 1), sequences)
-        for path, tokens in zip(acceptance.path.tolist(), acceptance.tokens, strict=True):
+        verdict = accept(tree, logits.repeat(ROWS, 1, 1), sequences)
+        for path, tokens in zip(verdict.path.tolist(), verdict.read().tokens, strict=True):
             seen[tuple(path[1 : len(tokens)]), tokens[-1]] += 1
     assert_follows(seen, frozen_law(logits, processors))
 
@@ -259,14 +253,3 @@ def test_seeded_sampling_repeats_itself() -> None:
         )
         runs.append(output.tolist())
     assert runs[0] == runs[1]
-
-
-def test_heap_trees_say_which_children_they_have() -> None:
-    # The look-up of `DraftTree.children` and the tensors of a tree must tell the same.
-    tree = heap_tree(torch.tensor([0, 1]), torch.randn(2, 4, 7), 15)
-    if tree.children is None:
-        pytest.skip("children are not known to the host")
-    for row, known in enumerate(tree.children):
-        for (parent, token), node in known.items():
-            assert (int(tree.parents[row, node]), int(tree.token_ids[row, node])) == (parent, token)
-        assert len(known) == int(tree.valid[row].sum()) - 1

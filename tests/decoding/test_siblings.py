@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.accept import coupled_choices
-from hf_specdec.decoding.generator import (
-    DraftContext,
-    DraftsAhead,
-    DrawnCandidates,
-    PendingDrafts,
-    TreeCandidateGenerator,
-)
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.accept import DrawnCandidates, coupled_choices
+from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from tests.decoding.test_sampling import PROMPT, ROWS, VOCAB, count, draw, enumerate_law, sampled_target
@@ -108,13 +103,11 @@ class _BranchingGenerator(TreeCandidateGenerator):
         tokens, laws = without_replacement(self.table[context.root_ids], 1)
         return DraftTree.chain(torch.cat([context.root_ids[:, None], tokens], 1), draft_probs=laws)
 
-    def draft_ahead(self, tree: DraftTree) -> PendingDrafts:
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         tokens, laws = self.drawing(self.table[tree.token_ids[:, 1]], 2)
         leaves = torch.ones(len(tokens), dtype=torch.int64)
-        drafts = DraftsAhead(0.0, DrawnCandidates(leaves, tokens, laws, torch.ones_like(tokens) > 0))
-        pending: Future[DraftsAhead] = Future()
-        pending.set_result(drafts)
-        return pending
+        drawn = DrawnCandidates(leaves, tokens, laws, torch.ones_like(tokens) > 0)
+        return replace(super().verify(target, tree, state), drawn=drawn)
 
 
 class BranchingDrafter(StubDrafter):

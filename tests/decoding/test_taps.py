@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from tests.scripted import StubDrafter, right_for
 from tests.targets import PROMPTS, make_target
@@ -22,9 +22,7 @@ class Reading(StubDrafter):
         return TAPS
 
 
-def reading(
-    target: PreTrainedModel, prompts: dict[str, Tensor], **settings: object
-) -> tuple[Tensor, list[Committed]]:
+def reading(target: PreTrainedModel, prompts: dict[str, Tensor], **settings: object) -> tuple[Tensor, list[Committed]]:
     arguments = {"max_new_tokens": 10, "do_sample": False, **settings}
     script = right_for([2, 0, 3], target.generate(**prompts, **arguments)).draft
 

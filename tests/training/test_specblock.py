@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.quality import rank_classes
@@ -164,11 +165,11 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
     generator = SpecBlockGenerator(drafter, TargetModel(target, drafter.feature_layers(target)))
     generator.observe(
         Committed(
-            ids[:, :root], states.features[:, :root], torch.arange(root)[None], None, [root], [0], states.features
+            ids[:, :root], states.features[:, :root], torch.arange(root)[None], None, Counts.of([root]), states.features
         )
     )
     with torch.no_grad():
-        hidden, at = generator._enter(ids[:, root])
+        hidden, at = generator._enter(ids[:, root], generator._take_pending())
         torch.testing.assert_close(hidden[:, 0], outputs[0].hidden[:, root - 1], rtol=1e-4, atol=1e-5)
         depth, zero = 0, torch.zeros(1, 1, dtype=torch.int64)
         held = torch.empty(1, 1, 0, dtype=torch.bool)
@@ -202,8 +203,8 @@ def test_first_slot_is_scored_for_the_token_that_drafting_asks_for(target: PreTr
     for root in range(6, 20):
         generator = SpecBlockGenerator(drafter, model)
         generator.observe(
-            Committed(ids[:, :root], features[:, :root], torch.arange(root).expand(2, -1), None, [root] * 2,
-                         [0] * 2, features)
+            Committed(ids[:, :root], features[:, :root], torch.arange(root).expand(2, -1), None, Counts.of([root] * 2),
+                      features)
         )  # fmt: skip
         with torch.no_grad():
             nodes, _ = generator.grow(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.dflash.configuration import default_target_layer_ids
@@ -129,8 +130,7 @@ def test_marginals_stay_right_when_rows_commit_different_numbers(target: PreTrai
             features=torch.stack([states[at] for states, at in zip(features, index, strict=True)]).detach(),
             position_ids=torch.stack(index),
             valid=None if min(counts) == width else valid,
-            num_committed=counts,
-            num_accepted=[0, 0],
+            counts=Counts.of(counts),
             target_logits=features[0],
             tree=None if step == 0 else object(),
         )

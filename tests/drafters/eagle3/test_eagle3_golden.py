@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.generator import ChoiceRule, DraftContext, Committed
+from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Generator
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
@@ -59,7 +60,7 @@ def test_forward_equals_the_reference_step_by_step(file: Path) -> None:
     ids = tensors["prefill.input.input_ids"]
     outputs = drafter(drafter.embed_tokens(ids), fused, torch.arange(length)[None], is_causal=True, cache=cache)
     check(outputs, "prefill")
-    cache.commit_first([length])
+    cache.commit_first(Counts.of([length]))
     equals(cache.layers[0].keys[:, :, :length], "prefill.expected.key")
     equals(cache.layers[0].values[:, :, :length], "prefill.expected.value")
 
@@ -94,8 +95,7 @@ def draft(generator: Eagle3Generator, tokens: Tensor, start: int, features: Tens
             features=features,
             position_ids=torch.arange(start, start + new)[None],
             valid=None,
-            num_committed=[new],
-            num_accepted=[0],
+            counts=Counts.of([new]),
             target_logits=features,
         )
     )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaMarginals
 from hf_specdec.drafters.medusa.candidates import static_tree
@@ -112,7 +113,7 @@ def test_static_tree_holds_the_heads_guesses_rank_by_rank(target: PreTrainedMode
     features = torch.randn(1, 4, 32, dtype=target.dtype)
     logits = torch.zeros(1, 1, target.config.vocab_size)
     outcome = Committed(
-        torch.zeros(1, 4, dtype=torch.int64), features, torch.arange(4)[None], None, [4], [0], logits
+        torch.zeros(1, 4, dtype=torch.int64), features, torch.arange(4)[None], None, Counts.of([4]), logits
     )
     context = DraftContext(torch.tensor([7]), torch.tensor([4]), torch.zeros(1, 8, dtype=torch.int64), [5], [True])
     source.observe(outcome)

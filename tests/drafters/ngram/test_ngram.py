@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.ngram.candidates import MAX_MATCHES, NGramGenerator, SuffixIndex, continuation_tree
@@ -96,7 +97,7 @@ def generator_of(**options: Any) -> NGramGenerator:
 def begin(generator: NGramGenerator, prompts: torch.Tensor, padding: list[int]) -> None:
     steps = prompts.shape[1]
     committed = [steps - count for count in padding]
-    generator.observe(Committed(prompts, None, prompts, None, committed, [0] * len(padding), prompts))
+    generator.observe(Committed(prompts, None, prompts, None, Counts.of(committed), prompts))
 
 
 def context_of(sequences: torch.Tensor, lengths: list[int], active: list[bool] | None = None) -> DraftContext:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.generator import DraftContext, Committed
+from hf_specdec.decoding.generator import Committed, DraftContext
+from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.layers import rank_features
@@ -122,7 +123,7 @@ def enter(drafter: SpecBlockDrafter, embedding: Tensor, cache: TreeCache, featur
         features, embedding[ids], torch.arange(first, first + new)[None], from_target=True, mask=seen[None, None],
         cache=cache,
     )  # fmt: skip
-    cache.commit_first([new * slots])
+    cache.commit_first(Counts.of([new * slots]))
     return hidden
 
 
@@ -210,8 +211,7 @@ def outcome_of(features: Tensor, ids: Tensor, start: int = 0) -> Committed:
         features=features,
         position_ids=torch.arange(start, start + new)[None],
         valid=None,
-        num_committed=[new],
-        num_accepted=[0],
+        counts=Counts.of([new]),
         target_logits=features,
     )
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specbound.pending import PendingGenerator
 from tests.scripted import StubDrafter
 from tests.targets import FAMILIES, PROMPTS, make_target
 
@@ -29,16 +30,17 @@ class SlicedDrafter(StubDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         self.target = target
-        return super().candidate_generator(target)
+        self.generator = _SlicedGenerator(target, self)
+        return self.generator
 
     def chain(self, context: DraftContext) -> DraftTree:
-        chain = self.target.begin_chain(context.root_positions, self.width)
+        chain = self.generator.begin_chain(context.root_positions, self.width)
         columns = [context.root_ids]
         chain.extend(context.root_ids)
         right = self.dice.randrange(self.width)
         self.depths.append([])
         for step in range(1, self.dice.randrange(1, self.width + 1)):
-            depth = self.dice.randrange(self.target.slices.num_layers)
+            depth = self.dice.randrange(chain.slices.num_layers)
             state = chain.advance(depth)
             assert state.shape == (len(context.root_ids), self.target.config.hidden_size)
             self.depths[-1].append(depth)
@@ -48,7 +50,16 @@ class SlicedDrafter(StubDrafter):
             chain.extend(columns[-1])
             assert chain.num_states == chain.num_nodes == len(columns)
             assert chain.layers_passed == sorted(chain.layers_passed, reverse=True)
-        return DraftTree(**{**vars(DraftTree.chain(torch.stack(columns, 1))), "pending": chain})
+        return DraftTree.chain(torch.stack(columns, 1))
+
+
+class _SlicedGenerator(PendingGenerator):
+    def __init__(self, target: TargetModel, drafter: SlicedDrafter) -> None:
+        super().__init__(target)
+        self.drafter = drafter
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        return self.drafter.chain(context)
 
 
 CASES = [

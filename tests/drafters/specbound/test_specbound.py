@@ -19,13 +19,14 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.decoding.generator import Committed
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
-from hf_specdec.drafters.specbound.pending import PendingChain
-from hf_specdec.drafters.specbound.slices import LAYOUTS, LayerSlices
+from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbound import calibration as calibrating
 from hf_specdec.drafters.specbound.candidates import EarlyExitGenerator
+from hf_specdec.drafters.specbound.pending import PendingChain, SlicedTarget
+from hf_specdec.drafters.specbound.slices import LAYOUTS, LayerSlices
 from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_specbound
@@ -57,14 +58,14 @@ def layer_calls(target: PreTrainedModel) -> Iterator[list[int]]:
 @contextmanager
 def noted_chains(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PendingChain]]:
     chains: list[PendingChain] = []
-    begin = TargetModel.begin_chain
+    begin = SlicedTarget.begin_chain
 
-    def noting(self: TargetModel, *args: Any) -> PendingChain:
+    def noting(self: SlicedTarget, *args: Any) -> PendingChain:
         chains.append(begin(self, *args))
         return chains[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(TargetModel, "begin_chain", noting)
+        patch.setattr(SlicedTarget, "begin_chain", noting)
         yield chains
 
 
@@ -134,8 +135,7 @@ def test_of_a_chain_only_the_draft_that_was_refused_is_remembered(target: PreTra
             features=None,
             position_ids=torch.tensor([[0, 1], [0, 1]]),
             valid=None,
-            num_committed=[2, 2],
-            num_accepted=[1, 1],
+            counts=Counts.of([2, 2]),
             target_logits=torch.zeros(2, 5, 64),
             tree=DraftTree.chain(torch.tensor([[5, 1, 2, 3, 4], [7, 8, 0, 0, 0]])),
         )
