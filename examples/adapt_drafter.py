@@ -207,7 +207,7 @@ def main() -> None:
     drafter = next(iter(passes.values())).drafter
     described = (
         f"{len(stream)} passages of C++ headers, {arguments.new_tokens} new tokens each, greedy; "
-        f"{drafter.num_blocks} blocks a round, tree budget {drafter.tree_budget}"
+        f"{drafter.options.num_blocks} blocks a round, tree budget {drafter.options.tree_budget}"
     )
     console.print(f"{described}; {device}")
     for served in passes.values():

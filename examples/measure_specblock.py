@@ -16,6 +16,7 @@ import platform
 import shlex
 import statistics
 import sys
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def main() -> None:
     texts = [prompt.text for prompt in read_jsonl(BUNDLED / "prompts.jsonl")]
     prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
     drafter = load_drafter(arguments.drafter, model)
-    options = {name: getattr(drafter, name) for name in drafter.option_names}
+    options = asdict(drafter.options)
 
     by_blocks = {}
     for blocks in BLOCKS:

@@ -19,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
     drafter: Any = load_drafter(arguments.drafter, target=model)
-    saved = {name: getattr(drafter, name) for name in drafter.option_names if name != "method"}
+    saved = drafter.options
     unbounded_depth = {"d_max": drafter.config.num_target_layers}
     greedy: dict[str, Any] = {"do_sample": False}
     variants: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"specbound": ({}, greedy)}
@@ -163,7 +163,8 @@ def main() -> None:
                     base.seconds.append(seconds)
                     base.first_token_s.append(first)
                     base.tokens.append(len(alone[kind]))
-            drafter.set_options(**(saved | options))
+            drafter.options = saved
+            drafter.set_options(**options)
             new_ids, seconds, first = generate(model, inputs, sampling, arguments, assistant_model=drafter)
             if not position:
                 continue
@@ -174,7 +175,7 @@ def main() -> None:
             run.identical.append(new_ids == alone[kind])
             run.taus.append((stats.num_accepted_draft_tokens + stats.num_spec_steps, stats.num_spec_steps))
             run.layers.append(stats.layers_per_token)
-    drafter.set_options(**saved)
+    drafter.options = saved
 
     figures = {name: run.summary(plain[json.dumps(variants[name][1])]) for name, run in runs.items()}
     table = Table(title=f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens, {device}")
@@ -213,7 +214,7 @@ def main() -> None:
         "layers_of_the_target_per_token": "; ".join(
             f"{row['layers_per_token']:.1f} ({n})" for n, row in figures.items()
         ),
-        "options": ", ".join(f"{name} {value}" for name, value in saved.items()),
+        "options": ", ".join(f"{name} {value}" for name, value in asdict(saved).items()),
         "command": shlex.join(["python", *sys.argv]),
         "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",

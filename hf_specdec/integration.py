@@ -187,7 +187,7 @@ def _check_call(
         )
     with contextlib.suppress(TreesRefusedError):  # chains can be verified then
         check_supported(model)
-    drafter.check_all_options()
+    drafter.check_options()
     drafter.check_target(model)
 
 
@@ -211,7 +211,7 @@ def _decode_trees(
     target = TargetModel(
         model,
         drafter.feature_layers(model),
-        compile_mode=drafter.compile_mode,
+        compile_mode=drafter.options.compile_mode,
         output_attentions=records.keeps_attentions,
         output_hidden_states=records.keeps_hidden_states,
     )

@@ -12,6 +12,7 @@ from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidate
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.options import DrafterOptions
 
 
 class StubDrafter(Drafter):
@@ -20,15 +21,13 @@ class StubDrafter(Drafter):
     method = "stub"
 
     def __init__(self, draft: Callable[[DraftContext], DraftTree]) -> None:
+        self.options = DrafterOptions()
         self.draft = draft
         self.trees: list[DraftTree] = []
         self.outcomes: list[Committed] = []
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Fits any target."""
-
-    def check_options(self) -> None:
-        """Has none."""
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         self.trees, self.outcomes = [], []

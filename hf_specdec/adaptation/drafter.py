@@ -25,6 +25,7 @@ from hf_specdec.adaptation.recording import GivesDraftStates, Query, QueryRecord
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.options import DrafterOptions, TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.training.recipe import RECIPES  # importing the package registers all recipes
@@ -144,38 +145,16 @@ class AdaptiveDrafter(Drafter):
         self._closed = False
 
     @property
-    def method(self) -> str:  # type: ignore[override]  # that of the copy that serves
-        return self.drafter.method
+    def options(self) -> DrafterOptions:  # those of the copy that serves
+        return self.drafter.options
 
-    @property
-    def option_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.drafter.option_names
+    @options.setter
+    def options(self, options: DrafterOptions) -> None:
+        self.drafter.options = options
 
-    def set_options(self, **options: Any) -> None:
-        self.drafter.set_options(**options)
-
-    @property
-    def compile_mode(self) -> Any:
-        return self.drafter.compile_mode
-
-    def __getattr__(self, name: str) -> Any:
-        drafter = vars(self).get("drafter")
-        if drafter is None or name not in drafter.option_names:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(drafter, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        drafter = vars(self).get("drafter")
-        if drafter is None:  # none of its options can be meant yet
-            object.__setattr__(self, name, value)
-        elif name in (*drafter.option_names, *drafter.common_options):
-            setattr(drafter, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def check_options(self) -> None:
-        self.drafter.check_options()
-        if "tree_budget" in self.option_names and self.tree_budget == "auto":
+    def validate_options(self, options: DrafterOptions) -> None:
+        self.drafter.validate_options(options)
+        if isinstance(options, TreeOptions) and options.tree_budget == "auto":
             raise ValueError(
                 "tree_budget='auto' decodes some rounds plainly, while an AdaptiveDrafter learns from what every round "
                 "drafted: set a number, as in set_options(tree_budget=16)."

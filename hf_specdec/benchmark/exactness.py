@@ -77,7 +77,7 @@ def compare(
     for way in ways:
         assert way.drafter is not None
         for mode in modes:
-            way.drafter.set_options(**way.settings, compile_mode=mode)
+            way.drafter.set_options(**{**way.settings, "compile_mode": mode})
             for group, prompts in groups.items():
                 found = []
                 committed = forwards = 0

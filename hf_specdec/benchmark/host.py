@@ -79,7 +79,7 @@ def host_time(
         return sum(stages.values()) - stages["prefill"], sum(drafting), stats.num_spec_steps
 
     def reference(prompt: Tensor) -> tuple[float, float, int]:
-        run = reference_ddtree(target, drafter, prompt, new_tokens, drafter.tree_budget)
+        run = reference_ddtree(target, drafter, prompt, new_tokens, drafter.options.node_limit)
         return run.seconds, run.marginals_seconds, len(run.acceptance_lengths)
 
     passes: dict[str, list[list[float]]] = {"ours": [], "reference": []}
@@ -101,7 +101,7 @@ def host_time(
                     passes[way].append([sum(column) for column in zip(*figures, strict=True)])
     rows = []
     for way, found in passes.items():
-        row: Row = {"part": "host", "way": way, "nodes": drafter.tree_budget, "prompts": len(prompts)}
+        row: Row = {"part": "host", "way": way, "nodes": drafter.options.tree_budget, "prompts": len(prompts)}
         row["round_ms"] = 1000 * statistics.median(total / rounds for total, _, _, rounds in found)
         row["host_ms"] = 1000 * statistics.median((total - bare) / rounds for total, bare, _, rounds in found)
         row["host_share"] = statistics.median(1 - bare / total for total, bare, _, _ in found)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.options import DrafterOptions
 
 WRONG = 5  # what a wrong draft is away from the right one; alternatives are further
 
@@ -136,42 +137,56 @@ def rate_for(mean_acceptance_length: float, depth: int) -> float:
     return high
 
 
-class ScriptedDrafter(Drafter):
-    """Drafts a path that is right at each depth with a set probability, and wrong alternatives beside it.
+@dataclass(slots=True, kw_only=True)
+class ScriptedOptions(DrafterOptions):
+    """What a `ScriptedDrafter` drafts.
 
-    Drafting options:
+    Attributes:
         tree_budget: drafted nodes: a path first, then alternatives along it.
         depth: of the path.
         rate: probability that the path is right at a depth, if it was so far.
         seed: of the errors.
-
-    Args:
-        network: a drafter that is run in each round for what it costs; its own drafts are thrown away.
     """
 
     method = "scripted"
-    option_names: ClassVar[tuple[str, ...]] = ("tree_budget", "depth", "rate", "seed")
+    tree_budget: int = 64
+    depth: int = 15
+    rate: float = 0.87
+    seed: int = 0
+
+    def validate(self, config: Any = None) -> None:
+        DrafterOptions.validate(self, config)
+        for name in ("tree_budget", "depth"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+
+
+class ScriptedDrafter(Drafter):
+    """Drafts a path that is right at each depth with a set probability, and wrong alternatives beside it.
+
+    Args:
+        network: a drafter that is run in each round for what it costs; its own drafts are thrown away.
+        drafting_options: of `ScriptedOptions`.
+    """
+
+    options_class = ScriptedOptions
+    options: ScriptedOptions
 
     def __init__(self, network: Drafter | None = None, **drafting_options: Any) -> None:
         self.network = network
-        self.tree_budget, self.depth, self.rate, self.seed = 64, 15, 0.87, 0
+        self.options = ScriptedOptions()
         self.set_options(**drafting_options)
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Drafts sense for a `counting_target` only."""
-
-    def check_options(self) -> None:
-        for name in ("tree_budget", "depth"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return () if self.network is None else self.network.feature_layers(model)
 
     def script(self, vocab: int) -> Callable[[int], HostTree]:
         """The trees of one call of one row, as lists: from a root's token to tokens and parents, root first."""
-        generator = ScriptedGenerator(self.tree_budget, self.depth, self.rate, self.seed, vocab, None)
+        generator = ScriptedGenerator(self.options, vocab, None)
 
         def draft(root: int) -> HostTree:
             tree = generator.tree_below(torch.tensor([root]))
@@ -182,17 +197,16 @@ class ScriptedDrafter(Drafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         inner = None if self.network is None else self.network.candidate_generator(target)
         vocab = target.model.get_input_embeddings().num_embeddings
-        return ScriptedGenerator(self.tree_budget, self.depth, self.rate, self.seed, vocab, inner)
+        return ScriptedGenerator(self.options, vocab, inner)
 
 
 class ScriptedGenerator(TreeCandidateGenerator):
     """One call of a `ScriptedDrafter`; its trees are made on the device, without waiting for it."""
 
-    def __init__(
-        self, budget: int, depth: int, rate: float, seed: int, vocab: int, inner: TreeCandidateGenerator | None
-    ) -> None:
-        self.budget, self.depth, self.rate, self.vocab = budget, min(depth, budget), rate, vocab
-        self.random = random.Random(seed)
+    def __init__(self, options: ScriptedOptions, vocab: int, inner: TreeCandidateGenerator | None) -> None:
+        self.budget, self.depth = options.tree_budget, min(options.depth, options.tree_budget)
+        self.rate, self.vocab = options.rate, vocab
+        self.random = random.Random(options.seed)
         self.inner = inner
         self.drops_rows = inner is None or inner.drops_rows
         self.drafts_early = inner is None or inner.drafts_early

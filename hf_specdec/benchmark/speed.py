@@ -49,8 +49,8 @@ from hf_specdec.benchmark.scripted import (
 from hf_specdec.benchmark.speed_bundled import auto, exact, host
 from hf_specdec.decoding.devices import wait_for
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.drafters.base import COMPILE_MODES
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.options import COMPILE_MODES
 from hf_specdec.hub.loading import floating_dtype, usable_device
 
 DEPTH = 15

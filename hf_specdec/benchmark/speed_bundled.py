@@ -37,7 +37,7 @@ def bundled(bench: Bench) -> tuple[PreTrainedModel, dict[str, list[torch.Tensor]
 
 def _with_budget(way: Way, nodes: int) -> dict[str, Any]:
     assert way.drafter is not None
-    takes_budget = "tree_budget" in way.drafter.option_names
+    takes_budget = hasattr(way.drafter.options, "tree_budget")
     return {**way.settings, "tree_budget": nodes} if takes_budget else {**way.settings}
 
 

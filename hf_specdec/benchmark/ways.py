@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +111,9 @@ def load(spec: str, target: PreTrainedModel) -> list[Way]:
     given = {name: value for name, value in options.items() if name != "method"}
     ways = []
     for method in methods:
-        settings = _settings(drafter) | ({"method": method} if "method" in drafter.option_names else {})
+        settings = asdict(drafter.options)
+        if "method" in settings:
+            settings["method"] = method
         label = " ".join([method, *(f"{name}={value}" for name, value in given.items())])
         leads = method == drafter.method
         name = f"{label}\0{Path(path).name}"
@@ -160,13 +162,9 @@ def sweep(ways: Iterable[Way], budgets: Iterable[int]) -> list[Way]:
     budgets = list(budgets)
     for way in ways:
         # A drafter's other methods are its chains, which ignore the budget.
-        if way.drafter is None or not way.leads or "tree_budget" not in way.drafter.option_names:
+        if way.drafter is None or not way.leads or not hasattr(way.drafter.options, "tree_budget"):
             continue
         for budget in budgets:
             settings = {**way.settings, "tree_budget": budget}
             swept.append(replace(way, name=f"{way.name} @ {budget}", settings=settings, swept_from=way.name))
     return swept
-
-
-def _settings(drafter: Drafter) -> dict[str, Any]:
-    return {name: getattr(drafter, name) for name in drafter.option_names}

@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
-from hf_specdec.decoding.policies import MOST_NODES, Always, AutoBudget, BudgetKnowledge
+from hf_specdec.decoding.policies import Always, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes, Trace
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.options import DrafterOptions, TreeOptions
 
 
 class Drafter(ABC):
     """Proposes tokens for a target. Pass it as `assistant_model=` to the target's `generate`.
 
     A drafter holds weights and drafting options; what a call needs to remember lives in the candidate generator that
-    it makes per call. Drafting options are plain attributes and may be changed between calls.
+    it makes per call. Options may be changed between calls: `drafter.options.tree_budget = 16` is checked when the next
+    call begins, `drafter.set_options(tree_budget=16, ...)` at once.
 
     Attributes:
-        method: name of the way it drafts.
+        options_class: what holds the drafting options of this kind of drafter.
+        options: the drafting options; every drafter sets them in its `__init__`.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
-        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, and the drafter's where its
-            shapes allow; on a CPU it has the target's compiled by `torch.compile`. "none", the default, runs all as
-            they are.
-        option_names: drafting options that `load_drafter` accepts, all of them attributes.
-        common_options: those that all drafters have.
     """
 
-    option_names: ClassVar[tuple[str, ...]] = ("method",)
-    common_options: ClassVar[tuple[str, ...]] = ("compile_mode",)
+    options_class: ClassVar[type[DrafterOptions]] = DrafterOptions
 
-    method: str
-    tree_budget: Any
+    options: DrafterOptions
     stats: SpeculationStats | None = None
     trace: Trace | None = None
-    compile_mode: Any = "none"  # `compile` is a method of every torch module
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Options are plain attributes, and one that is misspelt would be an attribute that nobody reads.
-        if not hasattr(type(self), name) and name not in vars(self):
-            known = (*self.option_names, *self.common_options)
-            if name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-                raise unknown_name("drafting option", name, known)
+        if name == "options" and not isinstance(value, self.options_class):
+            raise TypeError(f"options={value!r} is a {type(value).__name__}; it must be {self.options_class.__name__}.")
+        options: DrafterOptions | None = getattr(self, "options", None)  # None while the drafter is being made
+        if options is not None and name in options.names():
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is no attribute but a drafting option: set drafter.options.{name} = "
+                f"{value!r}, or call drafter.set_options({name}={value!r})."
+            )
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,6 +62,11 @@ class Drafter(ABC):
         return {name: None if weak(value) else value for name, value in vars(self).items()}
 
     @property
+    def method(self) -> str:
+        """Name of the way it drafts; where there is a choice (`methods`), `options.method` sets it."""
+        return self.options.method
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
         return (self.method,)
@@ -74,17 +75,19 @@ class Drafter(ABC):
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError, naming both values and the way out, if this drafter cannot draft for `model`."""
 
-    @abstractmethod
-    def check_options(self) -> None:
-        """Raises ValueError, naming the value and its range, if a drafting option is out of range."""
+    def validate_options(self, options: DrafterOptions) -> None:
+        """Raises ValueError, naming the value and its range, if this drafter cannot draft with these options."""
+        options.validate()
 
-    def check_all_options(self) -> None:
-        """`check_options`, and the attributes that every drafter has; each call begins with it."""
-        if self.compile_mode not in COMPILE_MODES:
-            raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
+    def check_options(self) -> None:
+        """Validates `options` and `trace` as they are; each call begins with it.
+
+        Raises:
+            ValueError: one of them is not what it must be.
+        """
+        self.validate_options(self.options)
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise ValueError(f"trace={self.trace!r} must be a Trace, which rounds are recorded into, or None.")
-        self.check_options()
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
         """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
@@ -105,24 +108,12 @@ class Drafter(ABC):
         """
         return ()
 
-    @property
-    def node_limit(self) -> int:
-        """Most nodes of a tree: `tree_budget` itself, or what "auto" may choose from."""
-        budget: int | Literal["auto"] = self.tree_budget  # of those that draft trees
-        return MOST_NODES if budget == "auto" else budget
-
-    def check_tree_budget(self, most: int) -> None:
-        """Raises ValueError unless `tree_budget` is "auto" or an integer from 1 to `most`."""
-        budget: int | Literal["auto"] = self.tree_budget
-        if budget != "auto" and (type(budget) is not int or not 1 <= budget <= most):
-            raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {most}, or 'auto'.")
-
     def policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
         """Chooses how much of each tree is verified in one call: all of it unless `tree_budget` is "auto".
 
         What calls learn about times and probabilities is kept for later ones with this target and this many rows.
         """
-        if "tree_budget" not in self.option_names or self.tree_budget != "auto":
+        if not isinstance(self.options, TreeOptions) or self.options.tree_budget != "auto":
             return Always()
         by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
         knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())
@@ -139,38 +130,15 @@ class Drafter(ABC):
         """
         return ()
 
-    def take_options(self, config: PreTrainedConfig) -> None:
-        """Sets the options that were found to suit these weights, if their config has any (`drafting_options`).
-
-        Raises:
-            ValueError: they are no options by name, or as `set_options`.
-        """
-        options = getattr(config, "drafting_options", None)
-        if options is None:
-            return
-        if not isinstance(options, dict):
-            raise ValueError(f"drafting_options is {options!r}; it must hold options by name.")
-        self.set_options(**options)
-
-    def set_options(self, **options: Any) -> None:
-        """Sets drafting options by name, then checks them together.
+    def set_options(self, **changes: Any) -> None:
+        """Changes drafting options by name, once they are validated together.
 
         Raises:
             ValueError: an option is unknown (the nearest name is suggested) or out of range; all stay as they were.
         """
-        known = (*self.option_names, *self.common_options)
-        for name in options:
-            if name not in known:
-                raise unknown_name("drafting option", name, known)
-        before = {name: getattr(self, name) for name in options}
-        try:
-            for name, value in options.items():
-                setattr(self, name, value)
-            self.check_all_options()
-        except BaseException:
-            for name, value in before.items():
-                setattr(self, name, value)
-            raise
+        changed = self.options.replace(**changes)
+        self.validate_options(changed)
+        self.options = changed
 
 
 def check_is_drafter(given: object, order: str = "") -> None:
@@ -186,7 +154,6 @@ def check_is_drafter(given: object, order: str = "") -> None:
         raise TypeError(f"{message} {order}".rstrip())
 
 
-COMPILE_MODES = ("none", "reduce-overhead")
 # Beside the drafters, not in them: it is nothing to be saved or copied.
 _KNOWLEDGE: weakref.WeakKeyDictionary[
     Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], BudgetKnowledge]]

@@ -30,7 +30,7 @@ def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=No
         model: the target.
         drafter: a Hub id or folder.
         revision: of the drafter, on the Hub.
-        drafting_options: attributes of the drafter, such as {{"tree_budget": 16}}; for this call.
+        drafting_options: such as {{"tree_budget": 16}}; for this call.
         token: for private repos.
         kwargs: for the ordinary `generate`.
     """
@@ -40,13 +40,12 @@ def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=No
     if source != (drafter, revision):
         loaded = load_drafter(drafter, target=model, revision=revision, token=token)
         _DRAFTERS[model] = (drafter, revision), loaded
-    options = drafting_options or {{}}
-    before = {{name: getattr(loaded, name, None) for name in options}}  # set_options says which are unknown
-    loaded.set_options(**options)
+    before = loaded.options
+    loaded.set_options(**drafting_options or {{}})
     try:
         return model.generate(**{{**kwargs, "assistant_model": loaded}})
     finally:
-        loaded.set_options(**before)
+        loaded.options = before
 '''
 
 

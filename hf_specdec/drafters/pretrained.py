@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer, warn_of_sizes
@@ -23,16 +23,20 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     """A drafter that is a network.
 
     Its config has `target_name_or_path`, `target_revision` and `target_tokenizer_sha256` (see `fingerprint.py`), None
-    where unknown. It may have `drafting_options`, by name: those that were found to suit these weights. They win over
-    the defaults, and what is given to `load_drafter` wins over them.
+    where unknown. It may have `drafting_options`, by name: those that differed from the defaults when it was saved.
+    They win over the defaults, and what is given to `load_drafter` wins over them.
     """
 
     # The target that was compared with, and whether a prompt was.
     _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
 
     def post_init(self) -> None:
-        self.take_options(self.config)
+        self.options = self.loaded_options()
         super().post_init()
+
+    @property
+    def options_config(self) -> PreTrainedConfig:
+        return self.config
 
     @property
     def target_name_or_path(self) -> str | None:
@@ -158,7 +162,8 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
-            ValueError: the measurements lack a field; weights and config are saved by then.
+            ValueError: a drafting option is out of range, and nothing is saved; or the measurements lack a field, and
+                weights and config are saved by then.
         """
         folder = Path(save_directory)
         if folder.is_file():
@@ -172,6 +177,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
+        self.keep_options()
         with self.config_for(folder), self.replacing_weights(folder):
             super().save_pretrained(folder, state_dict=tensors, **kwargs)
             if state_dict is None:

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
@@ -40,6 +40,7 @@ from hf_specdec.drafters.card import (
     write_record,
 )
 from hf_specdec.drafters.custom_generate import write_custom_generate
+from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.registry import FAMILIES
 
 _RECORDS = {
@@ -91,9 +92,33 @@ class PublishedDrafter(Drafter):
         """Rows for the table at the top of the model card."""
         return {}
 
-    def loaded_method(self, config: PreTrainedConfig) -> str:
-        """The way of drafting that the checkpoint loads with, for the model card; it may have been changed since."""
-        return (getattr(config, "drafting_options", None) or {}).get("method", type(self).method)
+    @property
+    @abstractmethod
+    def options_config(self) -> PreTrainedConfig:
+        """The config whose `drafting_options` are the options that were loaded or last saved."""
+
+    def loaded_options(self) -> Any:
+        """The options that the checkpoint loads with; those in use may have been changed since.
+
+        Raises:
+            ValueError: those of the config are none, or out of range.
+        """
+        saved = getattr(self.options_config, "drafting_options", None)
+        return self.options_class.from_dict({} if saved is None else saved, self.options_config)
+
+    def keep_options(self) -> None:
+        """The options of this moment become those that the checkpoint loads with; part of every save.
+
+        Raises:
+            ValueError: one is out of range, so that what would be saved could not be loaded.
+        """
+        self.validate_options(self.options)
+        saved = self.options.to_dict(self.options_config)
+        if saved or hasattr(self.options_config, "drafting_options"):
+            self.options_config.drafting_options = saved
+
+    def validate_options(self, options: DrafterOptions) -> None:
+        options.validate(self.options_config)
 
     def model_card(
         self,
@@ -232,7 +257,7 @@ class PublishedDrafter(Drafter):
         Raises:
             OSError: offline, not logged in, the Hub refused, or it has this tag already; the message says which and
                 what to do.
-            ValueError: the measurements lack a field; nothing is uploaded.
+            ValueError: the measurements lack a field, or a drafting option is out of range; nothing is uploaded.
         """
         target = self.target_name_or_path
         if target is not None and not is_hub_id(target):
@@ -241,6 +266,7 @@ class PublishedDrafter(Drafter):
                 "drafter.config.target_name_or_path to the target's Hub id before publishing.",
                 stacklevel=2,
             )
+        self.keep_options()
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as temporary, self.config_for(None), _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"

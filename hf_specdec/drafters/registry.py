@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from hf_specdec.decoding.generator import TreeCandidateGenerator
     from hf_specdec.drafters.base import BlockMarginals, Drafter
+    from hf_specdec.drafters.options import TreeOptions
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {}
 # Methods that draft from per-position marginals, whatever network gives them.
-MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, Any], TreeCandidateGenerator]] = {}
+MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, TreeOptions], TreeCandidateGenerator]] = {}
 
 
 # Drafters that need no checkpoint: makes one from drafting options.
@@ -56,8 +57,8 @@ def register_family(
     _claim(FAMILIES, name, Family(name, drafter, recognises, load))
 
 
-def register_marginal_method(name: str, make: Callable[[BlockMarginals, Any], TreeCandidateGenerator]) -> None:
-    """Makes a way of drafting from per-position marginals known; `make(marginals, drafter)` reads the options."""
+def register_marginal_method(name: str, make: Callable[[BlockMarginals, TreeOptions], TreeCandidateGenerator]) -> None:
+    """Makes a way of drafting from per-position marginals known, as `make(marginals, options)`."""
     _claim(MARGINAL_METHODS, name, make)
 
 

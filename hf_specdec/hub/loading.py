@@ -72,7 +72,7 @@ def load_drafter(
         dtype: of the drafter; None for the target's, without a target the checkpoint's.
         device: of the drafter; None for the target's, without a target the CPU.
         cache_dir: of the Hub client.
-        **drafting_options: attributes of the drafter, such as `method` and `tree_budget`.
+        **drafting_options: of the drafter's `options`, such as `method` and `tree_budget`.
 
     Raises:
         OSError: there is no such folder or repo, files are missing, or the Hub cannot be asked.

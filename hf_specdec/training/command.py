@@ -591,8 +591,7 @@ def go_on_from(drafter: PretrainedDrafter, folder: Path, target: PreTrainedModel
             "Give the options that it was trained with, see its training.json."
         )
     drafter.load_state_dict(earlier.state_dict())
-    if options := getattr(earlier.config, "drafting_options", None):
-        drafter.config.drafting_options = options
+    drafter.options = earlier.options
     record = read_record(folder, TRAINING_FILE) or {}
     names = ("command", "settings", "data", "losses", "started_from")  # all that led to these weights
     return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}

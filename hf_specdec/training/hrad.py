@@ -141,7 +141,8 @@ class _RecordingDrafter(SpecBranchDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         embeddings = target.model.get_input_embeddings()
-        return _Recorder(super().candidate_generator(target), embeddings, self.max_depth, self.notes, self.progress)
+        drafting = super().candidate_generator(target)
+        return _Recorder(drafting, embeddings, self.options.max_depth, self.notes, self.progress)
 
 
 def collect(
@@ -439,7 +440,7 @@ def main(
         drafter.config.draft_model = OWN_DRAFT_MODEL
     elif arguments.refer_to:
         drafter.config.draft_model = arguments.refer_to
-    drafter.config.min_confidence = arguments.min_confidence
+    drafter.set_options(min_confidence=arguments.min_confidence)
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
     drafter.training_record = {

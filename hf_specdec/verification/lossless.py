@@ -199,7 +199,7 @@ def verify_lossless(
     given: Any = model  # a compiled or wrapped model is another module that generates
     if not (isinstance(given, nn.Module) and hasattr(given, "generate")):
         raise TypeError(f"model={given!r} is a {type(given).__name__}; it must be the loaded target model itself.")
-    drafter.check_all_options()
+    drafter.check_options()
     drafter.check_target(model)
     inputs = _prompt_ids(model, prompts, tokenizer)
     report = LosslessReport(
@@ -214,9 +214,9 @@ def verify_lossless(
             report.left_out.append(f"logits of tree forwards, since {reason}")
         else:
             report.precision = precision.dtype
-        if drafter.compile_mode != "none":
+        if drafter.options.compile_mode != "none":
             report.left_out.append(
-                f"logits of forwards with compile_mode={drafter.compile_mode!r}: compared without it"
+                f"logits of forwards with compile_mode={drafter.options.compile_mode!r}: compared without it"
             )
         _compare_greedy(report, model, drafter, inputs, max_new_tokens, precision, began + max_time_s / 2)
         torch.manual_seed(seed)

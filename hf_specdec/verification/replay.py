@@ -35,6 +35,7 @@ from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.specbound.pending import PendingGenerator
 from hf_specdec.verification.precision import TOP, Precision, top_difference
 
@@ -136,13 +137,11 @@ class FrozenDrafter(Drafter):
     method = "frozen"
 
     def __init__(self, rounds: Sequence[FrozenRound]) -> None:
+        self.options = DrafterOptions()
         self.rounds = {len(each.prefix): each for each in rounds}
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Fits the target that the trees were drafted for."""
-
-    def check_options(self) -> None:
-        """Has none."""
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return _FrozenGenerator(self.rounds, target)

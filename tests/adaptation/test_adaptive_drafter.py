@@ -319,7 +319,7 @@ def test_a_query_leaves_the_states_behind_its_drafts_along_the_accepted_paths(
             assert found or step == kept  # the last one may have had no children
             if found and step < kept:
                 taken = adaptive.learner.step.draft_ids(ids[place + step + 1])
-                assert int((logits[at] > logits[at, taken]).sum()) < max(drafter.branching)
+                assert int((logits[at] > logits[at, taken]).sum()) < max(drafter.options.branching)
             elif found and place + step + 1 < len(ids):
                 chosen_ids.append(int(ids[place + step + 1]))
             at += found
@@ -564,17 +564,16 @@ def test_the_example_claims_a_comparison_only_where_a_frozen_pass_was_one_of_sev
 def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     adaptive = AdaptiveDrafter(drafter, target)
     adaptive.set_options(tree_budget=5)
-    assert drafter.tree_budget == 5
+    assert drafter.options.tree_budget == 5
     assert adaptive.method == "specblock"
     with pytest.raises(ValueError, match="tree_budget=0 must be an integer"):
         adaptive.set_options(tree_budget=0)
-    adaptive.tree_budget, adaptive.num_blocks, adaptive.compile_mode = 7, 2, "reduce-overhead"
-    assert (drafter.tree_budget, drafter.num_blocks, drafter.compile_mode) == (7, 2, "reduce-overhead")
-    assert (adaptive.tree_budget, adaptive.num_blocks, adaptive.compile_mode) == (7, 2, "reduce-overhead")
-    with pytest.raises(ValueError, match="Unknown drafting option 'num_block'. Did you mean 'num_blocks'"):
-        adaptive.num_block = 3
-    with pytest.raises(AttributeError, match="'AdaptiveDrafter' object has no attribute 'depth'"):
-        adaptive.depth  # noqa: B018
+    with pytest.raises(ValueError, match="tree_budget='auto' decodes some rounds plainly"):
+        adaptive.set_options(tree_budget="auto")
+    adaptive.options.num_blocks = 1
+    assert adaptive.options is drafter.options
+    with pytest.raises(AttributeError, match=r"AdaptiveDrafter\.num_blocks is no attribute but a drafting option"):
+        adaptive.num_blocks = 3
 
 
 def test_what_cannot_learn_or_serve_says_so(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_target()
     target.save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    make_dflash(target).save_pretrained(folder / "drafter")
+    make_dflash(target, method="ddtree").save_pretrained(folder / "drafter")
     prompts = [{"prompt": "abcd" * (index + 2), "group": ["even", "odd"][index % 2]} for index in range(3)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     return folder
@@ -113,7 +113,7 @@ def test_a_run_says_where_and_how_it_was_made(made: list[Record]) -> None:
     assert environment.versions["torch"] == torch.__version__
     assert environment.weight_bytes > 0
     assert environment.copy_bytes_per_s > 0
-    assert environment.ways["ngram"]["tree_budget"] == NGramDrafter().tree_budget
+    assert environment.ways["ngram"]["tree_budget"] == NGramDrafter().options.tree_budget
 
 
 def test_drafters_are_drawn_and_show_tables_of_their_own(made: list[Record]) -> None:

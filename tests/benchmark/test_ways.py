@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundled")
     target = make_target()
     target.save_pretrained(folder / "target")
-    make_dflash(target, tree_budget=7).save_pretrained(folder / "a-drafter")
+    make_dflash(target, method="ddtree", tree_budget=7).save_pretrained(folder / "a-drafter")
     make_medusa(target).save_pretrained(folder / "b-heads")
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text('{"architectures": ["Something"]}')

@@ -153,7 +153,7 @@ def test_measurements_that_lack_a_field_raise(change: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("make", "now", "loaded"),
+    ("make", "saved", "later"),
     [
         (make_dflash, "dflash", "ddtree"),
         (make_causal_lm, "causal_lm_chain", "causal_lm_tree"),
@@ -161,16 +161,17 @@ def test_measurements_that_lack_a_field_raise(change: dict[str, Any], message: s
     ],
 )
 def test_card_names_the_method_that_the_checkpoint_loads_with(
-    make: Any, now: str, loaded: str, target: PreTrainedModel, tmp_path: Path
+    make: Any, saved: str, later: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    drafter = make(target, method=now)
+    drafter = make(target, method=saved)
     drafter.save_pretrained(tmp_path)
-    assert f"| Method | {loaded}" in (tmp_path / "README.md").read_text()
-    assert load_drafter(tmp_path).method == loaded
-    getattr(drafter, "model", drafter).config.drafting_options = {"method": now}
+    drafter.set_options(method=later)
+    drafter.write_records(tmp_path)  # as after a measurement
+    assert f"| Method | {saved}" in (tmp_path / "README.md").read_text()
+    assert load_drafter(tmp_path).method == saved
     drafter.save_pretrained(tmp_path)
-    assert f"| Method | {now}" in (tmp_path / "README.md").read_text()
-    assert load_drafter(tmp_path).method == now
+    assert f"| Method | {later}" in (tmp_path / "README.md").read_text()
+    assert load_drafter(tmp_path).method == later
 
 
 def test_card_of_a_drafter_describes_it(drafter: DFlashDrafter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ def test_exported_drafter_reads_back_tensor_for_tensor_and_drafts_the_same(
     found = inspect_drafter(tmp_path)
     assert not found.problems
     assert found.format == ("EAGLE-3 (speculators)" if make is make_eagle3 else "DFlash (speculators)")
-    options = {option: getattr(drafter, option) for option in drafter.option_names}
+    options = asdict(drafter.options)
     loaded = load_drafter(tmp_path, target, **options)
     for key, tensor in drafter.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[key], tensor, rtol=0, atol=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_folder_in_a_published_layout_drafts_what_it_was_written_from(
     config, tensors = case.save(drafter, tmp_path)
     assert recognise(config, "it", tensors.keys).name == case.format
 
-    loaded = load_drafter(tmp_path, target, **{option: getattr(drafter, option) for option in drafter.option_names})
+    loaded = load_drafter(tmp_path, target, **asdict(drafter.options))
     output, trees = run(target, loaded)
     alone = target.generate(**one_prompt(), max_new_tokens=6, do_sample=False)
     assert output == alone.tolist()
@@ -95,7 +96,7 @@ def test_a_loaded_foreign_drafter_is_saved_in_our_layout_and_loads_again(
     case = CASES[name]
     drafter = build(case, target)
     case.save(drafter, tmp_path)
-    options = {option: getattr(drafter, option) for option in drafter.option_names}
+    options = asdict(drafter.options)
     loaded = load_drafter(tmp_path, target, **options)
     loaded.save_pretrained(tmp_path / "ours")
     again = load_drafter(tmp_path / "ours", target, **options)

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash import DFlashDrafter, DFlashOptions
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.registry import WEIGHTLESS
 from tests.hub.loopback_hub import LoopbackHub
@@ -52,7 +53,7 @@ def shard(folder: Path, drafter: DFlashDrafter) -> dict[str, Any]:
 
 
 def test_loaded_drafter_drafts_the_same(folder: Path, drafter: DFlashDrafter, target: PreTrainedModel) -> None:
-    loaded = load_drafter(folder, tree_budget=drafter.tree_budget)
+    loaded = load_drafter(folder, tree_budget=drafter.options.tree_budget)
     for name, tensor in drafter.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=0, atol=0)
     outputs = [
@@ -65,9 +66,10 @@ def test_loaded_drafter_drafts_the_same(folder: Path, drafter: DFlashDrafter, ta
     assert loaded.name_or_path == str(folder)
 
 
-def test_options_are_attributes_of_the_drafter(folder: Path) -> None:
+def test_options_are_set_while_it_is_loaded(folder: Path) -> None:
     loaded = load_drafter(str(folder), method="dflash", tree_budget=7, block_size=3)
-    assert (loaded.method, loaded.tree_budget, loaded.block_size) == ("dflash", 7, 3)
+    assert loaded.options == DFlashOptions(method="dflash", tree_budget=7, block_size=3)
+    assert (loaded.method, loaded.num_slots) == ("dflash", 3)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +87,17 @@ def test_options_that_suit_a_checkpoint_come_with_it(
     method: str, suited: dict[str, Any], given: dict[str, Any], target: PreTrainedModel, tmp_path: Path
 ) -> None:
     made: Any = METHODS[method](target)
-    config = made.model.config if method == "causal_lm_tree" else made.config
-    assert "drafting_options" not in json.loads(config.to_json_string())
-    config.drafting_options = suited
+    made.options = type(made.options).defaults(made.options_config)
     made.save_pretrained(tmp_path)
-    loaded = load_drafter(tmp_path, target, **given)
-    assert {name: getattr(loaded, name) for name in suited | given} == suited | given
+    assert "drafting_options" not in json.loads((tmp_path / "config.json").read_text())
+    change_config(tmp_path, drafting_options=suited)
+    loaded: Any = load_drafter(tmp_path, target, **given)
+    assert loaded.options == made.options.replace(**suited | given)
     loaded.save_pretrained(tmp_path / "again")
-    again = load_drafter(tmp_path / "again", target)
-    assert {name: getattr(again, name) for name in suited} == suited
+    assert load_drafter(tmp_path / "again", target).options == loaded.options
+    loaded.options = made.options
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_drafter(tmp_path / "again", target).options == made.options
 
 
 @pytest.mark.parametrize(
@@ -259,15 +263,15 @@ def test_bad_options_raise(folder: Path, options: dict[str, Any], message: str) 
 @pytest.mark.parametrize("method", METHODS)
 def test_options_that_are_refused_stay_as_they_were(method: str, target: PreTrainedModel) -> None:
     drafter = METHODS[method](target)
-    before = {name: getattr(drafter, name) for name in drafter.option_names}
+    before = asdict(drafter.options)
     for name in [name for name, value in before.items() if type(value) is int]:
         for value in (True, -1):
             with pytest.raises(ValueError, match=f"{name}={value}.* must be"):
                 drafter.set_options(**{name: value})
-            assert {name: getattr(drafter, name) for name in before} == before
+            assert asdict(drafter.options) == before
     with pytest.raises(ValueError, match="compile_mode='fast' must be one of"):
         drafter.set_options(compile_mode="fast")
-    assert drafter.compile_mode == "none"
+    assert drafter.options.compile_mode == "none"
 
 
 def test_arguments_of_the_wrong_kind_raise(folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_config_survives_unchanged(own: dict[str, Any], tmp_path: Path) -> None:
         assert {key: saved.get(key, "absent") for key in published} == published
         assert set(saved) - set(published) <= {"dtype"}  # beside torch_dtype, which older loaders read
     assert loaded.config.rope_parameters == drafter.config.rope_parameters
-    assert loaded.block_size == 5
+    assert loaded.num_slots == 5
 
 
 def test_what_changed_since_is_written(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_block_size_that_is_said_twice_stays_the_same_in_both_places(tmp_path: P
     drafter.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["block_size"] == saved["dflash_config"]["block_size"] == 4
-    assert load_drafter(tmp_path / "saved").block_size == 4
+    assert load_drafter(tmp_path / "saved").num_slots == 4
 
 
 def test_saving_where_it_was_loaded_from_keeps_the_weights(folder: Path, drafter: DFlashDrafter) -> None:
@@ -326,7 +326,7 @@ def test_pushed_drafter_loads_and_drafts_the_same(
     assert 'load_drafter("me/drafter", target)' in card.text
     assert MEASUREMENTS["command"] in card.text
 
-    loaded = load_drafter("me/drafter", target, tree_budget=drafter.tree_budget)
+    loaded = load_drafter("me/drafter", target, tree_budget=drafter.options.tree_budget)
     settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     sequences = [target.generate(**one_prompt(), **settings, assistant_model=each) for each in (drafter, loaded)]
     assert sequences[0].tolist() == sequences[1].tolist()
@@ -379,7 +379,7 @@ def test_pushed_exit_heads_keep_the_options_of_the_moment(hub: LoopbackHub, targ
     drafter.set_options(threshold=0.9, w_max=3)
     drafter.push_to_hub("me/exits", token=TOKEN)
     loaded: Any = load_drafter("me/exits")
-    assert (loaded.threshold, loaded.w_max) == (0.9, 3)
+    assert (loaded.options.threshold, loaded.options.w_max) == (0.9, 3)
     assert b"threshold 0.9, alpha 0.2, w_max 3" in hub.repos["me/exits"].files()["README.md"]
 
 

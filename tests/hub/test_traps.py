@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ def after_the_final_norm(drafter: DFlashDrafter) -> None:
 
 def block_of_16(drafter: DFlashDrafter) -> None:
     drafter.config.dflash_config.pop("block_size", None)
-    drafter.config.block_size = drafter.block_size = 16
+    drafter.config.block_size = 16
 
 
 def tied(drafter: Eagle3Drafter) -> None:
@@ -428,7 +428,7 @@ def misread(drafter: Any, change: Change) -> Any:
             setattr(other.config, name, value)
     changed = type(other)(other.config).eval()
     changed.load_state_dict(other.state_dict(), strict=False)
-    changed.set_options(**{name: getattr(drafter, name) for name in drafter.option_names})
+    changed.set_options(**asdict(drafter.options))
     return changed
 
 
@@ -440,7 +440,7 @@ def test_convention_read_the_other_way_leaves_no_more_than_chance(
     drafter = built(trap, target)
     script = script_of(target, drafter)
     CASES[trap.case].save(drafter, tmp_path)
-    loaded = load_drafter(tmp_path, target, **{option: getattr(drafter, option) for option in drafter.option_names})
+    loaded = load_drafter(tmp_path, target, **asdict(drafter.options))
 
     def share(drafter: Any) -> float:
         """How often the drafter is right at the trap's level, of the prompts where it comes there."""

@@ -35,11 +35,11 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
     earlier = new_drafter(target, torch.arange(0, 64, 2))
     whole = {"command": "train --steps 5", "settings": {"steps": 5}, "started_from": {"command": "train --steps 3"}}
     earlier.training_record = whole | {"hardware": "CPU"}
-    earlier.config.drafting_options = {"tree_budget": 7}
+    earlier.set_options(tree_budget=7)
     earlier.save_pretrained(tmp_path)
     drafter = new_drafter(target, torch.arange(32))
     record = go_on_from(drafter, tmp_path, target)
-    assert drafter.config.drafting_options == {"tree_budget": 7}
+    assert drafter.options.tree_budget == 7
     for name, tensor in earlier.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
     assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]

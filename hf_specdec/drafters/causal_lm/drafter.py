@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.generator import TreeCandidateGenerator
@@ -19,14 +20,56 @@ from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerat
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 from hf_specdec.drafters.fingerprint import first_difference, tokenizer_at_hand
+from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
 from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.vocabulary import may_be_padding
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
-MAX_TREE_BUDGET = 1024
 MAX_DEPTH = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class CausalLMOptions(TreeOptions):
+    """How a draft model drafts.
+
+    Attributes:
+        method: `"causal_lm_tree"`, the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
+        max_depth: most tokens of a path; as many forwards of the draft model per round.
+        tree_budget: see `TreeOptions`. A number has no effect on `"causal_lm_chain"`, which drafts max_depth tokens;
+            `"auto"` shortens chains as well.
+        width: most nodes of a level that are expanded, and most continuations that each of them gets.
+        sample_drafts: where the call samples, a chain's tokens are drawn from the draft model's distribution (after the
+            call's temperature, top-k, ...) and verified by rejection sampling; else they are its likeliest ones. Both
+            are lossless. Trees always hold the likeliest ones.
+        min_confidence: does not draft behind a node whose path has a lower probability; None for no such limit.
+        min_acceptance: AdaEDL's threshold: does not draft behind tokens that were drafted from a distribution with
+            1 - sqrt(entropy_weight * entropy) below it; None for no such limit.
+        entropy_weight: of the entropy (nats) in that bound.
+    """
+
+    method: str = "causal_lm_tree"
+    max_depth: int = 5
+    tree_budget: int | Literal["auto"] = 16
+    width: int = 4
+    sample_drafts: bool = True
+    min_confidence: float | None = None
+    min_acceptance: float | None = None
+    entropy_weight: float = 0.2
+
+    def validate(self, config: Any = None) -> None:
+        TreeOptions.validate(self, config)
+        if self.method not in METHODS:
+            raise unknown_name("method", self.method, METHODS)
+        self.check_integers(max_depth=MAX_DEPTH, width=MAX_TREE_BUDGET)
+        self.check_switches("sample_drafts")
+        for name in ("min_confidence", "min_acceptance"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and 0 < value <= 1):
+                raise ValueError(f"{name}={value!r} must be above 0 and at most 1, or None for no such limit.")
+        if not is_number(self.entropy_weight) or not 0 < self.entropy_weight < float("inf"):
+            raise ValueError(f"entropy_weight={self.entropy_weight!r} must be a positive number.")
 
 
 class CausalLMDrafter(PublishedDrafter):
@@ -41,54 +84,23 @@ class CausalLMDrafter(PublishedDrafter):
     not have is never drafted; a token that the draft model has no row for is read as its last row.
 
     Args:
-        model: the draft model; not changed, and shared rather than copied.
-        drafting_options: see below.
+        model: the draft model; shared rather than copied, and not changed, but that saving it as a drafter keeps the
+            options in its config.
+        drafting_options: of `CausalLMOptions`; they win over the `drafting_options` of the draft model's config.
 
     Attributes:
         tokenizer_folder: where its tokenizer is, if anywhere; None to look for it where the model came from.
-
-    Drafting options, with the defaults where the draft model's config has no `drafting_options`:
-        method: `"causal_lm_tree"` (default), the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
-        max_depth: most tokens of a path; as many forwards of the draft model per round (5).
-        tree_budget: most drafted nodes of a tree, root not counted (16; at most 1024, or `"auto"`, which chooses among
-            up to 64). A number has no effect on `"causal_lm_chain"`, which drafts max_depth tokens; `"auto"` shortens
-            chains as well.
-        width: most nodes of a level that are expanded, and most continuations that each of them gets (4).
-        sample_drafts: where the call samples, a chain's tokens are drawn from the draft model's law (after the call's
-            temperature, top-k, ...) and verified by rejection sampling (True); else they are its likeliest ones. Both
-            are lossless. Trees always hold the likeliest ones.
-        min_confidence: does not draft behind a node whose path has a lower probability; None (default) for no such
-            limit.
-        min_acceptance: AdaEDL's threshold: does not draft behind tokens that were drafted from a law with
-            1 - sqrt(entropy_weight * entropy) below it; None (default) for no such limit.
-        entropy_weight: of the entropy (nats) in that bound (0.2).
     """
 
     fits = "It can draft for any target with the same tokenizer; the one it was trained for accepts most."
-    method = "causal_lm_tree"
-    option_names: ClassVar[tuple[str, ...]] = (
-        "method",
-        "max_depth",
-        "tree_budget",
-        "width",
-        "sample_drafts",
-        "min_confidence",
-        "min_acceptance",
-        "entropy_weight",
-    )
+    options_class = CausalLMOptions
+    options: CausalLMOptions
 
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
         self.model = model
         self.tokenizer_folder: Path | None = None
-        self.max_depth = 5
-        self.tree_budget: Any = 16
-        self.width = 4
-        self.sample_drafts = True
-        self.min_confidence: float | None = None
-        self.min_acceptance: float | None = None
-        self.entropy_weight = 0.2
         self._compared: weakref.ref[PreTrainedModel] | None = None
-        self.take_options(model.config)
+        self.options = self.loaded_options()
         self.set_options(**drafting_options)
 
     @property
@@ -113,12 +125,17 @@ class CausalLMDrafter(PublishedDrafter):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves the draft model as the plain language model it is, with records and card; `load_drafter` reads it."""
+        self.keep_options()
         with self.replacing_weights(Path(save_directory)):
             self.model.save_pretrained(save_directory, **kwargs)
         self.write_records(save_directory)
 
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
         self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+    @property
+    def options_config(self) -> PreTrainedConfig:
+        return self.model.config
 
     @property
     def target_name_or_path(self) -> str | None:
@@ -140,7 +157,7 @@ class CausalLMDrafter(PublishedDrafter):
     def card_facts(self) -> dict[str, str]:
         config = self.model.config.get_text_config(decoder=True)
         return {
-            "Method": self.loaded_method(self.model.config),
+            "Method": self.loaded_options().method,
             "Model": f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size "
             f"{config.hidden_size}",
             "Vocabulary": str(self.model.get_input_embeddings().num_embeddings),
@@ -151,30 +168,14 @@ class CausalLMDrafter(PublishedDrafter):
         return METHODS
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        options = self.options
         # On a CPU it is too small to gain from being compiled.
-        compile_mode: graphs.CompileMode = self.compile_mode if graphs.can_capture(self.device) else "none"
+        compile_mode: graphs.CompileMode = options.compile_mode if graphs.can_capture(self.device) else "none"
         drafter = DraftModel(self.model, compile_mode=compile_mode)
-        stopping = StoppingRule(self.min_confidence, self.min_acceptance, self.entropy_weight)
+        stopping = StoppingRule(options.min_confidence, options.min_acceptance, options.entropy_weight)
         if self.method == "causal_lm_chain":
-            return ChainGenerator(drafter, target, self.max_depth, stopping, self.sample_drafts)
-        return TreeGenerator(drafter, target, self.max_depth, stopping, self.node_limit, self.width)
-
-    def check_options(self) -> None:
-        if self.method not in METHODS:
-            raise unknown_name("method", self.method, METHODS)
-        self.check_tree_budget(MAX_TREE_BUDGET)
-        for name, most in (("max_depth", MAX_DEPTH), ("width", MAX_TREE_BUDGET)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
-        if not isinstance(self.sample_drafts, bool):
-            raise ValueError(f"sample_drafts={self.sample_drafts!r} must be True or False.")
-        for name in ("min_confidence", "min_acceptance"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value <= 1):
-                raise ValueError(f"{name}={value!r} must be above 0 and at most 1, or None for no such limit.")
-        if not isinstance(self.entropy_weight, (int, float)) or not 0 < self.entropy_weight < float("inf"):
-            raise ValueError(f"entropy_weight={self.entropy_weight!r} must be a positive number.")
+            return ChainGenerator(drafter, target, options.max_depth, stopping, options.sample_drafts)
+        return TreeGenerator(drafter, target, options.max_depth, stopping, options.node_limit, options.width)
 
     def check_target(self, model: PreTrainedModel) -> None:
         target_name = model.name_or_path or type(model).__name__

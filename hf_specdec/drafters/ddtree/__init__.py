@@ -5,4 +5,4 @@ from hf_specdec.drafters.registry import register_marginal_method
 
 __all__ = ["DDTreeGenerator", "heap_tree", "level_tree"]
 
-register_marginal_method("ddtree", lambda source, drafter: DDTreeGenerator(source, drafter.node_limit))
+register_marginal_method("ddtree", lambda source, options: DDTreeGenerator(source, options.node_limit))

@@ -29,7 +29,7 @@ class DFlashMarginals(BlockMarginals):
 
     def __init__(self, drafter: DFlashDrafter, target: TargetModel) -> None:
         self.drafter = drafter
-        self.block_size = drafter.block_size
+        self.block_size = drafter.num_slots
         own = drafter.config
         self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
         self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
@@ -41,7 +41,7 @@ class DFlashMarginals(BlockMarginals):
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None
-        self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.compile_mode)
+        self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.options.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
         self.drafts_early = self.static is not None
         self.target = target  # its cache tells how long rows may grow

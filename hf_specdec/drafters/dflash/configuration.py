@@ -7,10 +7,14 @@ have `block_size` at the top. Source: shared facts on formats, section 1; z-lab/
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
+
+from hf_specdec.drafters.options import TreeOptions
+from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -242,3 +246,33 @@ _OPTIONAL = (
 
 def _legacy_rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+
+
+@dataclass(slots=True, kw_only=True)
+class DFlashOptions(TreeOptions):
+    """How a DFlash drafter drafts.
+
+    Attributes:
+        method: `"ddtree"` for the best-first tree, `"dflash"` for the greedy chain, or any other method that drafts
+            from per-position marginals.
+        tree_budget: see `TreeOptions`; DDTree's B. A number has no effect on `"dflash"`: its chain is always block_size
+            - 1 tokens, one more where the root's slot drafts too. `"auto"` shortens chains as well.
+        block_size: slots of a block, root included; at most the trained one, which None stands for. Shorter blocks
+            draft less per forward.
+    """
+
+    method: str = "ddtree"
+    tree_budget: int | Literal["auto"] = 64
+    block_size: int | None = None
+
+    def validate(self, config: Any = None) -> None:
+        """As every drafter's; `config` is a `DFlashConfig`."""
+        TreeOptions.validate(self, config)
+        if self.method not in tuple(MARGINAL_METHODS):
+            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        size, trained = self.block_size, config.block_size
+        if size is not None and (type(size) is not int or not 2 <= size <= trained):
+            raise ValueError(
+                f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained "
+                "with (root included), or None for all of it."
+            )

@@ -25,13 +25,11 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
-from hf_specdec.drafters.dflash.configuration import DFlashConfig
+from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+from hf_specdec.drafters.registry import MARGINAL_METHODS
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import check_draft_to_target, known_ids
-
-MAX_TREE_BUDGET = 1024
 
 
 def block_embeddings(model: PreTrainedModel) -> nn.Module:
@@ -97,24 +95,18 @@ class DFlashLayer(nn.Module):
 class DFlashDrafter(PretrainedDrafter):
     """A DFlash checkpoint as a drafter: `method="dflash"` drafts its greedy chain, `"ddtree"` the best-first tree.
 
-    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
-        method: `"ddtree"` (default) or `"dflash"`.
-        tree_budget: most drafted nodes of a tree, root not counted; DDTree's B (64; at most 1024, or `"auto"`, which
-            chooses among up to 64). A number has no effect on `"dflash"`: its chain is always block_size - 1 tokens,
-            one more where the root's slot drafts too. `"auto"` shortens chains as well.
-        block_size: slots of a block, root included; at most the trained one, the default. Shorter blocks draft less
-            per forward.
+    Drafting options: `DFlashOptions`.
     """
 
     config_class = DFlashConfig
     config: DFlashConfig
+    options_class = DFlashOptions
+    options: DFlashOptions
     d2t: Tensor
     base_model_prefix = ""
-    method = "ddtree"
     _no_split_modules: ClassVar = ["DFlashLayer"]
     # Some savers write this buffer; it follows from the config.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
-    option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget", "block_size")
 
     def __init__(self, config: DFlashConfig) -> None:
         config.check()
@@ -132,8 +124,6 @@ class DFlashDrafter(PretrainedDrafter):
         if config.maps_vocabulary:
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.tree_budget: Any = 64
-        self.block_size: Any = config.block_size
         self.post_init()
 
     def forward(
@@ -190,13 +180,19 @@ class DFlashDrafter(PretrainedDrafter):
         return tuple(self.config.target_layer_ids)
 
     @property
+    def num_slots(self) -> int:
+        """Slots of a block, root included: `options.block_size`, or the trained number."""
+        trained: int = self.config.block_size  # type: ignore[assignment]  # check() asks for it
+        return self.options.block_size or trained
+
+    @property
     def methods(self) -> tuple[str, ...]:
         return tuple(MARGINAL_METHODS)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 
-        return MARGINAL_METHODS[self.method](DFlashMarginals(self, target), self)
+        return MARGINAL_METHODS[self.method](DFlashMarginals(self, target), self.options)
 
     def card_summary(self) -> str:
         return (
@@ -208,23 +204,12 @@ class DFlashDrafter(PretrainedDrafter):
     def card_facts(self) -> dict[str, str]:
         config = self.config
         return {
-            "Method": f"{self.loaded_method(config)}, on a DFlash drafter",
+            "Method": f"{self.loaded_options().method}, on a DFlash drafter",
             "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
             "Block size": f"{config.block_size}, the root's slot included",
             "Target layers read": ", ".join(map(str, config.target_layer_ids)),
             "Vocabulary": f"{config.vocab_size or 'of the target'}, mask token id {config.mask_token_id}",
         }
-
-    def check_options(self) -> None:
-        if self.method not in self.methods:
-            raise unknown_name("method", self.method, self.methods)
-        self.check_tree_budget(MAX_TREE_BUDGET)
-        trained: Any = self.config.block_size
-        if type(self.block_size) is not int or not 2 <= self.block_size <= trained:
-            raise ValueError(
-                f"block_size={self.block_size!r} must be an integer from 2 to {self.config.block_size}, the block this "
-                "checkpoint was trained with (root included)."
-            )
 
     def check_target(self, model: PreTrainedModel) -> None:
         config = self.config

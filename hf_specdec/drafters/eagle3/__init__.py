@@ -1,10 +1,10 @@
 """EAGLE-3: an autoregressive drafter on fused target features that grows its draft tree by its own confidence."""
 
 from hf_specdec.drafters.eagle3.candidates import Eagle3Generator
-from hf_specdec.drafters.eagle3.configuration import Eagle3Config
+from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 from hf_specdec.drafters.registry import register_family
 
-__all__ = ["Eagle3Config", "Eagle3Drafter", "Eagle3Generator"]
+__all__ = ["Eagle3Config", "Eagle3Drafter", "Eagle3Generator", "Eagle3Options"]
 
 register_family("eagle3", drafter=Eagle3Drafter)

@@ -41,7 +41,8 @@ class Eagle3Generator(TreeCandidateGenerator):
 
     def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
         self.drafter = drafter
-        self.depth, self.top_k, self.tree_budget = drafter.depth, drafter.top_k, drafter.node_limit
+        options = drafter.options
+        self.depth, self.top_k, self.tree_budget = options.depth, options.top_k, options.node_limit
         self.own_embeddings = drafter.config.own_embeddings
         self.embeddings: nn.Module = (
             drafter.embed_tokens if self.own_embeddings else target.model.get_input_embeddings()
@@ -50,7 +51,7 @@ class Eagle3Generator(TreeCandidateGenerator):
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None
         self.path_logprobs: Any  # [batch, nodes], of the latest tree
-        self.calls = static_calls(self, drafter, (self.embeddings,), drafter.compile_mode)
+        self.calls = static_calls(self, drafter, (self.embeddings,), drafter.options.compile_mode)
         self.drafts_early = self.calls is not None
         self.width = nodes_bucket(self.depth + 1)  # of what a round commits at most
         self.target = target  # its cache tells how long rows may grow

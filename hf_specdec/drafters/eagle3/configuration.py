@@ -7,11 +7,17 @@ description, under a `model_type` of its own.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers import LlamaConfig
 
+from hf_specdec.drafters.options import TreeOptions
+
 ARCHITECTURE = "Eagle3Drafter"
+# Bounds of the drafting options: far above anything that pays, low enough to catch a slip of the keyboard.
+MAX_DEPTH = 64
+MAX_TOP_K = 128
 
 
 def default_target_layer_ids(num_target_layers: int) -> list[int]:
@@ -108,3 +114,23 @@ class Eagle3Config(LlamaConfig):
     def maps_vocabulary(self) -> bool:
         """Whether draft ids differ from target ids."""
         return self.draft_vocab_size != self.vocab_size
+
+
+@dataclass(slots=True, kw_only=True)
+class Eagle3Options(TreeOptions):
+    """How an EAGLE-3 drafter drafts; the defaults are the published settings.
+
+    Attributes:
+        depth: levels of the tree below the root. EAGLE's own `depth` counts the forwards after the first: one less.
+        top_k: how many nodes of a level are extended, and by how many tokens each. 1 drafts a chain.
+        tree_budget: see `TreeOptions`. EAGLE's own `total_token` counts the root: one more.
+    """
+
+    method = "eagle3"
+    depth: int = 8
+    top_k: int = 10
+    tree_budget: int | Literal["auto"] = 59
+
+    def validate(self, config: Any = None) -> None:
+        TreeOptions.validate(self, config)
+        self.check_integers(depth=MAX_DEPTH, top_k=MAX_TOP_K)

@@ -23,16 +23,10 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
-from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
+from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options, default_target_layer_ids
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.vocabulary import check_draft_to_target
-
-# Bounds of the drafting options: far above anything that pays, low enough to catch a slip of the keyboard.
-MAX_TREE_BUDGET = 1024
-MAX_DEPTH = 64
-MAX_TOP_K = 128
 
 
 class Eagle3Attention(HeadProjections):
@@ -106,11 +100,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3Drafter(PretrainedDrafter):
     """An EAGLE-3 checkpoint as a drafter.
 
-    Drafting options, with the published settings as defaults where the checkpoint's config has no `drafting_options`:
-        depth: levels of the tree below the root (8). EAGLE's own `depth` counts the forwards after the first: one less.
-        top_k: how many nodes of a level are extended, and by how many tokens each (10). 1 drafts a chain.
-        tree_budget: most drafted nodes, root not counted (59; at most 1024, or `"auto"`, which chooses among up to 64).
-            EAGLE's own `total_token` counts the root: one more.
+    Drafting options: `Eagle3Options`.
 
     Relation to its siblings: `dflash` and `medusa` predict all depths in one forward, independently of each other;
     EAGLE-3 runs once per level, and each node knows the tokens above it.
@@ -118,11 +108,12 @@ class Eagle3Drafter(PretrainedDrafter):
 
     config_class = Eagle3Config
     config: Eagle3Config
+    options_class = Eagle3Options
+    options: Eagle3Options
     d2t: Tensor
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["Eagle3FirstLayer", "Eagle3Layer"]
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
-    option_names: ClassVar[tuple[str, ...]] = ("method", "depth", "top_k", "tree_budget")
 
     def __init__(self, config: Eagle3Config) -> None:
         config.check()
@@ -146,10 +137,6 @@ class Eagle3Drafter(PretrainedDrafter):
         if config.maps_vocabulary:
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.method = "eagle3"
-        self.depth = 8
-        self.top_k = 10
-        self.tree_budget: Any = 59
         self.post_init()
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -232,16 +219,6 @@ class Eagle3Drafter(PretrainedDrafter):
             "Target layers read": layers,
             "Vocabulary": f"{config.vocab_size}, of which {config.draft_vocab_size} can be drafted",
         }
-
-    def check_options(self) -> None:
-        if self.method != "eagle3":
-            raise unknown_name("method", self.method, ["eagle3"])
-        self.check_tree_budget(MAX_TREE_BUDGET)
-        bounds = {"depth": MAX_DEPTH, "top_k": MAX_TOP_K}
-        for option, most in bounds.items():
-            value = getattr(self, option)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{option}={value!r} must be an integer from 1 to {most}.")
 
     def check_target(self, model: PreTrainedModel) -> None:
         config = self.config

@@ -1,10 +1,10 @@
 """Medusa: a few small heads on the target's last hidden state, each for a token further ahead."""
 
 from hf_specdec.drafters.medusa.candidates import MedusaMarginals
-from hf_specdec.drafters.medusa.configuration import MedusaConfig
+from hf_specdec.drafters.medusa.configuration import MedusaConfig, MedusaOptions
 from hf_specdec.drafters.medusa.modeling import MedusaDrafter
 from hf_specdec.drafters.registry import register_family
 
-__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaMarginals"]
+__all__ = ["MedusaConfig", "MedusaDrafter", "MedusaMarginals", "MedusaOptions"]
 
 register_family("medusa", drafter=MedusaDrafter)

@@ -30,7 +30,7 @@ class MedusaMarginals(BlockMarginals):
         self.drafter = drafter
         self.lm_head = target.model.get_output_embeddings()
         self.last_states: Tensor | None = None  # [batch, hidden]
-        self.calls = static_calls(self, drafter, (self.lm_head,), drafter.compile_mode)
+        self.calls = static_calls(self, drafter, (self.lm_head,), drafter.options.compile_mode)
         self.drafts_early = self.calls is not None
 
     def observe(self, committed: Committed) -> None:

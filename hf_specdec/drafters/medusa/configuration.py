@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
+from hf_specdec.drafters.options import TreeOptions, is_number
+from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+
 ARCHITECTURE = "MedusaDrafter"
+STATIC_TREE = "static_tree"
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -57,3 +62,39 @@ class MedusaConfig(PreTrainedConfig):
             value = getattr(self, field)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{field} is {value!r}; it must be an integer of at least {least}.")
+
+
+@dataclass(slots=True, kw_only=True)
+class MedusaOptions(TreeOptions):
+    """How Medusa heads draft.
+
+    Attributes:
+        method: `"ddtree"`, or any other method that drafts from per-position marginals; `"static_tree"` for the paper's
+            tree, whose shape is the same in every round.
+        tree_budget: see `TreeOptions`. A number has no effect on chains (`"dflash"`), which are a token per head.
+        rank_accuracies: [heads][ranks], how often each guess of each head is right, from which the static tree is
+            built, as Section 2.3.3 has it from measured accuracies; `rank_accuracies(...)` measures them. No published
+            checkpoint states them. None for an assumption of ours, that is neither the paper's nor measured: guess r
+            of head h, both from 0, is right with 0.6 * 0.8^h * 0.4^r. It shapes the tree and so costs only speed.
+    """
+
+    method: str = "ddtree"
+    tree_budget: int | Literal["auto"] = 63
+    rank_accuracies: list[list[float]] | None = None
+
+    def validate(self, config: Any = None) -> None:
+        """As every drafter's; `config` is a `MedusaConfig`."""
+        TreeOptions.validate(self, config)
+        if self.method not in (*MARGINAL_METHODS, STATIC_TREE):
+            raise unknown_name("method", self.method, [*MARGINAL_METHODS, STATIC_TREE])
+        rates = self.rank_accuracies
+        if rates is not None and not (
+            isinstance(rates, (list, tuple))
+            and 1 <= len(rates) <= config.medusa_num_heads
+            and all(isinstance(head, (list, tuple)) and len(head) for head in rates)
+            and all(is_number(rate) and 0 <= rate <= 1 for head in rates for rate in head)
+        ):
+            raise ValueError(
+                f"rank_accuracies={rates!r} must be a list of shares from 0 to 1 for each of at most "
+                f"{config.medusa_num_heads} heads, or None."
+            )

@@ -14,13 +14,11 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.medusa.configuration import MedusaConfig
+from hf_specdec.drafters.medusa.configuration import STATIC_TREE, MedusaConfig, MedusaOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
+from hf_specdec.drafters.registry import MARGINAL_METHODS
 from hf_specdec.drafters.shapes import check_shapes
 
-MAX_TREE_BUDGET = 1024
-STATIC_TREE = "static_tree"
 ASSUMED_RANKS = 10  # guesses of a head that the static tree considers where no accuracies were measured
 
 
@@ -49,16 +47,7 @@ class MedusaHead(nn.Module):
 class MedusaDrafter(PretrainedDrafter):
     """Medusa-1 heads as a drafter: the target stays as it is, each head predicts one place.
 
-    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
-        method: `"ddtree"` (default), or any other method that drafts from per-position marginals; `"static_tree"` for
-            the paper's tree, whose shape is the same in every round.
-        tree_budget: most drafted nodes of a tree, root not counted (63; at most 1024, or `"auto"`, which chooses among
-            up to 64). A number has no effect on chains (`"dflash"`), which are a token per head.
-        rank_accuracies: [heads][ranks], how often each guess of each head is right, from which the static tree is
-            built, as Section 2.3.3 has it from measured accuracies; `rank_accuracies(...)` measures them. No published
-            checkpoint states them. None (default) for an assumption of ours, that is neither the paper's nor measured:
-            guess r of head h, both from 0, is right with 0.6 * 0.8^h * 0.4^r. It shapes the tree and so costs only
-            speed.
+    Drafting options: `MedusaOptions`.
 
     Relation to its siblings: like `dflash` it predicts all places at once, but from a single target state and without
     seeing the root, the token that the target has just chosen; that is why its marginals are flatter.
@@ -66,17 +55,15 @@ class MedusaDrafter(PretrainedDrafter):
 
     config_class = MedusaConfig
     config: MedusaConfig
+    options_class = MedusaOptions
+    options: MedusaOptions
     base_model_prefix = ""
-    method = "ddtree"
     _no_split_modules: ClassVar = ["MedusaHead"]
-    option_names: ClassVar[tuple[str, ...]] = ("method", "tree_budget", "rank_accuracies")
 
     def __init__(self, config: MedusaConfig) -> None:
         config.check()
         super().__init__(config)
         self.heads = nn.ModuleList([MedusaHead(config) for _ in range(config.medusa_num_heads)])
-        self.tree_budget: Any = 63
-        self.rank_accuracies: list[list[float]] | None = None
         self.post_init()
 
     def forward(self, states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
@@ -113,10 +100,10 @@ class MedusaDrafter(PretrainedDrafter):
             heads = range(self.config.medusa_num_heads)
             ranks = range(min(ASSUMED_RANKS, target.model.get_input_embeddings().num_embeddings))
             assumed = [[0.6 * 0.8**head * 0.4**rank for rank in ranks] for head in heads]
-            accuracies = self.rank_accuracies or assumed
-            paths = static_tree(accuracies, self.node_limit)
+            accuracies = self.options.rank_accuracies or assumed
+            paths = static_tree(accuracies, self.options.node_limit)
             return StaticTreeGenerator(MedusaMarginals(self, target), paths, accuracies)
-        return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self)
+        return MARGINAL_METHODS[self.method](MedusaMarginals(self, target), self.options)
 
     def card_summary(self) -> str:
         return (
@@ -127,25 +114,11 @@ class MedusaDrafter(PretrainedDrafter):
     def card_facts(self) -> dict[str, str]:
         config = self.config
         return {
-            "Method": f"{self.loaded_method(config)}, on Medusa heads",
+            "Method": f"{self.loaded_options().method}, on Medusa heads",
             "Heads": f"{config.medusa_num_heads}, each of {config.medusa_num_layers} layers",
             "Hidden size": str(config.hidden_size),
             "Vocabulary": "the target's" if config.vocab_size is None else str(config.vocab_size),
         }
-
-    def check_options(self) -> None:
-        if self.method not in (*MARGINAL_METHODS, STATIC_TREE):
-            raise unknown_name("method", self.method, [*MARGINAL_METHODS, STATIC_TREE])
-        rates = self.rank_accuracies
-        if rates is not None and not (
-            1 <= len(rates) <= self.config.medusa_num_heads
-            and all(head and all(0 <= rate <= 1 for rate in head) for head in rates)
-        ):
-            raise ValueError(
-                f"rank_accuracies={rates!r} must be a list of shares from 0 to 1 for each of at most "
-                f"{self.config.medusa_num_heads} heads, or None."
-            )
-        self.check_tree_budget(MAX_TREE_BUDGET)
 
     def check_target(self, model: PreTrainedModel) -> None:
         check_shapes(self, model, hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
@@ -153,7 +126,7 @@ class MedusaDrafter(PretrainedDrafter):
 
 @torch.no_grad()
 def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: Tensor, ranks: int = 10) -> Tensor:
-    """How often each guess of each head is right on a text, for `drafter.rank_accuracies = ....tolist()`.
+    """How often each guess of each head is right on a text, for `drafter.options.rank_accuracies = ....tolist()`.
 
     Args:
         drafter: the heads.

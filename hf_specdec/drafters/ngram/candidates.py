@@ -105,7 +105,7 @@ def continuation_tree(index: SuffixIndex, tree_budget: int, max_depth: int) -> t
 
 
 class NGramGenerator(TreeCandidateGenerator):
-    """Drafts from the text of each row; options as in `NGramDrafter`."""
+    """Drafts from the text of each row; options as in `NGramOptions`."""
 
     drops_rows = True
 

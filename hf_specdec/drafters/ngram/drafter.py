@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -10,9 +11,37 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.ngram.candidates import NGramGenerator
+from hf_specdec.drafters.options import TreeOptions
 
-MAX_TREE_BUDGET = 1024
 MAX_SUFFIX = 32
+MAX_DEPTH = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class NGramOptions(TreeOptions):
+    """How n-grams are looked up.
+
+    Attributes:
+        longest_suffix: most last tokens that are looked up together; long matches are found first and weigh most.
+        shortest_suffix: fewest last tokens that count as a match.
+        tree_budget: see `TreeOptions`.
+        max_depth: most tokens of one continuation.
+    """
+
+    method = "ngram"
+    longest_suffix: int = 4
+    shortest_suffix: int = 1
+    tree_budget: int | Literal["auto"] = 16
+    max_depth: int = 10
+
+    def validate(self, config: Any = None) -> None:
+        TreeOptions.validate(self, config)
+        self.check_integers(longest_suffix=MAX_SUFFIX, shortest_suffix=MAX_SUFFIX, max_depth=MAX_DEPTH)
+        if self.shortest_suffix > self.longest_suffix:
+            raise ValueError(
+                f"shortest_suffix={self.shortest_suffix} is larger than longest_suffix={self.longest_suffix}; set "
+                "both so that the shortest is at most the longest."
+            )
 
 
 class NGramDrafter(Drafter):
@@ -22,52 +51,29 @@ class NGramDrafter(Drafter):
     (`prompt_lookup_num_tokens`) drafts one continuation of one match, for one row; this one drafts several of many
     matches, weighted by how long they are, and takes batches. Unlike the other drafters it runs no network.
 
-    Drafting options, with their defaults:
-        longest_suffix: most last tokens that are looked up together; long matches are found first and weigh most (4).
-        shortest_suffix: fewest last tokens that count as a match (1).
-        tree_budget: most drafted nodes of a tree, root not counted (16; at most 1024, or `"auto"`, which chooses among
-            up to 64).
-        max_depth: most tokens of one continuation (10).
+    Args:
+        drafting_options: of `NGramOptions`.
 
     Example:
         >>> drafter = NGramDrafter(tree_budget=8)
-        >>> drafter.tree_budget, drafter.max_depth
+        >>> drafter.options.tree_budget, drafter.options.max_depth
         (8, 10)
     """
 
-    method = "ngram"
-    option_names: ClassVar[tuple[str, ...]] = ("longest_suffix", "shortest_suffix", "tree_budget", "max_depth")
+    options_class = NGramOptions
+    options: NGramOptions
 
     def __init__(self, **drafting_options: Any) -> None:
-        self.longest_suffix = 4
-        self.shortest_suffix = 1
-        self.tree_budget: int | Literal["auto"] = 16
-        self.max_depth = 10
+        self.options = NGramOptions()
         self.set_options(**drafting_options)
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Fits any target: it drafts only tokens that the text already has."""
 
-    def check_options(self) -> None:
-        for name, most in (
-            ("longest_suffix", MAX_SUFFIX),
-            ("shortest_suffix", MAX_SUFFIX),
-            ("max_depth", MAX_TREE_BUDGET),
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
-        self.check_tree_budget(MAX_TREE_BUDGET)
-        if self.shortest_suffix > self.longest_suffix:
-            raise ValueError(
-                f"shortest_suffix={self.shortest_suffix} is larger than longest_suffix={self.longest_suffix}; set "
-                "both so that the shortest is at most the longest."
-            )
-
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return NGramGenerator(
-            longest_suffix=self.longest_suffix,
-            shortest_suffix=self.shortest_suffix,
-            tree_budget=self.node_limit,
-            max_depth=self.max_depth,
+            longest_suffix=self.options.longest_suffix,
+            shortest_suffix=self.options.shortest_suffix,
+            tree_budget=self.options.node_limit,
+            max_depth=self.options.max_depth,
         )

@@ -59,9 +59,9 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.embed_tokens = target.model.get_input_embeddings()
         self.slots = drafter.config.block_size
-        self.num_blocks = drafter.num_blocks
-        self.merge = drafter.merge_duplicates
-        self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.compile_mode)
+        self.num_blocks = drafter.options.num_blocks
+        self.merge = drafter.options.merge_duplicates
+        self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.options.compile_mode)
         self.drafts_early = self.calls is not None
         self.on_host = abilities(self.device).host_memory and self.calls is None
         self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # of what a round commits at most

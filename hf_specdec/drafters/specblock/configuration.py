@@ -9,14 +9,18 @@ shiweijiezero/SpecBlock.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from transformers import LlamaConfig
+
+from hf_specdec.drafters.options import TreeOptions
 
 ARCHITECTURE = "LlamaForCausalLMSpecBlock"
 DraftCondition = Literal["pre_norm", "normed"]
 RankState = Literal["normed", "pre_norm"]
 BlockPositions = Literal["start", "path"]
+MAX_BLOCKS = 64
 # The four buckets of Section 3.2; a rank beyond the last bound is in the last bucket.
 RANK_BOUNDS = (1, 4, 10)
 
@@ -170,3 +174,52 @@ def default_target_layer_ids(num_target_layers: int) -> list[int]:
     # Targets of a few layers only occur in tests; they have no three such layers.
     places = (2, num_target_layers // 2, num_target_layers - 3)
     return [min(max(1, place), num_target_layers) - 1 for place in places]
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecBlockOptions(TreeOptions):
+    """How a SpecBlock drafter drafts.
+
+    Attributes:
+        tree_budget: see `TreeOptions`.
+        num_blocks: M, drafter forwards per round; at most 64, whatever number the drafter was trained with.
+        branching: candidates of a place by predicted bucket, the chain's own token counted; 0 gives up: no
+            alternatives there nor later in the block. `[2, 4, 10, 0]` (default; 2 everywhere where the rank head has
+            other than four buckets) and `[2, 4, 6, 4]` are the paper's two; equal numbers make a fixed top-k tree.
+        beam_width: candidates below the root whatever its bucket, and most starts of a third or later block; None lets
+            the root follow its bucket, and starts be as many as there are.
+        max_starts: most starts of any block, the likeliest ones; None for no such limit.
+        merge_duplicates: a path that two blocks draft is kept once. The published builder keeps both.
+    """
+
+    method = "specblock"
+    tree_budget: int | Literal["auto"] = 60
+    num_blocks: int = 2
+    branching: list[int]
+    beam_width: int | None = 10
+    max_starts: int | None = None
+    merge_duplicates: bool = True
+
+    @classmethod
+    def defaults(cls, config: Any = None) -> SpecBlockOptions:
+        """As every drafter's; `config` is a `SpecBlockConfig`."""
+        paper = [2, 4, 10, 0]
+        return cls(branching=paper if config.rank_classes == len(paper) else [2] * config.rank_classes)
+
+    def validate(self, config: Any = None) -> None:
+        """As every drafter's; `config` is a `SpecBlockConfig`."""
+        TreeOptions.validate(self, config)
+        self.check_integers(num_blocks=MAX_BLOCKS)
+        self.check_switches("merge_duplicates")
+        for name in ("beam_width", "max_starts"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1, or None for no limit.")
+        branching, classes = self.branching, config.rank_classes
+        if not isinstance(branching, (list, tuple)) or len(branching) != classes:
+            raise ValueError(
+                f"branching={branching!r} must have {classes} numbers, one per bucket of this drafter's rank head: "
+                f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, beyond (for example [2, 4, 10, 0])."
+            )
+        if not all(type(width) is int and width >= 0 for width in branching):
+            raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")

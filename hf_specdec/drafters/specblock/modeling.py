@@ -22,13 +22,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS, SpecBlockConfig, default_target_layer_ids
+from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, SpecBlockOptions, default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 
-MAX_TREE_BUDGET = 1024
 NUM_RANK_FEATURES = 15
 RANK_HIDDEN = 256
 VOCABULARY_FILE = "vocab_mapping.pt"
@@ -56,29 +54,17 @@ class SpecBlockDrafter(PretrainedDrafter):
     all chosen nodes of the last one at once, and the tokens of a block depend on each other; unlike `ddtree`, the rank
     head says how many alternatives a place gets.
 
-    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
-        method: `"specblock"`.
-        tree_budget: most drafted nodes of a tree, root not counted (60; at most 1024, or `"auto"`, which chooses among
-            up to 64).
-        num_blocks: M, drafter forwards per round (2). Any number, whatever the drafter was trained with.
-        branching: candidates of a place by predicted bucket, the chain's own token counted; 0 gives up: no
-            alternatives there nor later in the block. `[2, 4, 10, 0]` (default; 2 everywhere where the rank head has
-            other than four buckets) and `[2, 4, 6, 4]` are the paper's two; equal numbers make a fixed top-k tree.
-        beam_width: candidates below the root whatever its bucket, and most starts of a third or later block (10); None
-            lets the root follow its bucket, and starts be as many as there are.
-        max_starts: most starts of any block, the likeliest ones; None (default) for no such limit.
-        merge_duplicates: a path that two blocks draft is kept once (True). The published builder keeps both.
+    Drafting options: `SpecBlockOptions`.
     """
 
     config_class = SpecBlockConfig
     config: SpecBlockConfig
+    options_class = SpecBlockOptions
+    options: SpecBlockOptions
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["SpecBlockLayer"]
     # The embedding is the target's own, frozen copy: official checkpoints leave it out, some savers do not.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
-    option_names: ClassVar[tuple[str, ...]] = (
-        "method", "tree_budget", "num_blocks", "branching", "beam_width", "max_starts", "merge_duplicates",
-    )  # fmt: skip
     side_files: ClassVar[tuple[str, ...]] = (VOCABULARY_FILE,)
 
     def __init__(self, config: SpecBlockConfig) -> None:
@@ -100,15 +86,6 @@ class SpecBlockDrafter(PretrainedDrafter):
         # Published names: target id = draft id + d2t[draft id]; t2d says which target ids the drafter can say.
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self.method = "specblock"
-        self.tree_budget: Any = 60
-        self.num_blocks = 2
-        self.branching: list[int] = [2, 4, 10, 0]
-        self.beam_width: int | None = 10
-        self.max_starts: int | None = None
-        self.merge_duplicates = True
-        if config.rank_classes != len(self.branching):
-            self.branching = [2] * config.rank_classes
         self.post_init()
 
     def forward(
@@ -339,25 +316,6 @@ class SpecBlockDrafter(PretrainedDrafter):
         from hf_specdec.drafters.specblock import quality
 
         return quality.report(self, model, prompts)
-
-    def check_options(self) -> None:
-        if self.method != "specblock":
-            raise unknown_name("method", self.method, ["specblock"])
-        self.check_tree_budget(MAX_TREE_BUDGET)
-        if type(self.num_blocks) is not int or not 1 <= self.num_blocks <= 64:
-            raise ValueError(f"num_blocks={self.num_blocks!r} must be an integer from 1 to 64.")
-        for name in ("beam_width", "max_starts"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1, or None for no limit.")
-        branching, classes = self.branching, self.config.rank_classes
-        if not isinstance(branching, (list, tuple)) or len(branching) != classes:
-            raise ValueError(
-                f"branching={branching!r} must have {classes} numbers, one per bucket of this drafter's rank head: "
-                f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, beyond (for example [2, 4, 10, 0])."
-            )
-        if not all(type(width) is int and width >= 0 for width in branching):
-            raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
 
     def check_target(self, model: PreTrainedModel) -> None:
         check_shapes(

@@ -48,17 +48,18 @@ class Shape:
 
     @classmethod
     def of(cls, drafter: SpecBlockDrafter, *, host: bool) -> Shape:
-        width = min(max(1, *drafter.branching, drafter.beam_width or 1), drafter.config.draft_vocab_size)
+        options = drafter.options
+        width = min(max(1, *options.branching, options.beam_width or 1), drafter.config.draft_vocab_size)
         slots = drafter.config.block_size
-        branching = torch.tensor(drafter.branching, device=drafter.device)
-        index = torch.arange(max(2, drafter.node_limit) * slots * width, device=drafter.device)
+        branching = torch.tensor(options.branching, device=drafter.device)
+        index = torch.arange(max(2, options.node_limit) * slots * width, device=drafter.device)
         return cls(
             branching.numpy() if host else branching,
             width,
             slots,
-            drafter.beam_width,
-            drafter.max_starts,
-            drafter.node_limit,
+            options.beam_width,
+            options.max_starts,
+            options.node_limit,
             index.numpy() if host else index,
         )
 

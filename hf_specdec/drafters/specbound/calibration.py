@@ -156,7 +156,7 @@ def calibrate(
         layer_ms=1e3 * times.layer_of(1),
         head_ms=1e3 * statistics.mean(times.head.values()),
         token_ms=1e3 * token_s,
-        chosen=best[1] | {"alpha": drafter.alpha},
+        chosen=best[1] | {"alpha": drafter.options.alpha},
         predicted_speedup=best[0],
         prompts=(len(rows), new_tokens),
     )

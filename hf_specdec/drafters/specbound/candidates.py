@@ -63,9 +63,9 @@ class EarlyExitGenerator(PendingGenerator):
     def __init__(self, drafter: SpecBoundDrafter, target: TargetModel) -> None:
         super().__init__(target)
         self.drafter = drafter
-        self.width = drafter.w_max
+        self.width = drafter.options.w_max
         self.rules = drafter.exit_rules()
-        self.is_unbounded = drafter.d_max == drafter.config.num_target_layers
+        self.is_unbounded = drafter.options.d_max == drafter.config.num_target_layers
         self.draft_ids = drafter.draft_ids
         self.vocabulary: TargetVocabularyLogitsProcessor
         # Per row the pairs (token, draft behind it) whose draft was refused the last time.
@@ -111,7 +111,7 @@ class EarlyExitGenerator(PendingGenerator):
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
             self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1], self.draft_ids)
-        if not self.drafter.learn_refusals:
+        if not self.drafter.options.learn_refusals:
             return
         for refused, chain, num_kept in zip(self.refused, self.chains, committed.num_accepted, strict=False):
             pairs = list(itertools.pairwise(chain))

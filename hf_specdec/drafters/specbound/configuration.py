@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_specdec.decoding.logits_process import check_annealing
+from hf_specdec.drafters.options import DrafterOptions, is_number
 
 ARCHITECTURE = "SpecBoundDrafter"
 HEAD_KINDS = ("lora", "full")
@@ -104,38 +106,12 @@ class SpecBoundConfig(PreTrainedConfig):
                 "tokens; leave it out to draft all of them."
             )
         check_exit_layers(self.exit_layers, self.num_target_layers)
-        self.check_drafting(self.w_max, self.d_max, self.alpha, self.threshold, self.use_exit_layers)
-
-    def check_drafting(
-        self, w_max: Any, d_max: Any, alpha: Any, threshold: Any, use_exit_layers: Sequence[int] | None
-    ) -> None:
-        """Raises ValueError, naming the option and its range, if these heads cannot draft with such options."""
-        if type(w_max) is not int or not 1 <= w_max <= MAX_WIDTH:
-            raise ValueError(f"w_max={w_max!r} must be an integer from 1 to {MAX_WIDTH}: positions per round.")
-        if type(d_max) is not int or not 1 <= d_max <= self.num_target_layers:
-            raise ValueError(
-                f"d_max={d_max!r} must be an integer from 1 to {self.num_target_layers}, the layers of the target; "
-                "that many are no bound."
-            )
-        check_annealing(alpha, threshold)
-        if use_exit_layers is not None:
-            check_exit_layers(use_exit_layers, self.num_target_layers)
-            if unknown := [layer for layer in use_exit_layers if layer not in self.exit_layers]:
-                raise ValueError(
-                    f"use_exit_layers={list(use_exit_layers)} asks for exits at {unknown}, but there are heads for "
-                    f"{self.exit_layers} only."
-                )
-        chosen = self.exit_layers if use_exit_layers is None else use_exit_layers
-        if chosen[0] > d_max:
-            raise ValueError(
-                f"No exit is left: d_max={d_max}, but the first exit layer in use is {chosen[0]}. Raise d_max, or use "
-                f"a shallower head of {self.exit_layers}."
-            )
+        SpecBoundOptions.defaults(self).validate(self)
 
 
 def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
     """Raises ValueError, naming the list and the rule, unless exit layers ascend and lie within the target."""
-    if not layers or not all(isinstance(layer, int) for layer in layers):
+    if not isinstance(layers, (list, tuple)) or not layers or not all(isinstance(layer, int) for layer in layers):
         raise ValueError(f"exit layers {layers!r} must be a list of at least one integer.")
     if any(earlier >= later for earlier, later in itertools.pairwise(layers)):
         raise ValueError(f"exit layers {list(layers)} must ascend, each named once: {sorted(set(layers))}.")
@@ -154,6 +130,73 @@ def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
         (10, 9)
     """
     return max(round(PAPER_DEPTH_SHARE * num_target_layers), 1, *exit_layers[:1])
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecBoundOptions(DrafterOptions):
+    """How exit heads draft; `SpecBoundDrafter.calibrate` finds values that suit heads and machine.
+
+    The fields of the same names in the config are the defaults, and what is saved.
+
+    Attributes:
+        threshold: tau, the least annealed top probability to exit with; between 0 and 1.
+        alpha: strength of the annealing (Eq. 1); 0 for none.
+        w_max: positions that a round runs, root included; it commits at most as many tokens.
+        d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft. L, the number of
+            the target's layers, is no bound: such a token is then decoded alone and the draft goes on.
+        use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
+        learn_refusals: whether a draft also ends before a token that was refused after the same token before; False for
+            the paper's rule alone.
+    """
+
+    method = "specbound"
+    threshold: float
+    alpha: float
+    w_max: int
+    d_max: int
+    use_exit_layers: Sequence[int] | None
+    learn_refusals: bool
+
+    @classmethod
+    def defaults(cls, config: Any = None) -> SpecBoundOptions:
+        """As every drafter's; `config` is a `SpecBoundConfig`."""
+        return cls(
+            threshold=config.threshold,
+            alpha=config.alpha,
+            w_max=config.w_max,
+            d_max=config.d_max,
+            use_exit_layers=config.use_exit_layers,
+            learn_refusals=config.learn_refusals,
+        )
+
+    def validate(self, config: Any = None) -> None:
+        """As every drafter's; `config` is a `SpecBoundConfig`."""
+        DrafterOptions.validate(self, config)
+        self.check_switches("learn_refusals")
+        num_layers, heads, chosen = config.num_target_layers, config.exit_layers, self.use_exit_layers
+        if type(self.w_max) is not int or not 1 <= self.w_max <= MAX_WIDTH:
+            raise ValueError(f"w_max={self.w_max!r} must be an integer from 1 to {MAX_WIDTH}: positions per round.")
+        if type(self.d_max) is not int or not 1 <= self.d_max <= num_layers:
+            raise ValueError(
+                f"d_max={self.d_max!r} must be an integer from 1 to {num_layers}, the layers of the target; "
+                "that many are no bound."
+            )
+        for name in ("alpha", "threshold"):
+            if not is_number(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number.")
+        check_annealing(self.alpha, self.threshold)
+        if chosen is not None:
+            check_exit_layers(chosen, num_layers)
+            if unknown := [layer for layer in chosen if layer not in heads]:
+                raise ValueError(
+                    f"use_exit_layers={list(chosen)} asks for exits at {unknown}, but there are heads for {heads} only."
+                )
+        first = heads[0] if chosen is None else chosen[0]
+        if first > self.d_max:
+            raise ValueError(
+                f"No exit is left: d_max={self.d_max}, but the first exit layer in use is {first}. Raise d_max, or use "
+                f"a shallower head of {heads}."
+            )
 
 
 def is_specbound(config: dict[str, Any]) -> bool:

@@ -8,8 +8,7 @@ which of the target's it runs, and when, is in `candidates.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +20,6 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.specbound.adapters import (
     SIDE_FILES,
@@ -31,7 +29,7 @@ from hf_specdec.drafters.specbound.adapters import (
     sample_of,
     write_adapter,
 )
-from hf_specdec.drafters.specbound.configuration import SpecBoundConfig
+from hf_specdec.drafters.specbound.configuration import SpecBoundConfig, SpecBoundOptions
 from hf_specdec.drafters.specbound.pending import check_slices
 from hf_specdec.drafters.specbound.slices import LayerSlices
 from hf_specdec.drafters.vocabulary import check_draft_to_target
@@ -63,17 +61,7 @@ class ExitHead(nn.Module):
 class SpecBoundDrafter(PretrainedDrafter):
     """Exit heads as a drafter: drafts a chain by early exit, and lets the same tokens go on to the last layer.
 
-    Drafting options, with the defaults where the checkpoint's config states none; `calibrate` finds better ones:
-        threshold: tau, the least annealed top probability to exit with; between 0 and 1 (0.55).
-        alpha: strength of the annealing (Eq. 1); 0 for none (0.2).
-        w_max: positions that a round runs, root included; it commits at most as many tokens (8).
-        d_max: deepest layer to exit at (the paper's 10/32 of L, or the first exit layer where that is deeper). A token
-            that finds no exit up to there ends the round's draft. L is no bound: such a token is then decoded alone
-            and the draft goes on.
-        use_exit_layers: those of the trained exit layers that are asked; None (default) for all. Every one asked costs
-            a head.
-        learn_refusals: whether a draft also ends before a token that was refused after the same token before (True);
-            False for the paper's rule alone.
+    Drafting options: `SpecBoundOptions`.
 
     Relation to its siblings: the only one that needs no network, no cache and no forward of its own, and whose work is
     not lost when drafts are rejected only late; but a draft costs layers of the target, so it gains less per round.
@@ -81,18 +69,11 @@ class SpecBoundDrafter(PretrainedDrafter):
 
     config_class = SpecBoundConfig
     config: SpecBoundConfig
+    options_class = SpecBoundOptions
+    options: SpecBoundOptions
     d2t: Tensor
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["ExitHead"]
-    option_names: ClassVar[tuple[str, ...]] = (
-        "method",
-        "threshold",
-        "alpha",
-        "w_max",
-        "d_max",
-        "use_exit_layers",
-        "learn_refusals",
-    )
     side_files: ClassVar[tuple[str, ...]] = SIDE_FILES
 
     def __init__(self, config: SpecBoundConfig) -> None:
@@ -101,13 +82,6 @@ class SpecBoundDrafter(PretrainedDrafter):
         self.heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers})
         # As published elsewhere: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.method = "specbound"
-        self.threshold: float = config.threshold
-        self.alpha: float = config.alpha
-        self.w_max: int = config.w_max
-        self.d_max: int = config.d_max
-        self.use_exit_layers: Sequence[int] | None = config.use_exit_layers
-        self.learn_refusals: bool = config.learn_refusals
         self._merged: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
         self._paired: weakref.ref[PreTrainedModel] | None = None
         self.post_init()
@@ -126,14 +100,15 @@ class SpecBoundDrafter(PretrainedDrafter):
     @property
     def exits(self) -> list[int]:
         """Exit layers in use, ascending: those asked for, up to d_max."""
-        layers = self.config.exit_layers if self.use_exit_layers is None else self.use_exit_layers
-        return [layer for layer in layers if layer <= self.d_max]
+        chosen = self.options.use_exit_layers
+        layers = self.config.exit_layers if chosen is None else chosen
+        return [layer for layer in layers if layer <= self.options.d_max]
 
     def exit_rules(self, layers: Sequence[int] | None = None) -> dict[int, AnnealedConfidenceLogitsProcessor]:
         """The annealed confidence threshold per exit layer; of those in use where None."""
-        depth = self.config.num_target_layers
+        depth, options = self.config.num_target_layers, self.options
         return {
-            layer: AnnealedConfidenceLogitsProcessor(layer, depth, alpha=self.alpha, threshold=self.threshold)
+            layer: AnnealedConfidenceLogitsProcessor(layer, depth, alpha=options.alpha, threshold=options.threshold)
             for layer in (self.exits if layers is None else layers)
         }
 
@@ -274,12 +249,11 @@ class SpecBoundDrafter(PretrainedDrafter):
     def remove_side_files(self, folder: Path) -> None:
         remove_adapters(folder, keep=())
 
-    @contextmanager
-    def config_for(self, folder: Path | None) -> Iterator[None]:
-        """The drafting options of this moment become the checkpoint's defaults."""
-        for option in ("threshold", "alpha", "w_max", "d_max", "use_exit_layers", "learn_refusals"):
-            setattr(self.config, option, getattr(self, option))
-        yield
+    def keep_options(self) -> None:
+        """As for every drafter, in the fields that its config has for them."""
+        for name, value in self.options.to_dict(self.config).items():
+            setattr(self.config, name, value)
+        super().keep_options()
 
     # What it says of itself, and what it refuses.
 
@@ -291,23 +265,18 @@ class SpecBoundDrafter(PretrainedDrafter):
         )
 
     def card_facts(self) -> dict[str, str]:
-        config = self.config
+        config, options = self.config, self.options
         heads = f"LoRA of rank {config.lora_rank}" if config.head == "lora" else "a matrix each"
         facts = {
             "Method": "specbound",
             "Exit layers": f"{', '.join(map(str, config.exit_layers))} of {config.num_target_layers}; heads: {heads}",
             "Draft vocabulary": f"{config.draft_vocab_size} of {config.vocab_size}",
-            "Drafting": f"exits at {', '.join(map(str, self.exits))}, threshold {self.threshold}, alpha {self.alpha}, "
-            f"w_max {self.w_max}, d_max {self.d_max}",
+            "Drafting": f"exits at {', '.join(map(str, self.exits))}, threshold {options.threshold}, "
+            f"alpha {options.alpha}, w_max {options.w_max}, d_max {options.d_max}",
         }
         if config.calibration is not None:
             facts["Calibrated"] = config.calibration["summary"]
         return facts
-
-    def check_options(self) -> None:
-        if self.method != "specbound":
-            raise unknown_name("method", self.method, ("specbound",))
-        self.config.check_drafting(self.w_max, self.d_max, self.alpha, self.threshold, self.use_exit_layers)
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Compares sizes and a sample of the target's head, and tries whether its layers can be run in slices.

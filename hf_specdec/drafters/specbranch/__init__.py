@@ -1,10 +1,10 @@
 """SpecBranch: drafting the next branches while the target verifies this one. Source: the SpecBranch paper."""
 
 from hf_specdec.drafters.registry import register_family
-from hf_specdec.drafters.specbranch.configuration import SpecBranchConfig, is_specbranch
+from hf_specdec.drafters.specbranch.configuration import SpecBranchConfig, SpecBranchOptions, is_specbranch
 from hf_specdec.drafters.specbranch.latency import parallel_latency, serial_latency
 from hf_specdec.drafters.specbranch.modeling import HRAD, SpecBranchDrafter
 
-__all__ = ["HRAD", "SpecBranchConfig", "SpecBranchDrafter", "parallel_latency", "serial_latency"]
+__all__ = ["HRAD", "SpecBranchConfig", "SpecBranchDrafter", "SpecBranchOptions", "parallel_latency", "serial_latency"]
 
 register_family("specbranch", drafter=SpecBranchDrafter, recognises=is_specbranch)

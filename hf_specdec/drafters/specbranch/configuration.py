@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
+from hf_specdec.drafters.options import OF_THE_MACHINE, DrafterOptions, is_number
+from hf_specdec.drafters.registry import unknown_name
+
 ARCHITECTURE = "SpecBranchDrafter"
+MOST_BRANCHES = 64
+MOST_TOKENS = 256
+MOST_THREADS = 1024
+LENGTHS = ("h_rad", "confidence", "fixed")
+SELECTIONS = ("posterior", "a_priori")
+CANDIDATES = ("top_k", "drawn")
+WORKERS = ("auto", "process", "thread")
 OWN_DRAFT_MODEL = "draft_model"  # the folder of a checkpoint that holds its draft model itself
 
 
@@ -68,15 +79,99 @@ class SpecBranchConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no H-RAD can be built from this config."""
-        fields = ("target_hidden_size", "num_target_layers", "num_feature_layers")
-        sizes = {field: getattr(self, field) for field in fields}
+        names = ("target_hidden_size", "num_target_layers", "num_feature_layers")
+        sizes = {name: getattr(self, name) for name in names}
         sizes |= {f"h_rad_sizes[{index}]": size for index, size in enumerate(self.h_rad_sizes)}
-        for field, value in sizes.items():
+        for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be an integer of at least 1.")
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
         if self.num_feature_layers > self.num_target_layers:
             raise ValueError(
                 f"num_feature_layers={self.num_feature_layers} is more than num_target_layers={self.num_target_layers}."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecBranchOptions(DrafterOptions):
+    """How a draft model drafts beside the target.
+
+    Attributes:
+        parallel: whether the draft model runs beside the target. Without, the same code drafts in turn with it, as
+            plain speculative sampling (SpS) does.
+        k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
+        hedge: also drafts k_max - 1 branches at places within the chain that is being verified, so that a rejection
+            there need not cost what was drafted meanwhile. A chosen branch is then verified whole, and `lengths` says
+            how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
+        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
+            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
+            `"h_rad"` where the checkpoint has one, else `"confidence"`. It lowers the rollback rate; on the bundled
+            pair, which mostly agrees, that cost time in turn and without hedges, and with them little was left to
+            lower.
+        min_confidence: epsilon; where the likeliest token has less, the draft model is not sure. The default is what
+            the config states (0.4 where it states none).
+        min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
+            least this; below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5 does.
+        max_depth: most tokens of a draft; also bounded by the speed ratio.
+        selection: `"posterior"`, H-RAD looks at a branch when the target has chosen it, or `"a_priori"`, while it is
+            being drafted, at features of the round before (Appendix G.2).
+        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or drawn
+            without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
+        speed_ratio: c = T_p / T_q, which bounds draft lengths; None measures it at the first call for a target. Not
+            saved.
+        worker: `"process"` or `"thread"` beside the target; `"auto"` takes a process for draft models on a CPU, where
+            the system can fork, else a thread, on CUDA with a stream of its own, and neither on devices that have no
+            streams here. Not saved.
+        worker_threads: intra-op threads of the worker on a CPU; the target has the remaining cores. Not saved.
+    """
+
+    method = "specbranch"
+    parallel: bool = True
+    k_max: int = 6
+    hedge: bool = True
+    lengths: Literal["h_rad", "confidence", "fixed"]
+    min_confidence: float
+    min_certainty: float = 0.6
+    max_depth: int = 16
+    selection: Literal["posterior", "a_priori"] = "posterior"
+    candidates: Literal["top_k", "drawn"] = "top_k"
+    speed_ratio: float | None = field(default=None, metadata=OF_THE_MACHINE)
+    worker: Literal["auto", "process", "thread"] = field(default="auto", metadata=OF_THE_MACHINE)
+    worker_threads: int = field(default=1, metadata=OF_THE_MACHINE)
+
+    @classmethod
+    def defaults(cls, config: Any = None) -> SpecBranchOptions:
+        """As every drafter's; `config` is a `SpecBranchConfig`."""
+        return cls(lengths="h_rad" if config.h_rad else "confidence", min_confidence=config.min_confidence)
+
+    def validate(self, config: Any = None) -> None:
+        """As every drafter's; `config` is a `SpecBranchConfig`."""
+        DrafterOptions.validate(self, config)
+        self.check_integers(k_max=MOST_BRANCHES, max_depth=MOST_TOKENS, worker_threads=MOST_THREADS)
+        for name, known in (
+            ("lengths", LENGTHS),
+            ("selection", SELECTIONS),
+            ("candidates", CANDIDATES),
+            ("worker", WORKERS),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
+        self.check_switches("parallel", "hedge")
+        for name in ("min_confidence", "min_certainty"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r} must be from 0 to 1.")
+        ratio = self.speed_ratio
+        if ratio is not None and not (is_number(ratio) and 0 < ratio < float("inf")):
+            raise ValueError(f"speed_ratio={ratio!r} must be a positive number, or None to measure it.")
+        if self.lengths == "h_rad" and not config.h_rad:
+            raise ValueError(
+                f"lengths='h_rad' needs an H-RAD, and {config.name_or_path or 'this drafter'!r} has none: train one "
+                "for this pair, or use lengths='confidence'."
+            )
+        if self.selection == "a_priori" and self.lengths != "h_rad":
+            raise ValueError(
+                f"selection='a_priori' chooses with H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
+                "selection out."
             )
 
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -27,24 +27,17 @@ from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
-from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
-from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig
+from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig, SpecBranchOptions
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.worker import (
-    WORKER_KINDS,
     IdleProcess,
     Worker,
-    WorkerKind,
     make_worker,
     process_refusal,
 )
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
-MOST_BRANCHES = 64
-MOST_TOKENS = 256
-LENGTHS = ("h_rad", "confidence", "fixed")
-SELECTIONS = ("posterior", "a_priori")
 
 
 class HRAD(nn.Module):
@@ -78,34 +71,7 @@ class HRAD(nn.Module):
 class SpecBranchDrafter(PretrainedDrafter):
     """Drafts the next branches while the target verifies this one.
 
-    Drafting options, with the defaults where the checkpoint's config has no `drafting_options`:
-        parallel: whether the draft model runs beside the target (True). Without, the same code drafts in turn with it,
-            as plain speculative sampling (SpS) does.
-        k_max: most branches at a branch point (6); the fewer the surer the draft model is there (Eq. 7).
-        hedge: also drafts k_max - 1 branches at places within the chain that is being verified, so that a rejection
-            there need not cost what was drafted meanwhile (True). A chosen branch is then verified whole, and `lengths`
-            says how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
-        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
-            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
-            `"h_rad"` where the checkpoint has one, else `"confidence"`. It lowers the rollback rate; on the bundled
-            pair, which mostly agrees, that cost time in turn and without hedges, and with them little was left to
-            lower.
-        min_confidence: epsilon; where the likeliest token has less, the draft model is not sure (0.4, or what the
-            config states).
-        min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
-            least this (0.6); below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5
-            does.
-        max_depth: most tokens of a draft (16); also bounded by the speed ratio.
-        selection: `"posterior"` (default), H-RAD looks at a branch when the target has chosen it, or `"a_priori"`,
-            while it is being drafted, at features of the round before (Appendix G.2).
-        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`, default) or
-            drawn without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
-        speed_ratio: c = T_p / T_q, which bounds draft lengths; None (default) measures it at the first call for a
-            target.
-        worker: `"process"` or `"thread"` beside the target; `"auto"` (default) takes a process for draft models on a
-            CPU, where the system can fork, else a thread, on CUDA with a stream of its own, and neither on devices
-            that have no streams here.
-        worker_threads: intra-op threads of the worker on a CPU (1); the target has the remaining cores.
+    Drafting options: `SpecBranchOptions`.
 
     Relation to its siblings: `causal_lm` drafts with the same kind of model, but only while the target waits. The other
     drafters read the target's hidden states, and so cannot draft before it has finished.
@@ -113,22 +79,9 @@ class SpecBranchDrafter(PretrainedDrafter):
 
     config_class = SpecBranchConfig
     config: SpecBranchConfig
+    options_class = SpecBranchOptions
+    options: SpecBranchOptions
     base_model_prefix = ""
-    method = "specbranch"
-    option_names: ClassVar[tuple[str, ...]] = (
-        "parallel",
-        "k_max",
-        "hedge",
-        "lengths",
-        "min_confidence",
-        "min_certainty",
-        "max_depth",
-        "selection",
-        "candidates",
-        "speed_ratio",
-        "worker",
-        "worker_threads",
-    )
     late_files: ClassVar[tuple[str, ...]] = (f"{OWN_DRAFT_MODEL}/*",)
     _whereabouts: Tensor
 
@@ -138,18 +91,6 @@ class SpecBranchDrafter(PretrainedDrafter):
         # Without an H-RAD there is nothing else of a device and dtype.
         self.register_buffer("_whereabouts", torch.empty(0), persistent=False)
         self.h_rad = HRAD(config) if config.h_rad else None
-        self.parallel = True
-        self.k_max = 6
-        self.hedge = True
-        self.lengths: Literal["h_rad", "confidence", "fixed"] = "h_rad" if config.h_rad else "confidence"
-        self.min_confidence = config.min_confidence
-        self.min_certainty = 0.6
-        self.max_depth = 16
-        self.selection: Literal["posterior", "a_priori"] = "posterior"
-        self.candidates: Literal["top_k", "drawn"] = "top_k"
-        self.speed_ratio: float | None = None
-        self.worker: WorkerKind = "auto"
-        self.worker_threads = 1
         # No submodule: its weights are files of their own, and mostly somebody else's.
         self.__dict__["_pair"] = None
         self._idle_process = IdleProcess()
@@ -166,7 +107,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             draft_model: not changed, and shared rather than copied.
             target: the model to draft for.
             h_rad: with an H-RAD, yet to be trained; without, drafting goes by the draft model's confidence.
-            drafting_options: see the class.
+            drafting_options: of `SpecBranchOptions`.
         """
         target_config = target.config.get_text_config(decoder=True)
         config = SpecBranchConfig(
@@ -328,51 +269,51 @@ class SpecBranchDrafter(PretrainedDrafter):
         device = self.h_rad.mean.device
         inputs = torch.cat([features.to(device), embeddings(token_ids).to(device)], dim=-1)
         certainty, classes = self.h_rad(inputs).float().softmax(-1).max(-1)
-        return classes.where(certainty >= self.min_certainty, CONFIDENCE)
+        return classes.where(certainty >= self.options.min_certainty, CONFIDENCE)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        if self.lengths != "h_rad":
+        if self.options.lengths != "h_rad":
             return ()
         return last_layers(model, self.config.num_feature_layers)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         from hf_specdec.drafters.specbranch.candidates import SpecBranchGenerator, SpeedRatio
 
-        draft_model = self.draft_model
+        options, draft_model = self.options, self.draft_model
         assert draft_model is not None, "check_target has looked"
         if self._measured is None or self._measured[0]() is not target.model:
             self._measured = weakref.ref(target.model), SpeedRatio()
 
         def make_drafting(choice: ChoiceRule, vocab_size: int) -> BranchDrafting:
-            branches = self.k_max if self.parallel else 1
+            branches = options.k_max if options.parallel else 1
             plan = DraftingPlan(
-                most_tokens=self.max_depth,
+                most_tokens=options.max_depth,
                 most_branches=branches,
-                most_hedges=branches - 1 if self.hedge else 0,
-                min_confidence=self.min_confidence,
-                draw_candidates=self.candidates == "drawn",
+                most_hedges=branches - 1 if options.hedge else 0,
+                min_confidence=options.min_confidence,
+                draw_candidates=options.candidates == "drawn",
                 choice=choice,
                 vocab_size=vocab_size,
             )
             return BranchDrafting(draft_model, plan)
 
         def place_worker(drafting: BranchDrafting) -> Worker:
-            kind = self.worker if self.parallel else "none"
-            return make_worker(kind, drafting, self.worker_threads, self._idle_process)
+            kind = options.worker if options.parallel else "none"
+            return make_worker(kind, drafting, options.worker_threads, self._idle_process)
 
         embeddings = target.model.get_input_embeddings()
         return SpecBranchGenerator(
             target,
             make_drafting,
             place_worker,
-            self._measured[1] if self.speed_ratio is None else SpeedRatio(self.speed_ratio),
+            self._measured[1] if options.speed_ratio is None else SpeedRatio(options.speed_ratio),
             predict=(lambda features, ids: self.predict(features, ids, embeddings))
-            if self.lengths == "h_rad"
+            if options.lengths == "h_rad"
             else None,
-            lengths=self.lengths,
-            posterior=self.selection == "posterior",
-            hedged=self.parallel and self.hedge and self.k_max > 1,
-            num_threads=self.worker_threads,
+            lengths=options.lengths,
+            posterior=options.selection == "posterior",
+            hedged=options.parallel and options.hedge and options.k_max > 1,
+            num_threads=options.worker_threads,
         )
 
     def card_summary(self) -> str:
@@ -390,41 +331,6 @@ class SpecBranchDrafter(PretrainedDrafter):
             sizes = ", ".join(map(str, [*config.h_rad_sizes, NUM_CLASSES]))
             facts["H-RAD"] = f"layers of {sizes} on the target's last {config.num_feature_layers} layers"
         return facts
-
-    def check_options(self) -> None:
-        for name, most in (("k_max", MOST_BRANCHES), ("max_depth", MOST_TOKENS), ("worker_threads", 1024)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} must be an integer from 1 to {most}.")
-        for name, known in (
-            ("lengths", LENGTHS),
-            ("selection", SELECTIONS),
-            ("candidates", ("top_k", "drawn")),
-            ("worker", WORKER_KINDS[:-1]),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), known)
-        for name in ("parallel", "hedge"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name in ("min_confidence", "min_certainty"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ValueError(f"{name}={value!r} must be from 0 to 1.")
-        if self.speed_ratio is not None and not (
-            isinstance(self.speed_ratio, (int, float)) and 0 < self.speed_ratio < float("inf")
-        ):
-            raise ValueError(f"speed_ratio={self.speed_ratio!r} must be a positive number, or None to measure it.")
-        if self.lengths == "h_rad" and self.h_rad is None:
-            raise ValueError(
-                f"lengths='h_rad' needs an H-RAD, and {self.name_or_path or 'this drafter'!r} has none: train one for "
-                "this pair, or use lengths='confidence'."
-            )
-        if self.selection == "a_priori" and self.lengths != "h_rad":
-            raise ValueError(
-                f"selection='a_priori' chooses with H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
-                "selection out."
-            )
 
     def check_target(self, model: PreTrainedModel) -> None:
         target = model.config.get_text_config(decoder=True)
@@ -449,7 +355,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                 )
             return
         self._pair.check_target(model)
-        if self.worker == "process" and self.parallel:
+        if self.options.worker == "process" and self.options.parallel:
             assert self.draft_model is not None
             refusal = process_refusal(self.draft_model.device)
             if refusal is not None:

@@ -33,7 +33,6 @@ from hf_specdec.decoding.devices import abilities
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 
 WorkerKind = Literal["auto", "process", "thread", "none"]
-WORKER_KINDS = ("auto", "process", "thread", "none")
 BEGIN = "begin a call"
 
 

@@ -222,7 +222,7 @@ register_recipe(
         adapting=lambda drafter, target: SpecBlockStep(
             drafter,
             target,
-            num_blocks=min(2, drafter.num_blocks),
+            num_blocks=min(2, drafter.options.num_blocks),
             rank_start_step=0,
             slot_weights="by_count",
             rank_budget=1,

@@ -136,14 +136,14 @@ def test_narrow_trees_keep_to_their_width_budget_and_depth(
     alone = target.generate(**prompts, **GREEDY)
     assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     for _, tree in drafts:
-        assert tree.num_nodes <= 1 + drafter.tree_budget
-        assert int(tree.depths.max()) <= drafter.max_depth
+        assert tree.num_nodes <= 1 + drafter.options.tree_budget
+        assert int(tree.depths.max()) <= drafter.options.max_depth
         for row in range(3):
             children = [path[:-1] for path in paths_of(tree, row)]
-            for depth in range(drafter.max_depth):
+            for depth in range(drafter.options.max_depth):
                 expanded = {path for path in children if len(path) == depth}
-                assert len(expanded) <= drafter.width
-                assert all(children.count(path) <= drafter.width for path in expanded)
+                assert len(expanded) <= drafter.options.width
+                assert all(children.count(path) <= drafter.options.width for path in expanded)
 
 
 @pytest.mark.each_value
@@ -354,7 +354,7 @@ def test_folder_of_a_plain_language_model_gives_a_drafter(folder: Path) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = load_drafter(folder, target, method="causal_lm_chain", max_depth=2)
     assert isinstance(drafter, CausalLMDrafter)
-    assert (drafter.method, drafter.max_depth, drafter.dtype) == ("causal_lm_chain", 2, torch.float64)
+    assert (drafter.method, drafter.options.max_depth, drafter.dtype) == ("causal_lm_chain", 2, torch.float64)
     assert drafter.name_or_path == str(folder)
     assert not drafter.model.training
     stored = load_file(folder / "model.safetensors")

@@ -57,7 +57,7 @@ def from_scratch(target: PreTrainedModel, drafter: Eagle3Drafter, text: list[int
         """The likeliest tokens after a path, whose states so far are given; and the states with its own."""
         ids = torch.tensor([[*text[1:], *path]])
         outputs = drafter(embeddings(ids), states, torch.arange(ids.shape[1])[None], is_causal=True)
-        logprobs, draft_ids = drafter.logits(outputs[0, -1]).log_softmax(-1).topk(drafter.top_k)
+        logprobs, draft_ids = drafter.logits(outputs[0, -1]).log_softmax(-1).topk(drafter.options.top_k)
         tokens = drafter.to_target_ids(draft_ids).tolist()
         return list(zip(tokens, logprobs.tolist(), strict=True)), torch.cat([states, outputs[:, -1:]], dim=1)
 
@@ -65,7 +65,7 @@ def from_scratch(target: PreTrainedModel, drafter: Eagle3Drafter, text: list[int
     scores = {(token,): logprob for token, logprob in children}
     states = dict.fromkeys(scores, grown)
     frontier = list(scores)
-    for _ in range(1, drafter.depth):
+    for _ in range(1, drafter.options.depth):
         level = {}
         for path in frontier:
             children, grown = top(path, states[path])
@@ -73,8 +73,8 @@ def from_scratch(target: PreTrainedModel, drafter: Eagle3Drafter, text: list[int
                 level[(*path, token)] = scores[path] + logprob
                 states[(*path, token)] = grown
         scores |= level
-        frontier = sorted(level, key=level.__getitem__, reverse=True)[: drafter.top_k]
-    return dict(sorted(scores.items(), key=lambda entry: entry[1], reverse=True)[: drafter.tree_budget])
+        frontier = sorted(level, key=level.__getitem__, reverse=True)[: drafter.options.top_k]
+    return dict(sorted(scores.items(), key=lambda entry: entry[1], reverse=True)[: drafter.options.tree_budget])
 
 
 def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
@@ -152,7 +152,7 @@ def test_drafter_of_another_dtype_than_the_target_drafts(dtype: torch.dtype) -> 
         ({"depth": 0}, "depth=0 must be an integer from 1 to 64"),
         ({"top_k": 0}, "top_k=0 must be an integer from 1 to 128"),
         ({"tree_budget": 5000}, "tree_budget=5000 must be an integer from 1 to 1024"),
-        ({"method": "ddtree"}, "Unknown method 'ddtree'. Known: 'eagle3'"),
+        ({"method": "ddtree"}, "method='ddtree' was given, but this drafter drafts in one way only, 'eagle3'"),
         ({"total_token": 60}, "Unknown drafting option 'total_token'"),
     ],
 )

@@ -196,7 +196,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "negative width": ({"branching": [2, -1, 3, 0]}, "integers of at least 0"),
     "empty tree": ({"tree_budget": 0}, "tree_budget=0 must be an integer from 1"),
     "no beam": ({"beam_width": 0}, "beam_width=0 must be an integer of at least 1"),
-    "other method": ({"method": "specblok"}, "Did you mean 'specblock'"),
+    "other method": ({"method": "specblok"}, "drafts in one way only, 'specblock': leave method out"),
     "unknown option": ({"num_block": 2}, "Did you mean 'num_blocks'"),
 }
 
@@ -272,7 +272,7 @@ def test_trees_in_host_memory_are_those_of_the_device(
     monkeypatch.setattr(candidates.SpecBlockGenerator, "__init__", on_device)
     on_device_trees = drafts_of(drafter, target, batch)
     for ours, theirs in zip(on_host, on_device_trees, strict=True):
-        assert ours.children is not None or not drafter.merge_duplicates
+        assert ours.children is not None or not drafter.options.merge_duplicates
         assert theirs.children is None
         for row in range(3):
             assert paths_of(ours, row) == paths_of(theirs, row)

@@ -113,9 +113,9 @@ def test_a_token_is_drafted_at_the_first_exit_that_is_confident(
                 last, following = ids[0, place + step : place + step + 2].tolist()
                 pair = (last, drafted)
                 known = learn_refusals and pair in refused
-                right = step < drafter.w_max - 1 and drafted == following and not known
+                right = step < drafter.options.w_max - 1 and drafted == following and not known
                 assert right == (step < accepted)
-                if drafted is None or known or step == drafter.w_max - 1:
+                if drafted is None or known or step == drafter.options.w_max - 1:
                     repeats += known
                     continue
                 (refused.discard if right else refused.add)(pair)
@@ -322,7 +322,7 @@ def test_saved_and_loaded_it_drafts_the_same(target: PreTrainedModel, settings: 
     drafter.save_pretrained(tmp_path)
     for each in (drafter, load_drafter(tmp_path, target)):
         target.generate(**one_prompt(), **GREEDY, assistant_model=each)
-        runs.append((each.stats.per_step_accepted, each.stats.num_layers_run, each.threshold, each.w_max))
+        runs.append((each.stats.per_step_accepted, each.stats.num_layers_run, each.options))
     assert runs[0] == runs[1]
 
 
@@ -381,7 +381,7 @@ def test_calibration_picks_what_the_speedup_model_prefers_and_keeps_it(tmp_path:
     drafter = make_specbound(target, threshold=0.9)
     prompts = [one_prompt(length=length)["input_ids"][0] for length in (5, 8, 11)]
     result = drafter.calibrate(prompts, target, new_tokens=12, widths=(2, 4))
-    assert (drafter.threshold, drafter.w_max) == (result.chosen["threshold"], result.chosen["w_max"])
+    assert (drafter.options.threshold, drafter.options.w_max) == (result.chosen["threshold"], result.chosen["w_max"])
     assert drafter.exits == result.chosen["use_exit_layers"]
     assert "predicted speedup" in str(result)
     drafter.save_pretrained(tmp_path)
@@ -399,7 +399,7 @@ def test_calibration_remembers_the_target_it_was_paired_with(target: PreTrainedM
         drafter.calibrate([[5, 6, 7]])
     target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
     drafter.calibrate([[5, 6, 7]], new_tokens=6, widths=(3,))
-    assert drafter.w_max == 3
+    assert drafter.options.w_max == 3
 
 
 def test_calibration_without_prompts_or_tokenizer_says_so(target: PreTrainedModel) -> None:
@@ -454,7 +454,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "depth": ({"d_max": 7}, "d_max=7 must be an integer from 1 to 6, the layers of the target"),
     "no head": ({"use_exit_layers": [1, 2]}, r"asks for exits at \[1\], but there are heads for \[2, 4\] only"),
     "no exit": ({"d_max": 1}, "No exit is left: d_max=1, but the first exit layer in use is 2"),
-    "method": ({"method": "specbond"}, "Unknown method 'specbond'. Did you mean 'specbound'?"),
+    "method": ({"method": "specbond"}, "drafts in one way only, 'specbound': leave method out"),
 }
 
 

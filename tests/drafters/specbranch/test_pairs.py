@@ -69,7 +69,7 @@ def test_a_pair_without_h_rad_is_saved_and_loaded(dtype: torch.dtype, tmp_path: 
     alone = target.generate(**prompts, **GREEDY)
     for given in (None, target):
         loaded: Any = load_drafter(tmp_path, given, speed_ratio=4.0, worker="thread")
-        assert (loaded.dtype, loaded.draft_model.dtype, loaded.lengths) == (dtype, dtype, "confidence")
+        assert (loaded.dtype, loaded.draft_model.dtype, loaded.options.lengths) == (dtype, dtype, "confidence")
         assert target.generate(**prompts, **GREEDY, assistant_model=loaded).tolist() == alone.tolist()
     assert load_drafter(tmp_path, dtype="bfloat16").draft_model.dtype == torch.bfloat16
 
