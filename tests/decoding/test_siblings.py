@@ -16,6 +16,7 @@ from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.options import DrafterOptions
 from tests.decoding.test_sampling import PROMPT, ROWS, VOCAB, count, draw, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.scripted import StubDrafter
@@ -112,6 +113,7 @@ class _BranchingGenerator(TreeCandidateGenerator):
 
 class BranchingDrafter(StubDrafter):
     def __init__(self, drawing: Drawing) -> None:
+        self.options = DrafterOptions()
         self.drawing = drawing
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
