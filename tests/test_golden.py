@@ -21,14 +21,15 @@ from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.ddtree import heap_tree, level_tree
+from hf_specdec.drafters.ddtree import level_tree
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from tests.trees import heap_tree
 
 TESTS = Path(__file__).parent
 FOLDERS = (TESTS.parents[1] / "shared" / "golden", TESTS / "data")
 TOLERANCES = {"rtol": 1e-4, "atol": 2e-5}
-BUILDERS = {"heap": heap_tree, "level by level": level_tree}
+BUILDERS = {"Algorithm 1 of the tests": heap_tree, "level by level": level_tree}
 
 
 def golden(pattern: str, part: str = "") -> list[Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_specdec.benchmark.reference import heap_tree, reference_ddtree
-from hf_specdec.drafters.ddtree import candidates
+from hf_specdec.drafters.ddtree import level_tree
 from tests.methods import make_ddtree
 from tests.targets import make_target, one_prompt
 
@@ -13,7 +13,7 @@ from tests.targets import make_target, one_prompt
 def test_reference_tree_is_ours(budget: int) -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(budget))
     tokens, parents = heap_tree(logits, root=3, budget=budget)
-    ours = candidates.heap_tree(torch.tensor([3]), logits.unsqueeze(0), budget)
+    ours = level_tree(torch.tensor([3]), logits.unsqueeze(0), budget)
     assert tokens == ours.token_ids[0].tolist()
     assert parents == ours.parents[0].tolist()
 

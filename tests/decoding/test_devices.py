@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import attention, devices
 from hf_specdec.decoding.devices import Abilities, ToHost, abilities
-from hf_specdec.drafters.ddtree.candidates import heap_tree, level_tree
+from hf_specdec.drafters.ddtree.candidates import level_tree
 from hf_specdec.hub.loading import usable_device
 from tests.methods import METHODS
 from tests.targets import PROMPTS, make_target
+from tests.trees import heap_tree
 
 APPLE = Abilities(float64=False)  # and nothing else: host's attention, no streams, no memory that NumPy reads
 
@@ -50,7 +51,7 @@ def test_no_method_needs_float64_or_host_memory(method: str, sampling: dict[str,
     assert not attention.usable(target), "attention that was measured on other devices only"
 
 
-def test_trees_are_those_of_host_memory_where_there_is_no_float64(apple: None) -> None:
+def test_trees_are_those_of_the_papers_algorithm_where_there_is_no_float64(apple: None) -> None:
     logits = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1))
     roots = torch.tensor([3, 4])
     level, heap = level_tree(roots, logits, 24), heap_tree(roots, logits, 24)

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.ddtree import candidates
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.verification import verify_lossless
@@ -69,7 +68,6 @@ class Replaying:
 
     made = 0
     replays = 0
-    tables: ClassVar[list[Tensor]] = []  # kept for good by `level_tree`
 
     def __init__(self, forward: graphs.Forward) -> None:
         Replaying.made += 1
@@ -79,7 +77,6 @@ class Replaying:
         lasting: set[int] = set()
         for workspace in graphs._WORKSPACES.values():
             lasting |= workspace.lasting
-        lasting |= {table.untyped_storage().data_ptr() for table in Replaying.tables}
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         self.outputs = tuple(output.clone() for output in forward())
@@ -93,13 +90,6 @@ class Replaying:
 
 def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards on the CPU are captured too, by the stand-in."""
-    pairs = candidates._pairs
-
-    def kept(*arguments: Any) -> tuple[Tensor, ...]:
-        Replaying.tables += pairs(*arguments)
-        return pairs(*arguments)
-
-    monkeypatch.setattr(candidates, "_pairs", kept)
     monkeypatch.setattr(graphs, "make_graph", Replaying)
     monkeypatch.setattr(graphs, "can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "_WORKSPACES", weakref.WeakKeyDictionary())

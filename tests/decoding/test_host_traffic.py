@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding import devices, loop
 from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.ddtree import candidates, level_tree
 from tests.decoding.test_finished_rows import drafter_of, settings_of
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_graphs import capture_on_cpu
@@ -120,8 +119,6 @@ def test_a_round_transfers_once_from_the_device(
     waits: Callable[[], list[list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(candidates, "heap_tree", level_tree)  # the one for devices; the other is for host memory
-    candidates._pairs.cache_clear()
     if compile_mode != "none":
         capture_on_cpu(monkeypatch)
     drafter = METHODS[method](target)
@@ -146,8 +143,6 @@ def test_a_round_transfers_once_from_the_device(
 def test_rounds_transfer_once_too_when_rows_are_dropped(
     method: str, compile_mode: str, waits: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "heap_tree", level_tree)
-    candidates._pairs.cache_clear()
     if compile_mode != "none":
         capture_on_cpu(monkeypatch)
     target = make_target("llama", "sdpa")
@@ -191,7 +186,6 @@ def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As many tensor operations for 60 nodes as for 6: no loop over nodes in verify, accept or commit.
-    monkeypatch.setattr(candidates, "heap_tree", level_tree)
     counts = []
     for budget in (6, 60):
         drafter = make_dflash(target, method="ddtree", tree_budget=budget)
