@@ -26,7 +26,6 @@ from hf_specdec.drafters.eagle3 import candidates as eagle3
 from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.drafters.specblock import static as specblock
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
-from hf_specdec.drafters.specblock.tree import Shape
 from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
 from tests.targets import fresh_target
 
@@ -121,7 +120,6 @@ def heads() -> Callable[[], object]:
 
 
 def tree() -> Callable[[], object]:
-    ddtree.level_tree(ids(2), states(2, 7, 64), 24)  # makes its tables, as warming up does
     return lambda: ddtree.level_tree(ids(2), states(2, 7, 64), 24)
 
 
@@ -130,8 +128,6 @@ def generator_of_blocks() -> SpecBlockGenerator:
     target.model.config._name_or_path = ""
     drafter = make_specblock(target.model).to(META, torch.float64)
     generator = SpecBlockGenerator(drafter, target)
-    generator.on_host = False
-    generator.shape = Shape.of(drafter, host=False)
     generator.cache = cache(2)
     return generator
 

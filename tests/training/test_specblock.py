@@ -178,7 +178,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
             seen = torch.tensor([[cuts[0]]])
             if block > 1:
                 held = torch.cat([held, (torch.arange(3) < cut)[None, None]], -1)
-            starts = Starts(*(part.numpy() for part in (zero, zero.float(), zero + depth, seen, held, zero + cut - 1)))
+            starts = Starts(zero, zero.float(), zero + depth, seen, held, zero + cut - 1)
             hidden = drafter.block_hidden(
                 drafter.condition_of(hidden[:, :, cut - 1]),
                 generator._embed(ids[:, root + depth : root + depth + 1]),
@@ -211,7 +211,7 @@ def test_first_slot_is_scored_for_the_token_that_drafting_asks_for(target: PreTr
                 DraftContext(ids[:, root], torch.tensor([root] * 2), ids, [root + 1] * 2, [True] * 2)
             )
         # The row is the target's greedy text, so the token it chose after each place stands there.
-        drafted = torch.from_numpy(nodes.token_ids)[:, 1 :: nodes.shape.width][:, :3]  # the chain
+        drafted = nodes.token_ids[:, 1 :: nodes.shape.width][:, :3]  # the chain
         hits = drafted == ids[:, root + 1 : root + 4]
         known = output.labelled[:, root - 1]
         assert torch.equal(output.correct[:, root - 1] & known, hits & known)

@@ -28,7 +28,6 @@ from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
 from hf_specdec.drafters.specblock.tree import (
-    Array,
     Nodes,
     Reading,
     Shape,
@@ -37,7 +36,6 @@ from hf_specdec.drafters.specblock.tree import (
     choose_starts,
     cut,
     frozen,
-    take,
 )
 
 # Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
@@ -63,17 +61,18 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.merge = drafter.options.merge_duplicates
         self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.options.compile_mode)
         self.drafts_early = self.calls is not None
-        self.on_host = abilities(self.device).host_memory and self.calls is None
+        # A look at numbers in host memory costs nothing, and what no row uses is then neither drafted nor verified.
+        self.drops_unused = abilities(self.device).host_memory and self.calls is None
         self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # of what a round commits at most
         self.target = target  # its cache tells how long rows may grow
-        self.shape = Shape.of(drafter, host=self.on_host)
+        self.shape = Shape.of(drafter)
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None  # positions that are not yet in the cache
         # States [batch, 1, slots, hidden] and position [batch, 1] of each row's first block in the latest round.
         self.first_block: tuple[Tensor, Tensor] | None = None
         self._own_masks: dict[int, Tensor] = {}  # by number of starts: each slot sees its own start's up to itself
         self.hidden: list[Tensor] = []  # of the latest tree, per block [batch, starts, slots, hidden]
-        self.tree: tuple[DraftTree, Nodes, Array] | None = None  # with all its nodes, and which of them it kept
+        self.tree: tuple[DraftTree, Nodes, Tensor] | None = None  # with all its nodes, and which of them it kept
 
     def observe(self, committed: Committed) -> None:
         self.pending = committed if self.pending is None else self.pending.followed_by(committed)
@@ -113,6 +112,8 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         context.lap("draft")
         depth = self.num_blocks * self.slots
         tree, kept = cut(nodes, self.shape.tree_budget, depth, merge=self.merge, finite=finite)
+        if self.drops_unused:
+            tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last that a row uses
         self.tree = tree, nodes, kept
         tree = _on(tree, context.root_ids.device)
         context.lap("tree")
@@ -159,10 +160,9 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     def describe(self, tree: DraftTree) -> NodeNotes:
         assert self.tree is not None
         _, nodes, kept = self.tree
-        scores, numbers = self._tensor(nodes.scores), self._tensor(kept)
-        return path_notes(tree, scores.gather(1, numbers), self._tensor(nodes.forwards(kept)))
+        return path_notes(tree, nodes.scores.gather(1, kept), nodes.forwards(kept))
 
-    def grow(self, context: DraftContext) -> tuple[Nodes, Array]:
+    def grow(self, context: DraftContext) -> tuple[Nodes, Tensor]:
         """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""
         root_ids = context.root_ids.to(self.device)
         hidden, positions = self._enter(root_ids, self._take_pending())
@@ -174,7 +174,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
 
     def blocks(
         self, at: int, root_ids: Tensor, lengths: Tensor, hidden: Tensor, positions: Tensor, shape: Shape
-    ) -> tuple[list[Tensor], Nodes, Array]:
+    ) -> tuple[list[Tensor], Nodes, Tensor]:
         """All blocks behind the first one.
 
         Args:
@@ -191,21 +191,24 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         config, cache = self.drafter.config, self.cache
         assert cache is not None
         states, held = [hidden], 0
-        nodes = Nodes.root(self._array(root_ids), shape)
-        starts = Starts.root(len(root_ids), like=nodes.token_ids)
+        nodes = Nodes.root(root_ids, shape)
+        starts = Starts.root(len(root_ids), root_ids.device)
         reading = self._read(hidden)
         finite = reading.finite
         nodes, as_starts = attach(nodes, starts, reading)
         for _ in range(1, self.num_blocks):
             starts = choose_starts(nodes, starts, as_starts)
-            sources, places = self._tensor(starts.sources), self._tensor(starts.nodes)
-            conditions = hidden.flatten(1, 2).gather(1, sources.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-            depths = self._tensor(starts.depths)
+            if self.drops_unused:
+                starts = starts.first(max(1, int((starts.scores > -torch.inf).sum(1).max())))
+            sources = starts.sources.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+            conditions = hidden.flatten(1, 2).gather(1, sources)
             with cache.behind(held):
                 hidden = self.drafter.block_hidden(
                     self.drafter.condition_of(conditions),
-                    self._embed(self._tensor(nodes.token_ids).gather(1, places)),
-                    positions + depths if config.block_positions == "path" else positions.expand_as(depths),
+                    self._embed(nodes.token_ids.gather(1, starts.nodes)),
+                    positions + starts.depths
+                    if config.block_positions == "path"
+                    else positions.expand_as(starts.depths),
                     from_target=False,
                     mask=self._path_mask(starts, at, lengths),
                     cache=cache,
@@ -228,22 +231,15 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         """
         assert self.tree is not None
         tree, drafted, kept = self.tree
-        parents, valid, above = (self._array(part.to(self.device)) for part in (tree.parents, tree.valid, nodes))
+        parents, valid, above = (part.to(self.device) for part in (tree.parents, tree.valid, nodes))
         below = (parents[:, None] == above[..., None]) & valid[:, None]
-        child = (below * 1).argmax(-1)
+        child = below.int().argmax(-1)
         # Number n among all nodes is a candidate of state (n - 1) // width; any for a node without children.
-        place = self._tensor((take(kept, child, 1) - 1).clip(min=0) // drafted.shape.width)
+        place = (kept.gather(1, child) - 1).clamp(min=0) // drafted.shape.width
         states = [hidden.flatten(1, 2) for hidden in self.hidden]
         every = states[0] if len(states) == 1 else torch.cat(states, 1)
         found = every.gather(1, place.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
-        return found, self._tensor(below.any(-1))
-
-    def _array(self, tensor: Tensor) -> Array:
-        """As the tree's functions take it."""
-        return tensor.numpy() if self.on_host else tensor
-
-    def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array) if self.on_host else array
+        return found, below.any(-1)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedded = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device))
@@ -254,10 +250,10 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         logprobs = best - normaliser
         finite = logprobs[..., 0].isfinite().flatten(1).all(1)
         return Reading(
-            self._array(self.drafter.target_ids(draft_ids)),
-            self._array(logprobs.where(finite[:, None, None, None], -torch.inf)),
-            self._array(rank_logits.argmax(-1)),
-            self._array(finite),
+            self.drafter.target_ids(draft_ids),
+            logprobs.where(finite[:, None, None, None], -torch.inf),
+            rank_logits.argmax(-1),
+            finite,
         )
 
     def _enter(self, root_ids: Tensor, pending: Committed) -> tuple[Tensor, Tensor]:
@@ -348,9 +344,9 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         """
         count = starts.nodes.shape[1]
         # The position that was drafted from is each row's last; of its K entries only those on the path are seen.
-        until = (lengths - self.slots).unsqueeze(1) + self._tensor(starts.first_seen)
+        until = (lengths - self.slots).unsqueeze(1) + starts.first_seen
         prefix = torch.arange(at, device=self.device) < until.unsqueeze(-1)
-        earlier = torch.cat([prefix, self._tensor(starts.held_seen)], -1).repeat_interleave(self.slots, 1)
+        earlier = torch.cat([prefix, starts.held_seen], -1).repeat_interleave(self.slots, 1)
         own = self._own_masks.get(count)
         if own is None:
             order = torch.arange(count * self.slots, device=self.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.specblock.tree import Array, Nodes, cut
+from hf_specdec.drafters.specblock.tree import Nodes, cut
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
@@ -100,7 +100,7 @@ def drafted(
     return (*parts, kept, finite, nodes.token_ids, nodes.scores, nodes.above, *states)
 
 
-def tree_of(parts: tuple[Tensor, ...], generator: SpecBlockGenerator) -> tuple[DraftTree, Nodes, Array, list[Tensor]]:
+def tree_of(parts: tuple[Tensor, ...], generator: SpecBlockGenerator) -> tuple[DraftTree, Nodes, Tensor, list[Tensor]]:
     """What `drafted` gave: the tree, all nodes, which of them it kept, and the states of all blocks."""
     tree, (kept, _, token_ids, scores, above), states = parts[: len(TREE)], parts[len(TREE) :][:5], parts[12:]
     starts = tuple(block.shape[1] for block in states)

@@ -1,27 +1,20 @@
 """How a SpecBlock tree grows: what a block adds to it, where the next block starts, and the cut to the budget.
 
-Pure functions on arrays of static shape, no loop over nodes. They run on tensors, without a host sync on an
-accelerator, and on NumPy arrays, which is quicker where tensors live in host memory anyway: there each small operation
-costs a fifth. Nodes of a block are numbered by start, slot and rank; rank 0 is the greedy token of a slot, and the
-ranks 0 of a start are its chain. Source: SpecBlock, Section 3.2 and Algorithm 2; the chain and the beam as published.
-The forwards are in `candidates.py`.
+Pure functions on tensors of static shape, on any device, without a host sync and without a loop over nodes. Nodes of a
+block are numbered by start, slot and rank; rank 0 is the greedy token of a slot, and the ranks 0 of a start are its
+chain. Source: SpecBlock, Section 3.2 and Algorithm 2; the chain and the beam as published. The forwards are in
+`candidates.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
-
-# A Tensor or a NumPy array; of one call all are of one kind.
-Array = Any
 
 
 @dataclass(frozen=True)
@@ -38,29 +31,29 @@ class Shape:
         index: [many] int64: 0, 1, 2, ...
     """
 
-    branching: Array
+    branching: Tensor
     width: int
     slots: int
     beam_width: int | None
     max_starts: int | None
     tree_budget: int
-    index: Array
+    index: Tensor
 
     @classmethod
-    def of(cls, drafter: SpecBlockDrafter, *, host: bool) -> Shape:
+    def of(cls, drafter: SpecBlockDrafter) -> Shape:
         options = drafter.options
         width = min(max(1, *options.branching, options.beam_width or 1), drafter.config.draft_vocab_size)
         slots = drafter.config.block_size
         branching = torch.tensor(options.branching, device=drafter.device)
         index = torch.arange(max(2, options.node_limit) * slots * width, device=drafter.device)
         return cls(
-            branching.numpy() if host else branching,
+            branching,
             width,
             slots,
             options.beam_width,
             options.max_starts,
             options.node_limit,
-            index.numpy() if host else index,
+            index,
         )
 
     def most_starts(self, block: int) -> int:
@@ -83,18 +76,24 @@ class Starts:
         sources: [batch, starts] int64, slot of the block before, counted over all its starts.
     """
 
-    nodes: Array
-    scores: Array
-    depths: Array
-    first_seen: Array
-    held_seen: Array
-    sources: Array
+    nodes: Tensor
+    scores: Tensor
+    depths: Tensor
+    first_seen: Tensor
+    held_seen: Tensor
+    sources: Tensor
 
     @classmethod
-    def root(cls, batch: int, *, like: Array) -> Starts:
-        """The start of a round's first block; `like` is any array of the kind and device wanted."""
-        zeros, scores = _zeros((batch, 1), like), _zeros((batch, 1), like, scores=True)
-        return cls(zeros, scores, zeros, zeros, zeros[..., None][..., :0] > 0, zeros)
+    def root(cls, batch: int, device: torch.device) -> Starts:
+        """The start of a round's first block."""
+        zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        held_seen = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
+        return cls(zeros, torch.zeros(batch, 1, device=device), zeros, zeros, held_seen, zeros)
+
+    def first(self, count: int) -> Starts:
+        """The first `count` of each row, which are the likeliest."""
+        parts = (self.nodes, self.scores, self.depths, self.first_seen, self.held_seen, self.sources)
+        return Starts(*(part[:, :count] for part in parts))
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,10 @@ class Reading:
         finite: [batch] bool, False where a row's logits are NaN or infinite; its `logprobs` are -inf.
     """
 
-    token_ids: Array
-    logprobs: Array
-    classes: Array
-    finite: Array
+    token_ids: Tensor
+    logprobs: Tensor
+    classes: Tensor
+    finite: Tensor
 
 
 @dataclass(frozen=True)
@@ -127,28 +126,28 @@ class Nodes:
         shape: of the tree.
     """
 
-    token_ids: Array
-    scores: Array
-    above: Array
+    token_ids: Tensor
+    scores: Tensor
+    above: Tensor
     starts: tuple[int, ...]
     shape: Shape
 
     @classmethod
-    def root(cls, root_ids: Array, shape: Shape) -> Nodes:
-        ids = root_ids[:, None]
-        return cls(ids, _zeros(ids.shape, ids, scores=True), _zeros((len(ids), 0), ids), (), shape)
+    def root(cls, root_ids: Tensor, shape: Shape) -> Nodes:
+        ids = root_ids.unsqueeze(1)
+        return cls(ids, torch.zeros(ids.shape, device=ids.device), ids[:, :0], (), shape)
 
     @property
     def count(self) -> int:
         return int(self.token_ids.shape[1])
 
-    def forwards(self, numbers: Array) -> Array:
+    def forwards(self, numbers: Tensor) -> Tensor:
         """Which forward of the round drafted each of some nodes, any shape, counted from 1; 0 for the root."""
         states = (numbers - 1) // self.shape.width
-        made, ends = (states >= 0) * 1, 0
+        made, ends = (states >= 0).long(), 0
         for starts in self.starts[:-1]:
             ends += starts * self.shape.slots
-            made = made + (states >= ends) * 1
+            made = made + (states >= ends)
         return made
 
     def place_of(self, node: int) -> tuple[int, int]:
@@ -161,7 +160,7 @@ class Nodes:
         raise IndexError(node)
 
 
-def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array]:
+def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Tensor]:
     """Hangs a block below its starts: the greedy tokens as a chain, and at each slot alternatives to its token.
 
     The bucket of a slot says how many candidates it has, the chain's token included; the first slot that gives up (0
@@ -174,7 +173,6 @@ def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array
         the rank head gives up: in the first block at the first slot that is not of the best bucket, later at any slot.
     """
     shape, first = nodes.shape, nodes.count == 1
-    xp = _namespace(reading.logprobs)
     batch, num_starts, slots, width = reading.token_ids.shape
     widths = shape.branching[reading.classes]
     gives_up = widths == 0
@@ -184,37 +182,33 @@ def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Array
 
     above = starts.scores[..., None]
     chain_scores = above + reading.logprobs[..., 0].cumsum(-1)
-    above_scores = xp.concatenate([above, chain_scores[..., :-1]], -1)
+    above_scores = torch.cat([above, chain_scores[..., :-1]], -1)
     used = branches[..., None] & (shape.index[:width] < widths[..., None])
     used[..., 0] = True
-    scores = xp.where(used, above_scores[..., None] + reading.logprobs, -math.inf)
+    scores = (above_scores[..., None] + reading.logprobs).where(used, -torch.inf)
 
-    parents = _zeros((batch, num_starts, slots), reading.classes)
-    parents[..., 0] = starts.nodes
-    chain = nodes.count + width * shape.index[: num_starts * slots].reshape(num_starts, slots)
-    parents[..., 1:] = chain[:, :-1]
+    chain = nodes.count + width * shape.index[: num_starts * slots].view(num_starts, slots)
+    parents = torch.cat([starts.nodes[..., None], chain[:, :-1].expand(batch, -1, -1)], -1)
 
     if first:
-        unsure = (
-            (reading.classes > 0).argmax(-1)[..., None] if xp is np else (reading.classes > 0).int().argmax(-1, True)
-        )
-        goes_on = ~take(gives_up, unsure, -1)[..., 0]
+        unsure = (reading.classes > 0).int().argmax(-1, keepdim=True)
+        goes_on = ~gives_up.gather(-1, unsure)[..., 0]
     else:
         goes_on = ~gives_up.any(-1)
     used[..., 0] = branches
     used[..., -1, 0] |= goes_on
-    as_starts = xp.where(used, scores, -math.inf)
+    as_starts = scores.where(used, -torch.inf)
 
     return Nodes(
-        xp.concatenate([nodes.token_ids, reading.token_ids.reshape(batch, -1)], 1),
-        xp.concatenate([nodes.scores, scores.reshape(batch, -1)], 1),
-        xp.concatenate([nodes.above, parents.reshape(batch, -1)], 1),
+        torch.cat([nodes.token_ids, reading.token_ids.flatten(1)], 1),
+        torch.cat([nodes.scores, scores.flatten(1)], 1),
+        torch.cat([nodes.above, parents.flatten(1)], 1),
         (*nodes.starts, num_starts),
         shape,
-    ), as_starts.reshape(batch, -1)
+    ), as_starts.flatten(1)
 
 
-def choose_starts(nodes: Nodes, starts: Starts, as_starts: Array) -> Starts:
+def choose_starts(nodes: Nodes, starts: Starts, as_starts: Tensor) -> Starts:
     """The likeliest of the nodes just attached from which the next block starts.
 
     Args:
@@ -223,35 +217,31 @@ def choose_starts(nodes: Nodes, starts: Starts, as_starts: Array) -> Starts:
         as_starts: from `attach`.
     """
     shape, slots, width = nodes.shape, nodes.shape.slots, nodes.shape.width
-    xp = _namespace(as_starts)
     new = as_starts.shape[1]
     block = len(nodes.starts)  # the one to come
     most = min(new, shape.most_starts(block))
-    picked = _order(as_starts)[:, :most]
-    scores = take(as_starts, picked, 1)
+    scores, picked = as_starts.sort(dim=1, descending=True, stable=True)
+    scores, picked = scores[:, :most], picked[:, :most]
     if block > 1 and shape.beam_width is not None:
-        room = shape.tree_budget - (nodes.scores > -math.inf).sum(1)[:, None] + 1
-        limit = (room // slots).clip(min=1)
-        scores = xp.where(shape.index[:most] >= limit, -math.inf, scores)
-    if xp is np:  # a look at the numbers is free: places that no row uses are cut off
-        most = max(1, int((scores > -math.inf).sum(1).max()))
-        scores, picked = scores[:, :most], picked[:, :most]
+        room = shape.tree_budget - (nodes.scores > -torch.inf).sum(1, keepdim=True) + 1
+        limit = (room // slots).clamp(min=1)
+        scores = scores.where(shape.index[:most] < limit, -torch.inf)
 
     source = picked // width
     leaf, slot = source // slots, source % slots
     if block == 1:
-        first_seen, held_seen = slot + 1, (picked[..., None] < 0)[..., :0]
+        first_seen, held_seen = slot + 1, picked.new_zeros(*picked.shape, 0, dtype=torch.bool)
     else:
-        first_seen = take(starts.first_seen, leaf, 1)
-        held = take(starts.held_seen, xp.broadcast_to(leaf[..., None], (*leaf.shape, starts.held_seen.shape[-1])), 1)
+        first_seen = starts.first_seen.gather(1, leaf)
+        held = starts.held_seen.gather(1, leaf[..., None].expand(-1, -1, starts.held_seen.shape[-1]))
         entry = shape.index[: starts.nodes.shape[1] * slots]
         own = (entry // slots == leaf[..., None]) & (entry % slots <= slot[..., None])
-        held_seen = xp.concatenate([held, own], -1)
-    depths = take(starts.depths, leaf, 1) + slot + 1
+        held_seen = torch.cat([held, own], -1)
+    depths = starts.depths.gather(1, leaf) + slot + 1
     return Starts(nodes.count - new + picked, scores, depths, first_seen, held_seen, source)
 
 
-def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: Array) -> tuple[DraftTree, Array]:
+def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: Tensor) -> tuple[DraftTree, Tensor]:
     """The likeliest `tree_budget` nodes as a tree, in order of probability.
 
     A node never scores above its parent and comes after it, so what is kept is a tree.
@@ -266,8 +256,8 @@ def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: 
     Returns:
         the tree, and which of `nodes` its own are, [batch, nodes] int64.
     """
-    if isinstance(nodes.scores, np.ndarray):
-        return _cut_on_host(nodes, tree_budget, merge=merge, finite=finite)
+    # Candidates of one state differ, so that only a later block can repeat a path.
+    merge = merge and len(nodes.starts) > 1
     batch, count = nodes.token_ids.shape
     device = nodes.token_ids.device
     scores = nodes.scores.clone()
@@ -314,83 +304,6 @@ def _first_of_path(token_ids: Tensor, parents: Tensor, max_depth: int) -> Tensor
     return nodes.unsqueeze(1).where(same, token_ids.shape[1]).amin(-1)
 
 
-def _cut_on_host(nodes: Nodes, tree_budget: int, *, merge: bool, finite: np.ndarray) -> tuple[DraftTree, np.ndarray]:
-    """The same tree; of the nodes kept, one after the other, since the accepted path is then found by look-ups."""
-    scores = nodes.scores.copy()
-    scores[:, 0] = np.inf
-    order = _order(scores)[:, : 1 + tree_budget * (2 if merge else 1)]
-    used = np.take_along_axis(scores, order, 1) > -np.inf
-    tokens = np.take_along_axis(nodes.token_ids, order, 1).tolist()
-    parents = np.take_along_axis(nodes.above, np.maximum(order - 1, 0) // nodes.shape.width, 1).tolist()
-    token_ids, above, kept = [], [], []
-    for row, numbers in enumerate(order.tolist()):
-        place = {0: 0}  # number among all nodes -> node of the tree
-        known: dict[tuple[int, int], int] = {}
-        own_tokens, own_parents, own_numbers = tokens[row][:1], [-1], [0]
-        seen = used[row].tolist()
-        for number, token, parent, there in list(zip(numbers, tokens[row], parents[row], seen, strict=True))[1:]:
-            if not there or len(own_tokens) > tree_budget:
-                break
-            path = (place[parent], token)
-            twin = known.get(path)
-            if twin is None or not merge:
-                known.setdefault(path, len(own_tokens))
-                place[number] = len(own_tokens)
-                own_tokens.append(token)
-                own_parents.append(path[0])
-                own_numbers.append(number)
-            else:
-                place[number] = twin
-        token_ids.append(own_tokens)
-        above.append(own_parents)
-        kept.append(own_numbers)
-    width = max(map(len, kept))
-    padded = np.array([numbers + [0] * (width - len(numbers)) for numbers in kept])
-    path_logprobs = [nodes.scores[row, numbers].tolist() for row, numbers in enumerate(kept)]
-    if merge:
-        tree = DraftTree.from_lists(token_ids, above, finite=torch.from_numpy(finite), path_logprobs=path_logprobs)
-        return tree, padded
-    # Children of one token under one node: only tensors tell them apart.
-    valid = np.array([[node < len(numbers) for node in range(width)] for numbers in kept])
-    ids, up = (torch.tensor([row + [0] * (width - len(row)) for row in rows]) for rows in (token_ids, above))
-    max_depth = len(nodes.starts) * nodes.shape.slots
-    tree = DraftTree.from_parents(
-        ids,
-        up,
-        max_depth,
-        valid=torch.from_numpy(valid),
-        finite=torch.from_numpy(finite),
-        path_logprobs=torch.from_numpy(np.where(valid, np.take_along_axis(nodes.scores, padded, 1), -np.inf)),
-    )
-    return tree, padded
-
-
-def _namespace(array: Array) -> Any:
-    """The module whose functions take this kind of array."""
-    return np if isinstance(array, np.ndarray) else torch
-
-
-def _order(scores: Array) -> Array:
-    """Indices of the last axis, largest score first, equal ones in order."""
-    if isinstance(scores, np.ndarray):
-        return (-scores).argsort(-1, kind="stable")
-    return scores.argsort(dim=-1, descending=True, stable=True)
-
-
-def take(values: Array, index: Array, axis: int) -> Array:
-    """`torch.gather`, of either kind."""
-    if isinstance(values, np.ndarray):
-        return np.take_along_axis(values, index, axis)
-    return values.gather(axis, index)
-
-
-def _zeros(shape: tuple[int, ...], like: Array, *, scores: bool = False) -> Array:
-    if isinstance(like, np.ndarray):
-        return np.zeros(shape, dtype=np.float32 if scores else np.int64)
-    return torch.zeros(shape, dtype=torch.float32 if scores else torch.int64, device=like.device)
-
-
-def frozen(nodes: Nodes, finite: Array) -> Nodes:
+def frozen(nodes: Nodes, finite: Tensor) -> Nodes:
     """The nodes, none but the root in rows whose drafts are not finite."""
-    xp = _namespace(nodes.scores)
-    return replace(nodes, scores=xp.where(finite[:, None], nodes.scores, -math.inf))
+    return replace(nodes, scores=nodes.scores.where(finite.unsqueeze(1), -torch.inf))

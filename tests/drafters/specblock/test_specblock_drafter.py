@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
+from hf_specdec.decoding import devices
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter, candidates
 from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
@@ -247,35 +247,70 @@ def test_a_round_takes_one_forward_per_block_whatever_the_tree(
     assert all(tree.num_nodes <= 1 + budget for tree in trees)
 
 
+def merged_by_hand(tokens: list[int], parents: list[int], scores: list[float], budget: int) -> list[tuple[int, ...]]:
+    """Paths to the nodes that are left, likeliest first: of nodes with one path only the first counts.
+
+    Only the first `2 * budget` nodes, root not counted, are looked at.
+    """
+    order = sorted(range(1, len(tokens)), key=lambda node: -scores[node])[: 2 * budget]
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in order:
+        if scores[node] > -torch.inf:
+            paths[node] = (*paths[parents[node]], tokens[node])
+    return list(dict.fromkeys(paths.values()))[1 : 1 + budget]
+
+
+@pytest.mark.parametrize("budget", [3, 8, 40])
+def test_a_path_that_two_blocks_draft_is_kept_once(budget: int) -> None:
+    # Three blocks of two slots with two candidates each, over three tokens: many paths are there twice.
+    shape = Shape(torch.tensor([2]), 2, 2, None, None, budget, torch.arange(100))
+    numbers = torch.Generator().manual_seed(budget)
+    repeated = 0
+    for _ in range(20):
+        starts, batch = (1, 3, 3), 2
+        states = 2 * sum(starts)
+        token_ids = torch.randint(3, (batch, 1 + 2 * states), generator=numbers)
+        token_ids[:, 2::2] = (token_ids[:, 1::2] + 1) % 3  # candidates of a state differ
+        above = torch.stack([torch.randint(1 + 2 * state, (batch,), generator=numbers) for state in range(states)], 1)
+        scores = torch.zeros(batch, 1 + 2 * states)
+        for node in range(1, 1 + 2 * states):
+            step = torch.randint(1, 9, (batch,), generator=numbers) * -0.25
+            scores[:, node] = scores.gather(1, above[:, (node - 1) // 2, None])[:, 0] + step
+        scores[1, -5:] = -torch.inf
+        finite = torch.ones(batch, dtype=torch.bool)
+        tree, kept = cut(Nodes(token_ids, scores, above, starts, shape), budget, 2 * states, merge=True, finite=finite)
+        assert torch.equal(token_ids.gather(1, kept).where(tree.valid, -1), tree.token_ids.where(tree.valid, -1))
+        for row in range(batch):
+            parents = [-1, *above[row].repeat_interleave(2).tolist()]
+            expected = merged_by_hand(token_ids[row].tolist(), parents, scores[row].tolist(), budget)
+            repeated += len(expected) < budget
+            paths: list[tuple[int, ...]] = [()]
+            for node in range(1, int(tree.valid[row].sum())):
+                assert tree.valid[row, node]
+                paths.append((*paths[int(tree.parents[row, node])], int(tree.token_ids[row, node])))
+            assert paths[1:] == expected
+    assert budget < 40 or repeated > 0, "a test without repeated paths shows little"
+
+
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize(
     "options",
     [
         {"num_blocks": 3, "tree_budget": 20, "branching": [2, 4, 6, 4]},
-        {"num_blocks": 2, "beam_width": None, "max_starts": 3},
         {"num_blocks": 3, "branching": [1, 2, 3, 0], "merge_duplicates": False},
         {"num_blocks": 1},
     ],
 )
-def test_trees_in_host_memory_are_those_of_the_device(
+def test_in_host_memory_only_what_no_row_uses_is_left_out(
     target: PreTrainedModel, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = make_specblock(target, **options)
-    batch = "ragged batch of three"
-    on_host = drafts_of(drafter, target, batch)
-    make = candidates.SpecBlockGenerator.__init__
-
-    def on_device(self: Any, *args: Any) -> None:
-        make(self, *args)
-        self.on_host, self.shape = False, Shape.of(drafter, host=False)
-
-    monkeypatch.setattr(candidates.SpecBlockGenerator, "__init__", on_device)
-    on_device_trees = drafts_of(drafter, target, batch)
-    for ours, theirs in zip(on_host, on_device_trees, strict=True):
-        assert ours.children is not None or not drafter.options.merge_duplicates
-        assert theirs.children is None
+    drafter, batch = make_specblock(target, **options), "ragged batch of three"
+    short = drafts_of(drafter, target, batch)
+    monkeypatch.setitem(devices.RULES, "cpu", lambda device: devices.Abilities())
+    for ours, whole in zip(short, drafts_of(drafter, target, batch), strict=True):
+        assert ours.valid[:, -1].any(), "the last node is used by a row"
         for row in range(3):
-            assert paths_of(ours, row) == paths_of(theirs, row)
+            assert paths_of(ours, row) == paths_of(whole, row)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
@@ -458,18 +493,19 @@ def test_saved_weights_have_the_published_names(tmp_path: Path, target: PreTrain
 
 def test_a_slot_that_gives_up_ends_the_branching_of_its_block_and_not_the_chain() -> None:
     shape = Shape(
-        branching=np.array([3, 0]), width=3, slots=3, beam_width=None, max_starts=None, tree_budget=20,
-        index=np.arange(100),
+        branching=torch.tensor([3, 0]), width=3, slots=3, beam_width=None, max_starts=None, tree_budget=20,
+        index=torch.arange(100),
     )  # fmt: skip
     reading = Reading(
-        token_ids=np.arange(1, 10).reshape(1, 1, 3, 3),
-        logprobs=np.log(np.full((1, 1, 3, 3), [0.5, 0.3, 0.1], dtype=np.float32)),
-        classes=np.array([[[0, 1, 0]]]),  # the second slot gives up
-        finite=np.array([True]),
+        token_ids=torch.arange(1, 10).view(1, 1, 3, 3),
+        logprobs=torch.tensor([0.5, 0.3, 0.1]).log().expand(1, 1, 3, 3),
+        classes=torch.tensor([[[0, 1, 0]]]),  # the second slot gives up
+        finite=torch.tensor([True]),
     )
-    root_ids = np.array([0])
-    nodes, _ = attach(Nodes.root(root_ids, shape), Starts.root(1, like=root_ids), reading)
+    root_ids = torch.tensor([0])
+    nodes, _ = attach(Nodes.root(root_ids, shape), Starts.root(1, root_ids.device), reading)
     tree, _ = cut(nodes, 20, 3, merge=True, finite=reading.finite)
+    tree = tree.first_nodes(int(tree.valid.sum()) - 1)
     assert sorted(zip(tree.depths[0].tolist(), tree.token_ids[0].tolist(), strict=True)) == [
         (0, 0), (1, 1), (1, 2), (1, 3), (2, 4), (3, 7),
     ]  # fmt: skip

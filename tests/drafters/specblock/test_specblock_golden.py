@@ -265,8 +265,8 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
     depth = case["max_blocks"] * drafter.config.block_size
     tree, kept = cut(nodes, case["total_tokens"], depth, merge=False, finite=finite)
 
-    assert tree.num_nodes == 1 + case["nodes"]
-    kept = kept[0, 1:].tolist()
+    assert (tree.path_logprobs[0] > -torch.inf).tolist() == [node <= case["nodes"] for node in range(tree.num_nodes)]
+    tree, kept = tree.first_nodes(case["nodes"]), kept[0, 1 : 1 + case["nodes"]].tolist()
     blocks, places = (torch.tensor(column) for column in zip(*map(nodes.place_of, kept), strict=True))
     slots = places % drafter.config.block_size
     buckets = torch.stack([classes[block][place] for block, place in zip(blocks, places, strict=True)])
@@ -274,12 +274,11 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
     names = ("block_index", "slot_index", "rank_class")
     assert found == described(expected["tokens"], expected["parents"], *(expected[name] for name in names))
     scores = expected["cum_logprob"].float()
-    torch.testing.assert_close(
-        torch.as_tensor(nodes.scores)[0, kept], scores.sort(descending=True).values, rtol=0, atol=1e-4
-    )
+    torch.testing.assert_close(nodes.scores[0, kept], scores.sort(descending=True).values, rtol=0, atol=1e-4)
     # Paths that two blocks draft are kept twice here, and half of them can never be accepted; merged, all can.
     paths = {tuple(token for token, *_ in path) for path in found}
     merged, _ = cut(nodes, case["total_tokens"], depth, merge=True, finite=finite)
+    merged = merged.first_nodes(int(merged.valid.sum()) - 1)
     assert merged.valid.all()
     assert paths <= {
         tuple(token for (token,) in path[1:]) for path in described(merged.token_ids[0], merged.parents[0])
