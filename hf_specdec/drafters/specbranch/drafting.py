@@ -98,7 +98,7 @@ class BranchDrafting:
         nothing: list[list[int]] = [[] for _ in self.rows]
         random = self.random.get_state()  # what is drawn must not depend on whether this was measured
         seconds = []
-        for _ in range(repeats + 3):  # the first ones warm up: a forked process copies what it writes to
+        for _ in range(repeats + 3):  # the first ones warm up
             for row in self.rows:
                 row.add(row.text[-1], -1)
                 row.nodes += [Node(row.text[-1], 0) for _ in range(width - 1)]

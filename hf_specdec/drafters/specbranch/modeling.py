@@ -30,12 +30,9 @@ from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig, SpecBranchOptions
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
-from hf_specdec.drafters.specbranch.worker import (
-    IdleProcess,
-    Worker,
-    make_worker,
-    process_refusal,
-)
+from hf_specdec.drafters.specbranch.placement import make_worker, place
+from hf_specdec.drafters.specbranch.process import DraftingProcesses, process_refusal
+from hf_specdec.drafters.specbranch.worker import Worker
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
 
@@ -93,7 +90,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.h_rad = HRAD(config) if config.h_rad else None
         # No submodule: its weights are files of their own, and mostly somebody else's.
         self.__dict__["_pair"] = None
-        self._idle_process = IdleProcess()
+        self._processes = DraftingProcesses()
         self._measured: tuple[weakref.ref[PreTrainedModel], Any] | None = None
         self.post_init()
 
@@ -168,6 +165,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                     f"It fits only the pair it was trained for: use {self.config.draft_model!r}, or train another."
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
+        self._processes = DraftingProcesses()  # those of another draft model end
 
     def load_beside(
         self,
@@ -284,6 +282,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         if self._measured is None or self._measured[0]() is not target.model:
             self._measured = weakref.ref(target.model), SpeedRatio()
 
+        kind = place(options.worker if options.parallel else "none", draft_model, self._processes)
+
         def make_drafting(choice: ChoiceRule, vocab_size: int) -> BranchDrafting:
             branches = options.k_max if options.parallel else 1
             plan = DraftingPlan(
@@ -298,8 +298,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             return BranchDrafting(draft_model, plan)
 
         def place_worker(drafting: BranchDrafting) -> Worker:
-            kind = options.worker if options.parallel else "none"
-            return make_worker(kind, drafting, options.worker_threads, self._idle_process)
+            return make_worker(kind, drafting, options.worker_threads, self._processes)
 
         embeddings = target.model.get_input_embeddings()
         return SpecBranchGenerator(

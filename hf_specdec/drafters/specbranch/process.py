@@ -1,0 +1,195 @@
+"""A drafting process beside the target: how it is started, asked, kept between calls and ended.
+
+It is a new Python that runs `serve.py`, not a fork of this process and not a child of `multiprocessing`: a process that
+has threads must not be forked, and `multiprocessing` would run the main program again, which notebooks and scripts
+without `if __name__ == "__main__"` do not allow. The draft model's tensors are shared (`sharing.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.devices import abilities
+from hf_specdec.drafters.specbranch import serve
+from hf_specdec.drafters.specbranch.branches import DraftingPlan
+from hf_specdec.drafters.specbranch.drafting import BranchDrafting
+from hf_specdec.drafters.specbranch.sharing import SharedModel
+from hf_specdec.drafters.specbranch.worker import Pending, Worker
+
+# By the id of the model, so that drafters with the same draft model share one copy of it.
+_SHARED: weakref.WeakValueDictionary[int, SharedModel] = weakref.WeakValueDictionary()
+_SHARING = threading.Lock()
+
+
+class ProcessWorker(Worker):
+    """A process with its own interpreter, for draft models on a CPU.
+
+    It starts in the background; `begin` waits until it has imported torch and transformers, which takes seconds.
+
+    Raises:
+        CannotShareError: as `SharedModel`.
+        OSError: the system did not start a process.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.shared = _shared(model)
+        self.owner = os.getpid()
+        self.waits_in: DraftingProcesses | None = None  # during a call: where to wait for the next one
+        self.answered = True  # whether all that was asked has been answered
+        self.process = subprocess.Popen(
+            [sys.executable, serve.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=self.shared.inherited,
+        )
+        self.end = weakref.finalize(self, _end, self.process, self.owner)
+        self.submit(serve.LOAD, [str(folder) for folder in sys.path], self.shared.address)
+        self.loading = True
+
+    def fits(self, model: PreTrainedModel) -> bool:
+        """Whether it is still there, this process's own, and drafts with this model as it is now."""
+        return self.owner == os.getpid() and self.process.poll() is None and self.shared.holds(model)
+
+    def begin(self, plan: DraftingPlan, num_threads: int, waits_in: DraftingProcesses) -> None:
+        """Begins a call, after which the process waits for the next one.
+
+        Raises:
+            RuntimeError: the process could not load the draft model.
+        """
+        try:
+            if self.loading:
+                self.result()
+        except Exception as error:
+            raise RuntimeError(
+                f"The drafting process could not load the draft model: {error} Draft in a thread (worker='thread')."
+            ) from error
+        self.loading = False
+        self.call(serve.BEGIN, plan, num_threads)
+        self.waits_in = waits_in
+
+    def submit(self, method: str, *arguments: Any) -> Pending:
+        self.answered = False
+        self._guarded(lambda pipe: pickle.dump((method, arguments), pipe), self.process.stdin)
+        self._guarded(lambda pipe: pipe.flush(), self.process.stdin)
+        return self
+
+    def result(self) -> Any:
+        """What the last submitted method returned; raises what it raised, with the traceback it had there."""
+        failed, answer = self._guarded(pickle.load, self.process.stdout)
+        self.answered = True
+        if failed:
+            error, there = answer
+            raise error from RemoteError(there)
+        return answer
+
+    def _guarded(self, talk: Callable[[Any], Any], pipe: Any) -> Any:
+        try:
+            return talk(pipe)
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            raise RuntimeError(
+                f"The drafting process ended by itself, with exit code {self.process.poll()}. A negative one is the "
+                "signal that ended it; -9 is often the system that ran out of memory. Draft in a thread "
+                "(worker='thread') or with a smaller draft model."
+            ) from error
+
+    def close(self) -> None:
+        waits_in, self.waits_in = self.waits_in, None  # no cycle: the process ends as soon as the drafter does
+        if self.answered and waits_in is not None:
+            waits_in.idle.append(self)
+        else:
+            self.end()
+
+
+class DraftingProcesses:
+    """The processes of one drafter that wait for its next call: one, or more after calls at the same time."""
+
+    def __init__(self) -> None:
+        self.idle: list[ProcessWorker] = []
+
+    def __reduce__(self) -> tuple[type[DraftingProcesses], tuple[()]]:
+        return DraftingProcesses, ()  # a copy of the drafter starts its own
+
+    def start(self, model: PreTrainedModel) -> None:
+        """Starts a process for a call that is about to begin, unless one waits.
+
+        Raises:
+            CannotShareError, OSError: as `ProcessWorker`.
+        """
+        self.idle.append(self._take(model))
+
+    def begin(self, drafting: BranchDrafting, num_threads: int) -> ProcessWorker:
+        """A process for one call, which comes back here when it is closed.
+
+        Raises:
+            CannotShareError, OSError: as `ProcessWorker`.
+            RuntimeError: the process could not load the draft model.
+        """
+        worker = self._take(drafting.drafter.model)
+        try:
+            worker.begin(drafting.plan, num_threads, self)
+        except BaseException:  # an interrupt of the seconds that this can take is likely
+            worker.end()
+            raise
+        return worker
+
+    def close(self) -> None:
+        """Ends the processes."""
+        while self.idle:
+            self.idle.pop().end()
+
+    def _take(self, model: PreTrainedModel) -> ProcessWorker:
+        with contextlib.suppress(IndexError):  # another call may take the last one
+            while True:
+                worker = self.idle.pop()
+                if worker.fits(model):
+                    return worker
+                worker.end()
+        return ProcessWorker(model)
+
+
+class RemoteError(Exception):
+    """The traceback of an error in the drafting process, as its cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f'\n"""\n{text}"""')
+
+
+def process_refusal(device: torch.device) -> str | None:
+    """Why a draft model on `device` cannot run in a process of its own here; None where it can."""
+    if not abilities(device).host_memory:
+        return f"the draft model is on {device}, which another process cannot use"
+    if not sys.executable or getattr(sys, "frozen", False):
+        return "this program has no Python interpreter that could be started (sys.executable)"
+    return None
+
+
+def _shared(model: PreTrainedModel) -> SharedModel:
+    with _SHARING:
+        shared = _SHARED.get(id(model))
+        if shared is None or not shared.holds(model):
+            shared = _SHARED[id(model)] = SharedModel(model)
+        return shared
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a copy of the parent, say a data loader, which the process does not belong to
+        return
+    process.kill()  # it holds nothing that would have to be put away
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # a request that was not sent whole
+            pipe.close()
