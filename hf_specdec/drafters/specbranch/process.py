@@ -72,16 +72,20 @@ class ProcessWorker(Worker):
                 self.result()
         except Exception as error:
             raise RuntimeError(
-                f"The drafting process could not load the draft model: {error} Draft in a thread (worker='thread')."
+                f"The drafting process could not load the draft model: {error} Its own error, if any, is above, or on "
+                "the standard error. Draft in a thread (worker='thread')."
             ) from error
         self.loading = False
         self.call(serve.BEGIN, plan, num_threads)
         self.waits_in = waits_in
 
     def submit(self, method: str, *arguments: Any) -> Pending:
+        def send(pipe: Any) -> None:
+            pickle.dump((method, arguments), pipe)
+            pipe.flush()
+
         self.answered = False
-        self._guarded(lambda pipe: pickle.dump((method, arguments), pipe), self.process.stdin)
-        self._guarded(lambda pipe: pipe.flush(), self.process.stdin)
+        self._guarded(send, self.process.stdin)
         return self
 
     def result(self) -> Any:

@@ -83,8 +83,7 @@ class SharedModel:
         memory, self.inherited, name = _allocate(size + len(rest))
         memory[size:] = rest
         self.address = (name, size, len(rest))
-        with torch.inference_mode(False):  # tensors made in it could not be written outside it
-            _move(tensors, places, memory)
+        _move(tensors, places, memory)
         self.memory = memory  # while it is there, no other tensor can have one of these addresses
         self.model = weakref.ref(model)
         self.pointers = [tensor.data_ptr() for tensor in tensors]
@@ -148,8 +147,8 @@ def _tensors(model: PreTrainedModel) -> list[Tensor]:
         ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
         if not ordinary or tensor.device.type != "cpu":
             raise CannotShareError(
-                f"the draft model has a {type(tensor).__name__} of {tensor.layout} on {tensor.device}, and another process "
-                "can use only ordinary tensors on the CPU"
+                f"the draft model has a {type(tensor).__name__} of {tensor.layout} on {tensor.device}, and only "
+                "ordinary tensors on the CPU can be given to another process"
             )
     return tensors
 
@@ -196,7 +195,8 @@ def _move(tensors: Sequence[Tensor], places: Sequence[Place], memory: mmap.mmap)
             source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             _bytes(memory, place.start, place.nbytes).copy_(source)
             copied.add(place.start)
-        tensor.data = place.tensor(memory)
+        with torch.inference_mode(tensor.is_inference()):  # `data` must be of the same kind
+            tensor.data = place.tensor(memory)
 
 
 def _bytes(memory: mmap.mmap, start: int, count: int) -> Tensor:
