@@ -27,6 +27,7 @@ from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.sharing import SharedModel
 from hf_specdec.drafters.specbranch.worker import Pending, Worker
 
+PIPE_BYTES = 1 << 18  # on Linux; in the usual 64 KiB, most drafts of calls that sample do not fit at once
 # By the id of the model, so that drafters with the same draft model share one copy of it.
 _SHARED: weakref.WeakValueDictionary[int, SharedModel] = weakref.WeakValueDictionary()
 _SHARING = threading.Lock()
@@ -51,6 +52,7 @@ class ProcessWorker(Worker):
             [sys.executable, serve.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pipesize=PIPE_BYTES,
             pass_fds=self.shared.inherited,
         )
         self.end = weakref.finalize(self, _end, self.process, self.owner)
@@ -80,12 +82,8 @@ class ProcessWorker(Worker):
         self.waits_in = waits_in
 
     def submit(self, method: str, *arguments: Any) -> Pending:
-        def send(pipe: Any) -> None:
-            pickle.dump((method, arguments), pipe)
-            pipe.flush()
-
         self.answered = False
-        self._guarded(send, self.process.stdin)
+        self._guarded(lambda pipe: serve.send((method, arguments), pipe), self.process.stdin)
         return self
 
     def result(self) -> Any:

@@ -20,6 +20,22 @@ LOAD = "load the model"
 BEGIN = "begin a call"
 
 
+class Pickler(pickle.Pickler):
+    """Writes draft distributions as arrays: torch's own way takes longer, by a hundredth of a sampled round."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor or value.dtype != torch.float32 or not value.is_cpu:
+            return NotImplemented
+        return torch.from_numpy, (value.numpy(),)
+
+
+def send(value: Any, pipe: Any) -> None:
+    """Writes a request or an answer."""
+    Pickler(pipe, pickle.HIGHEST_PROTOCOL).dump(value)
+    pipe.flush()
+
+
 class Server:
     """What the requests of a process's life are about: one draft model, and the call that is under way."""
 
@@ -67,8 +83,7 @@ def main() -> None:
                 answer = False, server.answer(*request)
             except Exception as error:
                 answer = True, (_picklable(error), traceback.format_exc())
-            answers.write(pickle.dumps(answer))
-            answers.flush()
+            send(answer, answers)
 
 
 def _picklable(error: Exception) -> Exception:
