@@ -20,11 +20,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.ddtree import level_tree
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from tests.trees import heap_tree
+from tests.watched import Watched
 
 TESTS = Path(__file__).parent
 FOLDERS = (TESTS.parents[1] / "shared" / "golden", TESTS / "data")
@@ -223,35 +223,17 @@ def test_runs_with_a_stop_token_end_where_the_reference_ends(file: Path) -> None
 
 
 @pytest.mark.parametrize("file", golden("ddtree_generate_*.json"))
-def test_features_marginals_and_trees_of_every_round_equal_the_reference(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_marginals_and_trees_of_every_round_equal_the_reference(file: Path) -> None:
     target, drafter, facts, tensors = load_pair(file, "eager")
     budget = facts["budgets"][0]
     prompt, prefix = facts["prompts"][0], f"prompt0.budget{budget}."
     forwards: list[tuple[Tensor, Tensor, Tensor]] = []
-    trees: list[DraftTree] = []
-    forward = DFlashDrafter.forward
-
-    def listening(self: DFlashDrafter, block: Tensor, features: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:
-        logits = forward(self, block, features, position_ids, **kwargs)
-        forwards.append((features, position_ids, logits))
-        return logits
-
-    monkeypatch.setattr(DFlashDrafter, "forward", listening)
-    make = drafter.candidate_generator
-
-    def keeping_trees(model: Any) -> Any:
-        generator = make(model)
-        draft = generator.draft
-        monkeypatch.setattr(generator, "draft", lambda context: trees.append(draft(context)) or trees[-1])
-        return generator
-
-    monkeypatch.setattr(drafter, "candidate_generator", keeping_trees)
+    drafter.register_forward_hook(lambda module, inputs, logits: forwards.append((inputs[1], inputs[2], logits)))
     drafter.set_options(method="ddtree", tree_budget=budget)
+    watched = Watched(drafter)
     target.generate(
         torch.tensor([prompt["prompt_ids"]]),
-        assistant_model=drafter,
+        assistant_model=watched,
         max_new_tokens=facts["max_new_tokens"],
         do_sample=False,
     )
@@ -264,8 +246,8 @@ def test_features_marginals_and_trees_of_every_round_equal_the_reference(
             torch.testing.assert_close(features, tensors[f"{prefix}round{index}.target_hidden"], **TOLERANCES)
             torch.testing.assert_close(position_ids, tensors[f"{prefix}round{index}.position_ids"], rtol=0, atol=0)
     recorded = prompt[f"ddtree_budget{budget}"]["rounds"]
-    assert len(trees) >= len(recorded)
-    for tree, expected_round in zip(trees, recorded, strict=False):
+    assert len(watched.trees) >= len(recorded)
+    for tree, expected_round in zip(watched.trees, recorded, strict=False):
         assert tree.token_ids[0, 1:].tolist() == expected_round["tree"]["node_token_ids"]
         assert tree.depths[0, 1:].tolist() == expected_round["tree"]["node_depths"]
         assert tree.parents[0].tolist() == expected_round["tree"]["parents"]

@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import load_drafter
-from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specblock import SpecBlockDrafter
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock, make_specbound
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
+from tests.watched import Watched
 
 TAKEN_FOR_PADDING = "ignore:.*taken for padding or added tokens:UserWarning"
 LARGER = "ignore:.*Are the two swapped:UserWarning"
@@ -76,25 +76,22 @@ KINDS["specblock"] = lambda target: saying(range(0, SMALL, 2), make_specblock(ta
 @pytest.mark.parametrize("own", [SMALL, LARGE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_the_targets_whatever_the_size_of_the_drafters_tables(
-    kind: str, own: int, models: dict[int, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    kind: str, own: int, models: dict[int, PreTrainedModel]
 ) -> None:
-    within = DraftTree.within_vocabulary
-
-    def looked_at(tree: DraftTree, vocab_size: int) -> DraftTree:
-        assert (tree.token_ids[tree.valid] < vocab_size).all(), "a token that the target lacks was drafted"
-        return within(tree, vocab_size)
-
-    monkeypatch.setattr(DraftTree, "within_vocabulary", looked_at)
     target = models[SMALL + LARGE - own]
-    drafter = KINDS[kind](models[own])
+    watched = Watched(KINDS[kind](models[own]))
     inputs = PROMPTS["ragged batch of three"](vocab=target.config.vocab_size)
     alone = target.generate(**inputs, **GREEDY)
     if own == SMALL:
         assert (alone[:, inputs["input_ids"].shape[1] :] >= SMALL).any(), "no token that the drafter lacks was chosen"
-    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=drafter), alone)
-    assert drafter.stats is not None
-    assert drafter.stats.num_plain_steps == 0
-    assert drafter.stats.num_draft_tokens > 0 or kind == "ngram"
+    assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=watched), alone)
+    assert watched.stats is not None
+    assert watched.stats.num_plain_steps == 0
+    assert watched.stats.num_draft_tokens > 0 or kind == "ngram"
+    for tree in watched.trees:
+        assert (tree.token_ids[tree.valid] < target.config.vocab_size).all(), (
+            "a token that the target lacks was drafted"
+        )
 
 
 # Drafts that are drawn must carry probabilities over the target's tokens.

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from tests.hub.layouts import LAYERS, as_zlab, save
 from tests.methods import make_dflash
 from tests.targets import make_target, one_prompt
+from tests.watched import Watched
 
 TAPS = [1, 5]
 
@@ -97,29 +97,18 @@ def plain_logits(config: dict[str, Any], tensors: dict[str, Tensor], target: Pre
 
 
 @torch.no_grad()
-def test_blocks_are_those_of_the_plain_equations(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_those_of_the_plain_equations(target: PreTrainedModel, tmp_path: Path) -> None:
     config = save_jetspec(target, tmp_path, causal_head=True)
     assert not inspect_drafter(tmp_path).problems
-    drafter = load_drafter(tmp_path, target)
-    drafted: list[tuple[Tensor, list[int]]] = []
-    marginals = DFlashMarginals.marginals
-
-    def listening(self: DFlashMarginals, context: Any) -> Tensor:
-        logits = marginals(self, context)
-        drafted.append((logits.clone(), context.sequences[0, : context.lengths[0]].tolist()))
-        return logits
-
-    monkeypatch.setattr(DFlashMarginals, "marginals", listening)
+    watched = Watched(load_drafter(tmp_path, target))
     settings = {"max_new_tokens": 8, "do_sample": False}
-    output = target.generate(**one_prompt(), **settings, assistant_model=drafter)
+    output = target.generate(**one_prompt(), **settings, assistant_model=watched)
     assert output.tolist() == target.generate(**one_prompt(), **settings).tolist()
-    assert len(drafted) > 2
+    assert len(watched.rounds) > 2
     tensors = load_file(tmp_path / "model.safetensors")
-    for logits, row in drafted[:3]:
-        expected = plain_logits(config, tensors, target, torch.tensor(row))
-        torch.testing.assert_close(logits[0], expected.float(), rtol=1e-4, atol=1e-4)
+    for drafted in watched.rounds[:3]:
+        expected = plain_logits(config, tensors, target, torch.tensor(drafted.text(0)))
+        torch.testing.assert_close(drafted.logits[0], expected.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_causal_head_is_saved_where_it_was_read(target: PreTrainedModel, tmp_path: Path) -> None:

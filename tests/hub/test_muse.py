@@ -19,9 +19,9 @@ from transformers import (
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
-from hf_specdec.drafters.dflash.candidates import ChainGenerator
 from hf_specdec.hub.formats.muse import read
 from tests.targets import make_target, one_prompt
+from tests.watched import Watched
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 SHAPE = {
@@ -74,10 +74,9 @@ def test_drafts_are_those_of_transformers_own_decoding(
     assistant = assistant_of(window, **mixed)
     assistant.save_pretrained(tmp_path)
     assert inspect_drafter(tmp_path).problems == []
-    drafter = load_drafter(tmp_path, target, method="dflash")
+    watched = Watched(load_drafter(tmp_path, target, method="dflash"))
     theirs: dict[tuple[int, ...], Tensor] = {}
-    ours: dict[tuple[int, ...], Tensor] = {}
-    get_candidates, draft = DFlashTokenCandidateGenerator.get_candidates, ChainGenerator.draft
+    get_candidates = DFlashTokenCandidateGenerator.get_candidates
 
     def listening(self: Any, input_ids: Tensor, *arguments: Any, **named: Any) -> Any:
         ids, logits = get_candidates(self, input_ids, *arguments, **named)
@@ -85,17 +84,12 @@ def test_drafts_are_those_of_transformers_own_decoding(
             theirs[tuple(input_ids[0].tolist())] = logits[0].float()
         return ids, logits
 
-    def keeping(self: ChainGenerator, context: Any) -> Any:
-        tree = draft(self, context)
-        ours[tuple(context.sequences[0, : context.lengths[0]].tolist())] = self.logits[0].clone()
-        return tree
-
     monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", listening)
-    monkeypatch.setattr(ChainGenerator, "draft", keeping)
     alone = target.generate(**one_prompt(), **SETTINGS)
     stock = target.generate(**one_prompt(), **SETTINGS, assistant_model=assistant, speculation_type="dflash")
-    output = target.generate(**one_prompt(), **SETTINGS, assistant_model=drafter)
+    output = target.generate(**one_prompt(), **SETTINGS, assistant_model=watched)
     assert output.tolist() == stock.tolist() == alone.tolist()
+    ours = {tuple(drafted.text(0)): drafted.logits[0] for drafted in watched.rounds}
     both = set(theirs) & set(ours)
     assert len(both) > 10
     for text in both:

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.training.dflash import (
     DFlashStep,
     block_hidden,
@@ -22,6 +21,7 @@ from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import position_weights
 from tests.methods import make_dflash
 from tests.targets import VOCAB, fresh_target, one_prompt, tiny_tokenizer
+from tests.watched import Watched
 
 BLOCK = 5
 # How a layer may look at its context and its block: settings of the drafter's config.
@@ -127,19 +127,12 @@ def test_a_block_sees_nothing_from_its_anchor_on_but_the_anchor(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_forward_equals_inference_forward(kind, monkeypatch):
+def test_training_forward_equals_inference_forward(kind):
     target, drafter = make_pair(**KINDS[kind])
-    rounds: list[tuple[int, Tensor]] = []
-    drafted = DFlashMarginals.marginals
+    watched = Watched(drafter)
+    output = target.generate(**one_prompt(), assistant_model=watched, max_new_tokens=14, do_sample=False)
 
-    def spy(self, context):
-        logits = drafted(self, context)
-        rounds.append((int(context.root_positions[0]), logits[0].clone()))
-        return logits
-
-    monkeypatch.setattr(DFlashMarginals, "marginals", spy)
-    output = target.generate(**one_prompt(), assistant_model=drafter, max_new_tokens=14, do_sample=False)
-
+    rounds = [(int(drafted.context.root_positions[0]), drafted.logits[0]) for drafted in watched.rounds]
     assert len(rounds) > 4
     anchors = torch.tensor([[anchor for anchor, _ in rounds]])
     step = DFlashStep(drafter, target)

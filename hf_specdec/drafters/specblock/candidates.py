@@ -38,9 +38,6 @@ from hf_specdec.drafters.specblock.tree import (
     frozen,
 )
 
-# Positions of a prompt that enter the cache per forward: K slots of each attend to K entries of all before.
-PROMPT_CHUNK = 1024
-
 
 class SpecBlockGenerator(TreeCandidateGenerator):
     """Draft trees of one `generate` call.
@@ -48,9 +45,14 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     Args:
         drafter: the drafter; its options are read once.
         target: of the call.
+
+    Attributes:
+        prompt_chunk: positions of a prompt that enter the cache per forward: K slots of each attend to K entries of
+            all before.
     """
 
     drops_rows = True
+    prompt_chunk = 1024
 
     def __init__(self, drafter: SpecBlockDrafter, target: TargetModel) -> None:
         self.drafter = drafter
@@ -280,10 +282,10 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         # A position's feature goes with the token after it; the last one's is the root.
         following = torch.cat([pending.token_ids[:, 1:], pending.token_ids[:, -1:]], 1)
         following = following.scatter(1, last, root_ids[:, None])
-        for start in range(0, new, PROMPT_CHUNK):
-            part = slice(start, start + PROMPT_CHUNK)
+        for start in range(0, new, self.prompt_chunk):
+            part = slice(start, start + self.prompt_chunk)
             valid = None if pending.valid is None else pending.valid[:, part]
-            length = min(PROMPT_CHUNK, new - start)
+            length = min(self.prompt_chunk, new - start)
             self.cache.reserve(length * self.slots)
             hidden = self.drafter.block_hidden(
                 pending.features[:, part],
@@ -296,13 +298,13 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             if valid is None:
                 self.cache.commit_first(Counts.of([length * self.slots] * batch, self.device))
             else:
-                counts = pending.num_committed if new <= PROMPT_CHUNK else valid.sum(1).tolist()
+                counts = pending.num_committed if new <= self.prompt_chunk else valid.sum(1).tolist()
                 # Padding may be in front (a prompt's) or behind (a round's): keep the rest, in order.
                 order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
                 entries = order.unsqueeze(-1) * self.slots + torch.arange(self.slots, device=order.device)
                 self.cache.commit(entries.flatten(1), Counts.of([count * self.slots for count in counts], self.device))
         positions = pending.position_ids.gather(1, last) + 1
-        if new > PROMPT_CHUNK:
+        if new > self.prompt_chunk:
             last = last - start
         hidden = hidden.gather(1, last[:, :, None, None].expand(-1, 1, *hidden.shape[2:]))
         if (

@@ -17,42 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.stopping import acceptance_bound
 from tests.methods import make_causal_lm, make_causal_lm_chain
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, tiny_tokenizer
+from tests.watched import Watched
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-
-
-def record_drafts(drafter: CausalLMDrafter, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftContext, DraftTree]]:
-    """Every (context, tree) of later calls; the texts are copied, since the loop goes on writing to them."""
-    drafts: list[tuple[DraftContext, DraftTree]] = []
-    make = drafter.candidate_generator
-
-    def recording(target: Any) -> TreeCandidateGenerator:
-        generator = make(target)
-        draft = generator.draft
-
-        def draft_and_keep(context: DraftContext) -> DraftTree:
-            tree = draft(context)
-            kept = DraftContext(
-                context.root_ids,
-                context.root_positions,
-                context.sequences.clone(),
-                list(context.lengths),
-                context.active,
-            )
-            drafts.append((kept, tree))
-            return tree
-
-        monkeypatch.setattr(generator, "draft", draft_and_keep)
-        return generator
-
-    monkeypatch.setattr(drafter, "candidate_generator", recording)
-    return drafts
 
 
 def log_probs_after(model: PreTrainedModel, text: list[int], padding: int) -> Tensor:
@@ -76,18 +48,16 @@ def padding_of(prompts: dict[str, Tensor]) -> list[int]:
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gpt2", "mistral-sliding", "gemma3"])
-def test_chains_are_the_draft_models_greedy_continuation_in_every_round(
-    family: str, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_are_the_draft_models_greedy_continuation_in_every_round(family: str, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
     drafter = make_causal_lm_chain(target)
-    drafts = record_drafts(drafter, monkeypatch)
-    target.generate(**prompts, **GREEDY, assistant_model=drafter)
-    assert sum(map(sum, drafter.stats.per_step_accepted)) > 0
-    for context, tree in drafts[:6]:
+    watched = Watched(drafter)
+    target.generate(**prompts, **GREEDY, assistant_model=watched)
+    assert sum(map(sum, watched.stats.per_step_accepted)) > 0
+    for drafted in watched.rounds[:6]:
         for row, padding in enumerate(padding_of(prompts)):
-            text = context.sequences[row, : context.lengths[row]].tolist()
-            for token in tree.token_ids[row, 1:].tolist():
+            text = drafted.text(row)
+            for token in drafted.tree.token_ids[row, 1:].tolist():
                 assert token == int(log_probs_after(drafter.model, text, padding).argmax())
                 text.append(token)
 
@@ -108,34 +78,30 @@ def best_tree(model: PreTrainedModel, text: list[int], padding: int, budget: int
 @pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gpt2", "mistral-sliding"])
-def test_wide_trees_hold_the_likeliest_paths_there_are(
-    family: str, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_trees_hold_the_likeliest_paths_there_are(family: str, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
     drafter = make_causal_lm(target, tree_budget=6, width=6, max_depth=3)
-    drafts = record_drafts(drafter, monkeypatch)
-    target.generate(**prompts, **GREEDY, assistant_model=drafter)
-    assert sum(map(sum, drafter.stats.per_step_accepted)) > 0
-    for context, tree in drafts[:4]:
+    watched = Watched(drafter)
+    target.generate(**prompts, **GREEDY, assistant_model=watched)
+    assert sum(map(sum, watched.stats.per_step_accepted)) > 0
+    for drafted in watched.rounds[:4]:
         for row, padding in enumerate(padding_of(prompts)):
-            if context.active[row]:
-                text = context.sequences[row, : context.lengths[row]].tolist()
-                assert paths_of(tree, row) == best_tree(drafter.model, text, padding, 6, 3)
+            if drafted.context.active[row]:
+                text = drafted.text(row)
+                assert paths_of(drafted.tree, row) == best_tree(drafter.model, text, padding, 6, 3)
 
 
 @pytest.mark.parametrize(
     "options", [{"width": 1}, {"tree_budget": 1}, {"width": 2, "tree_budget": 30}, {"max_depth": 1}]
 )
 @pytest.mark.usefixtures("whole_batch")
-def test_narrow_trees_keep_to_their_width_budget_and_depth(
-    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_trees_keep_to_their_width_budget_and_depth(options: dict[str, int]) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = make_causal_lm(target, **options)
-    drafts = record_drafts(drafter, monkeypatch)
+    watched = Watched(drafter)
     alone = target.generate(**prompts, **GREEDY)
-    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
-    for _, tree in drafts:
+    assert target.generate(**prompts, **GREEDY, assistant_model=watched).tolist() == alone.tolist()
+    for tree in watched.trees:
         assert tree.num_nodes <= 1 + drafter.options.tree_budget
         assert int(tree.depths.max()) <= drafter.options.max_depth
         for row in range(3):
@@ -174,10 +140,10 @@ def test_a_round_costs_one_forward_per_level(method: str) -> None:
     assert set(widths[1::4]) <= {1, 2}
 
 
-def test_sampled_chains_carry_the_law_they_were_drawn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_chains_carry_the_law_they_were_drawn_from() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = make_causal_lm_chain(target)
-    drafts = record_drafts(drafter, monkeypatch)
+    watched = Watched(drafter)
     target.generate(
         **prompts,
         max_new_tokens=8,
@@ -185,20 +151,20 @@ def test_sampled_chains_carry_the_law_they_were_drawn_from(monkeypatch: pytest.M
         temperature=0.7,
         top_k=9,
         repetition_penalty=1.3,
-        assistant_model=drafter,
+        assistant_model=watched,
     )
-    for context, tree in drafts:
-        assert tree.draft_probs is not None
+    for drafted in watched.rounds:
+        assert drafted.tree.draft_probs is not None
         for row, padding in enumerate(padding_of(prompts)):
-            text = context.sequences[row, : context.lengths[row]].tolist()
-            for law, token in zip(tree.draft_probs[row], tree.token_ids[row, 1:].tolist(), strict=True):
+            text = drafted.text(row)
+            for law, token in zip(drafted.tree.draft_probs[row], drafted.tree.token_ids[row, 1:].tolist(), strict=True):
                 logits = log_probs_after(drafter.model, text, padding) / 0.7
                 logits[logits < logits.topk(9).values[-1]] = -torch.inf
                 torch.testing.assert_close(law.double(), logits.softmax(-1), rtol=1e-4, atol=1e-6)
                 text.append(token)
     drafter.set_options(sample_drafts=False)
-    target.generate(**prompts, max_new_tokens=8, do_sample=True, assistant_model=drafter)
-    assert drafts[-1][1].draft_probs is None
+    target.generate(**prompts, max_new_tokens=8, do_sample=True, assistant_model=watched)
+    assert watched.trees[-1].draft_probs is None
 
 
 # When drafting stops.
@@ -206,21 +172,19 @@ def test_sampled_chains_carry_the_law_they_were_drawn_from(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("method", ["causal_lm_chain", "causal_lm_tree"])
 @pytest.mark.parametrize("options", [{"min_confidence": 0.3}, {"min_acceptance": 0.6}, {"min_confidence": 1.0}])
-def test_no_node_hangs_below_one_that_should_have_ended_the_path(
-    options: dict[str, float], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_node_hangs_below_one_that_should_have_ended_the_path(options: dict[str, float], method: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = make_causal_lm(target, method=method, **options)
-    drafts = record_drafts(drafter, monkeypatch)
+    watched = Watched(drafter)
     alone = target.generate(**prompts, **GREEDY)
-    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert target.generate(**prompts, **GREEDY, assistant_model=watched).tolist() == alone.tolist()
     sizes = set()
-    for context, tree in drafts[:5]:
+    for drafted in watched.rounds[:5]:
         for row, padding in enumerate(padding_of(prompts)):
-            if not context.active[row]:
+            if not drafted.context.active[row]:
                 continue
-            text = context.sequences[row, : context.lengths[row]].tolist()
-            paths = paths_of(tree, row)
+            text = drafted.text(row)
+            paths = paths_of(drafted.tree, row)
             sizes.add(max(map(len, paths)))
             for path in paths:
                 laws = [log_probs_after(drafter.model, [*text, *path[:depth]], padding) for depth in range(len(path))]

@@ -16,6 +16,7 @@ from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.dflash.configuration import default_target_layer_ids
 from tests.methods import make_ddtree, make_dflash
 from tests.targets import PROMPTS, make_target
+from tests.watched import Watched
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 # name: settings of the drafter; windows shorter than the prompt
@@ -80,31 +81,20 @@ def reference_logits(drafter: DFlashDrafter, target: PreTrainedModel, ids: Tenso
 @pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_marginals_of_every_round_equal_a_forward_without_cache(
-    target: PreTrainedModel, kind: str, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marginals_of_every_round_equal_a_forward_without_cache(target: PreTrainedModel, kind: str, batch: str) -> None:
     settings = {name: dict(value) if isinstance(value, dict) else value for name, value in KINDS[kind].items()}
     drafter = make_dflash(target, **settings).to(torch.float64)
     prompts = PROMPTS[batch]()
-    said: list[tuple[Tensor, list[list[int]], list[bool]]] = []
-    marginals = DFlashMarginals.marginals
-
-    def listening(self: DFlashMarginals, context: DraftContext) -> Tensor:
-        logits = marginals(self, context)
-        rows = [context.sequences[row, :length].tolist() for row, length in enumerate(context.lengths)]
-        said.append((logits.clone(), rows, list(context.active)))
-        return logits
-
-    monkeypatch.setattr(DFlashMarginals, "marginals", listening)
-    target.generate(**prompts, **GREEDY, assistant_model=drafter)
-    assert len(said) > 3
+    watched = Watched(drafter)
+    target.generate(**prompts, **GREEDY, assistant_model=watched)
+    assert len(watched.rounds) > 3
     with torch.no_grad():
-        for logits, rows, active in said:
-            for row, tokens in enumerate(rows):
-                if active[row]:
+        for drafted in watched.rounds:
+            for row, active in enumerate(drafted.context.active):
+                if active:
                     padding = int((prompts["attention_mask"][row] == 0).sum())
-                    expected = reference_logits(drafter, target, torch.tensor(tokens[padding:]))
-                    torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-6)
+                    expected = reference_logits(drafter, target, torch.tensor(drafted.text(row)[padding:]))
+                    torch.testing.assert_close(drafted.logits[row], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_marginals_stay_right_when_rows_commit_different_numbers(target: PreTrainedModel) -> None:
@@ -164,20 +154,11 @@ def test_every_kind_of_drafter_changes_no_token(target: PreTrainedModel, kind: s
 
 def test_chain_drafts_the_likeliest_token_of_every_position(target: PreTrainedModel) -> None:
     drafter = make_dflash(target).to(torch.float64)
-    trees: list[Any] = []
-    make = drafter.candidate_generator
-
-    def keeping(model: Any) -> Any:
-        generator = make(model)
-        draft = generator.draft
-        generator.draft = lambda context: trees.append((draft(context), context.sequences.clone())) or trees[-1][0]
-        return generator
-
-    drafter.candidate_generator = keeping
-    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
-    tree, sequences = trees[0]
+    watched = Watched(drafter)
+    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=watched)
+    tree = watched.trees[0]
     with torch.no_grad():
-        expected = reference_logits(drafter, target, sequences[0, :10])
+        expected = reference_logits(drafter, target, torch.tensor(watched.rounds[0].text(0)))
     assert tree.token_ids[0, 1:].tolist() == expected.argmax(-1).tolist()
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
 
@@ -197,19 +178,10 @@ def test_the_mask_token_is_never_drafted(target: PreTrainedModel) -> None:
     mask_id = drafter.config.mask_token_id
     likeliest = 100 * target.get_output_embeddings().weight[mask_id]
     drafter.norm.register_forward_hook(lambda module, inputs, output: likeliest.expand_as(output))
-    trees: list[Any] = []
-    make = drafter.candidate_generator
-
-    def keeping(model: Any) -> Any:
-        generator = make(model)
-        draft = generator.draft
-        generator.draft = lambda context: trees.append(draft(context)) or trees[-1]
-        return generator
-
-    drafter.candidate_generator = keeping
-    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
-    assert trees
-    for tree in trees:
+    watched = Watched(drafter)
+    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=watched)
+    assert watched.trees
+    for tree in watched.trees:
         assert tree.num_nodes > 1
         assert mask_id not in tree.token_ids[:, 1:].tolist()[0]
 

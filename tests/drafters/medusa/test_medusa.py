@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import Committed, DraftContext
@@ -19,34 +17,27 @@ from hf_specdec.drafters.medusa.candidates import static_tree
 from hf_specdec.drafters.medusa.modeling import rank_accuracies
 from tests.methods import make_medusa
 from tests.targets import PROMPTS, fresh_target, make_target
+from tests.watched import Watched
 
 
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_marginals_are_the_heads_on_the_state_before_the_root(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marginals_are_the_heads_on_the_state_before_the_root(batch: str) -> None:
     target = make_target("llama", "sdpa", torch.float64)
     drafter = make_medusa(target, own_head=False).double()
-    seen: list[tuple[list[int], list[bool], Tensor]] = []
-    marginals = MedusaMarginals.marginals
-
-    def listening(self: MedusaMarginals, context: Any) -> Tensor:
-        logits = marginals(self, context)
-        seen.append((list(context.lengths), context.active, logits.clone()))
-        return logits
-
-    monkeypatch.setattr(MedusaMarginals, "marginals", listening)
+    watched = Watched(drafter)
     prompts = PROMPTS[batch]()
-    output = target.generate(**prompts, max_new_tokens=8, do_sample=False, assistant_model=drafter)
+    output = target.generate(**prompts, max_new_tokens=8, do_sample=False, assistant_model=watched)
     pads = (prompts["attention_mask"] == 0).sum(1).tolist()
-    for lengths, active, logits in seen:
-        for row, length in enumerate(lengths):
-            if not active[row]:
+    for drafted in watched.rounds:
+        for row, length in enumerate(drafted.context.lengths):
+            if not drafted.context.active[row]:
                 continue
             with torch.no_grad():
                 states = target.model(output[row : row + 1, pads[row] : length - 1]).last_hidden_state[:, -1]
                 expected = drafter(states, target.lm_head)
-            torch.testing.assert_close(logits[row : row + 1], expected, rtol=1e-5, atol=1e-5)
-    assert len(seen) > 1
+            torch.testing.assert_close(drafted.logits[row : row + 1], expected, rtol=1e-5, atol=1e-5)
+    assert len(watched.rounds) > 1
 
 
 def test_heads_that_know_the_text_are_accepted_to_the_last() -> None:

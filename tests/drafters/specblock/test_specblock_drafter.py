@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding import devices
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter, candidates
+from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
+from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import rank_features
 from hf_specdec.drafters.specblock.tree import Nodes, Reading, Shape, Starts, attach, cut
 from tests.methods import make_specblock
 from tests.targets import PROMPTS, make_target
+from tests.watched import Watched
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 # What the published files leave out or say in their own way.
@@ -65,23 +69,27 @@ def published(tmp_path: Path, target: PreTrainedModel) -> tuple[Path, SpecBlockD
     return folder, drafter
 
 
-def drafts_of(drafter: SpecBlockDrafter, target: PreTrainedModel, batch: str = "batch of one") -> list[DraftTree]:
+def drafts_of(
+    drafter: SpecBlockDrafter,
+    target: PreTrainedModel,
+    batch: str = "batch of one",
+    make: type[SpecBlockGenerator] = SpecBlockGenerator,
+) -> list[DraftTree]:
     """The trees of a call."""
-    trees: list[DraftTree] = []
-    make = drafter.candidate_generator
+    watched = Watched(drafter, make)
+    target.generate(**PROMPTS[batch](), **GREEDY, assistant_model=watched)
+    return watched.trees
 
-    def keeping(model: Any) -> Any:
-        generator = make(model)
-        draft = generator.draft
-        generator.draft = lambda context: trees.append(draft(context)) or trees[-1]
-        return generator
 
-    drafter.candidate_generator = keeping  # type: ignore[method-assign]
-    try:
-        target.generate(**PROMPTS[batch](), **GREEDY, assistant_model=drafter)
-    finally:
-        del drafter.candidate_generator
-    return trees
+def forwards_of(drafter: SpecBlockDrafter) -> list[tuple[Tensor, bool]]:
+    """Of every forward from now on the conditions [batch, starts, ...], and whether they are the target's features."""
+    forwards: list[tuple[Tensor, bool]] = []
+
+    def note(layer: Any, inputs: tuple[Tensor, Tensor], named: dict[str, bool]) -> None:
+        forwards.append((inputs[0], named["from_target"]))
+
+    drafter.input_layer.register_forward_pre_hook(note, with_kwargs=True)
+    return forwards
 
 
 def paths_of(tree: DraftTree, row: int = 0) -> set[tuple[int, ...]]:
@@ -229,20 +237,12 @@ def test_a_target_that_does_not_fit_raises(target: PreTrainedModel, settings: di
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5])
 @pytest.mark.parametrize("budget", [3, 60])
 def test_a_round_takes_one_forward_per_block_whatever_the_tree(
-    target: PreTrainedModel, num_blocks: int, budget: int, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, num_blocks: int, budget: int
 ) -> None:
     drafter = make_specblock(target, num_blocks=num_blocks, tree_budget=budget)
-    calls = 0
-    block_hidden = SpecBlockDrafter.block_hidden
-
-    def counting(self: SpecBlockDrafter, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return block_hidden(self, *args, **kwargs)
-
-    monkeypatch.setattr(SpecBlockDrafter, "block_hidden", counting)
+    forwards = forwards_of(drafter)
     trees = drafts_of(drafter, target, "ragged batch of three")
-    assert calls == num_blocks * len(trees)
+    assert len(forwards) == num_blocks * len(trees)
     assert max(int(tree.depths.max()) for tree in trees) <= 3 * num_blocks
     assert all(tree.num_nodes <= 1 + budget for tree in trees)
 
@@ -315,37 +315,23 @@ def test_in_host_memory_only_what_no_row_uses_is_left_out(
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 def test_slots_per_round_grow_with_blocks_and_starts_not_with_the_depth_reached(
-    target: PreTrainedModel, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, num_blocks: int
 ) -> None:
     drafter = make_specblock(target, num_blocks=num_blocks, max_starts=2, beam_width=None)
-    widths: list[int] = []
-    block_hidden = SpecBlockDrafter.block_hidden
-
-    def counting(self: SpecBlockDrafter, conditions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        widths.append(-1 if kwargs["from_target"] else conditions.shape[1])
-        return block_hidden(self, conditions, *args, **kwargs)
-
-    monkeypatch.setattr(SpecBlockDrafter, "block_hidden", counting)
+    forwards = forwards_of(drafter)
     rounds = len(drafts_of(drafter, target))
-    later = [width for width in widths if width > 0]
+    later = [conditions.shape[1] for conditions, from_target in forwards if not from_target]
     assert len(later) == (num_blocks - 1) * rounds
     assert all(width <= 2 for width in later)
 
 
-def test_a_feature_enters_at_the_position_of_the_token_after_it(
-    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered: list[list[int]] = []
-    block_hidden = SpecBlockDrafter.block_hidden
-
-    def noting(self: SpecBlockDrafter, features: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor,
-               **kwargs: Any) -> Any:  # fmt: skip
-        entered.append(positions[0].tolist())
-        return block_hidden(self, features, embedded, positions, **kwargs)
-
-    monkeypatch.setattr(SpecBlockDrafter, "block_hidden", noting)
-    drafts_of(make_specblock(target, num_blocks=1), target)
-    assert entered[0] == list(range(1, 10))  # the prompt has 9 tokens; the root is the next
+def test_a_feature_enters_at_the_position_of_the_token_after_it(target: PreTrainedModel) -> None:
+    drafter = make_specblock(target, num_blocks=1)
+    entered: list[Tensor] = []
+    drafter.rotary_emb.register_forward_pre_hook(lambda rotary, inputs: entered.append(inputs[1]))
+    drafts_of(drafter, target)
+    first_slots = entered[0][0, :: drafter.config.block_size]
+    assert first_slots.tolist() == list(range(1, 10))  # the prompt has 9 tokens; the root is the next
 
 
 def test_fixed_top_k_gives_every_place_k_children(target: PreTrainedModel) -> None:
@@ -382,13 +368,13 @@ def test_merged_paths_are_distinct_and_no_fewer(target: PreTrainedModel) -> None
         assert paths_of(merged) >= paths_of(both)
 
 
-def test_a_long_prompt_in_parts_drafts_the_same(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_in_parts_drafts_the_same(target: PreTrainedModel) -> None:
+    class InParts(SpecBlockGenerator):
+        prompt_chunk = 4
+
     for batch in PROMPTS:
         drafter = make_specblock(target).to(torch.float64)
-        whole = drafts_of(drafter, target, batch)
-        monkeypatch.setattr(candidates, "PROMPT_CHUNK", 4)
-        parts = drafts_of(drafter, target, batch)
-        monkeypatch.undo()
+        whole, parts = drafts_of(drafter, target, batch), drafts_of(drafter, target, batch, InParts)
         for ours, theirs in zip(parts, whole, strict=True):
             assert [paths_of(ours, row) for row in range(len(ours.token_ids))] == [
                 paths_of(theirs, row) for row in range(len(theirs.token_ids))
@@ -396,35 +382,22 @@ def test_a_long_prompt_in_parts_drafts_the_same(target: PreTrainedModel, monkeyp
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_drafts_of_a_round_do_not_depend_on_how_positions_arrived(
-    target: PreTrainedModel, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_of_a_round_do_not_depend_on_how_positions_arrived(target: PreTrainedModel, batch: str) -> None:
     # The cache after several rounds drafts what a fresh call on the same tokens drafts.
     drafter = make_specblock(target, num_blocks=3).to(torch.float64)
     prompts = PROMPTS[batch]()
     length = prompts["input_ids"].shape[1]
-    trees = drafts_of(drafter, target, batch)
-    alone = target.generate(**prompts, **GREEDY)
-    kept = drafter.stats.per_step_accepted
+    watched = Watched(drafter)
+    alone = target.generate(**prompts, **GREEDY, assistant_model=watched)
+    kept = watched.stats.per_step_accepted
     for row in range(len(alone)):
         after = 0  # tokens committed beyond the first new one
-        for step, tree in enumerate(trees[:4]):
+        for step, tree in enumerate(watched.trees[:4]):
             prefix = alone[row : row + 1, : length + after]
             mask = torch.cat([prompts["attention_mask"][row : row + 1], prefix.new_ones(1, after)], 1)
-            first: list[DraftTree] = []
-            make = drafter.candidate_generator
-
-            def keeping(model: Any, first: list[DraftTree] = first, make: Any = make) -> Any:
-                generator = make(model)
-                draft = generator.draft
-                generator.draft = lambda context: first.append(draft(context)) or first[-1]
-                return generator
-
-            monkeypatch.setattr(drafter, "candidate_generator", keeping)
-            fresh = {**GREEDY, "max_new_tokens": 3}
-            target.generate(prefix[mask.bool()][None], **fresh, assistant_model=drafter)
-            monkeypatch.undo()
-            assert paths_of(first[0]) == paths_of(tree, row), (row, step)
+            fresh = Watched(drafter)
+            target.generate(prefix[mask.bool()][None], **{**GREEDY, "max_new_tokens": 3}, assistant_model=fresh)
+            assert paths_of(fresh.trees[0]) == paths_of(tree, row), (row, step)
             if step + 1 > len(kept[row]):
                 break
             after += kept[row][step] + 1
