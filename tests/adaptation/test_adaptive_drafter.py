@@ -6,20 +6,21 @@ import itertools
 import json
 import runpy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.generation import BaseStreamer
 
 from hf_specdec import load_drafter
 from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit, FailSafe
 from hf_specdec.adaptation.learner import kl_divergence
-from hf_specdec.adaptation.recording import Query, QueryRecorder
-from hf_specdec.decoding.generator import DraftContext
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.adaptation.recording import Query
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.training.features import TargetReader
 from tests.methods import make_dflash, make_specblock
@@ -108,18 +109,14 @@ def test_head_updates_move_the_heads_alone(target: PreTrainedModel, drafter: Pre
     assert moved == {name for name in before if name.startswith(("lm_head", "rank_head"))}
 
 
-def test_weights_change_between_rounds_only(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_change_between_rounds_only(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
-    forward, seen = type(drafter).block_hidden, []
+    seen: list[tuple[bool, float]] = []  # per forward whether it was a round's first, and the weights that it met
 
-    def watching(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if self is drafter:
-            seen.append((kwargs["from_target"], float(self.norm.weight.sum() + self.lm_head.weight.sum())))
-        return forward(self, *args, **kwargs)
+    def note(layer: Any, inputs: Any, named: dict[str, bool]) -> None:
+        seen.append((named["from_target"], float(drafter.norm.weight.sum() + drafter.lm_head.weight.sum())))
 
-    monkeypatch.setattr(type(drafter), "block_hidden", watching)
+    drafter.input_layer.register_forward_pre_hook(note, with_kwargs=True)
     with adaptive:
         for prompt in prompts(8):
             target.generate(prompt, assistant_model=adaptive, **GREEDY)
@@ -238,29 +235,32 @@ def drafter_rounds(adaptive: AdaptiveDrafter) -> list[int]:
     return adaptive.stats.per_step_accepted[0]
 
 
-def spoil(adaptive: AdaptiveDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learning from a poisoned stream: what should be likelier becomes less likely."""
-    sound = adaptive.learner._full_losses
-
-    def spoiled(queries: Any) -> Any:
-        losses = sound(queries)
-        return lambda: (-losses()[0], torch.zeros((), requires_grad=True))
-
-    monkeypatch.setattr(adaptive.learner, "_full_losses", spoiled)
+def climb(adaptive: AdaptiveDrafter) -> None:
+    """Learning as from a poisoned stream: what should be likelier becomes less likely."""
+    for parameter in adaptive.learner.learning.parameters():
+        parameter.register_hook(torch.neg)
 
 
-def test_a_poisoned_stream_is_noticed_and_undone(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_in_updates(adaptive: AdaptiveDrafter, fail: Callable[[], None]) -> RemovableHandle:
+    """Calls `fail` in front of every forward of an update, in its thread, until the handle is removed."""
+    learning: torch.nn.Module = adaptive.learner.learning
+    return learning.register_forward_pre_hook(lambda module, inputs: fail())
+
+
+def test_a_poisoned_stream_is_noticed_and_undone(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream = prompts(2)
-    settings: dict[str, Any] = {"fail_safe": FailSafe(window_queries=2, num_sigmas=0), "learning_rate": 0.01}
+    settings: dict[str, Any] = {
+        "fail_safe": FailSafe(window_queries=2, num_sigmas=0),
+        "learning_rate": 0.01,
+        "kl_weight": 0,
+    }
     with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(2), steps_per_update=3, **settings) as adaptive:
         serve(target, adaptive, stream * 8)
         reverts = adaptive.adaptation.num_reverts
         adaptive.fail_safe = FailSafe(window_queries=2, num_sigmas=0)
         adaptive.learner.learning_rate = 3e-4
         adaptive.learner.optimizer = adaptive.learner._new_optimizer()
-        spoil(adaptive, monkeypatch)
+        climb(adaptive)
         earlier = []
         for _ in range(40):
             earlier.append(weights_of(drafter))
@@ -272,7 +272,6 @@ def test_a_poisoned_stream_is_noticed_and_undone(
         assert lengths[-1] < max(lengths)
         restored = weights_of(drafter)
         assert any(all(torch.equal(restored[name], old[name]) for name in old) for old in earlier[:-1])
-        monkeypatch.undo()
         for name, tensor in weights_of(adaptive.learner.learning).items():
             torch.testing.assert_close(tensor.double(), weights_of(drafter)[name])
 
@@ -344,33 +343,31 @@ def test_rows_of_a_batch_leave_behind_what_each_would_alone(
 
 
 def test_an_error_in_an_update_surfaces_before_the_next_token(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
     before, stream = weights_of(drafter), prompts(3)
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
     main = threading.get_ident()
 
-    def failing(queries: Any) -> Any:
+    def fail() -> None:
         assert threading.get_ident() != main
         raise FloatingPointError("loss is nan")
 
-    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
+    failing = fail_in_updates(adaptive, fail)
     serve(target, adaptive, stream[:1])
     with pytest.raises(RuntimeError, match="An update of the drafter failed: FloatingPointError: loss is nan") as error:
         target.generate(stream[1], assistant_model=adaptive, **GREEDY)
     assert isinstance(error.value.__cause__, FloatingPointError)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
-    monkeypatch.undo()
+    failing.remove()
     serve(target, adaptive, stream[2:])  # told once; it goes on
     adaptive.close()
     assert len(adaptive.adaptation.updates) == 1
 
 
-def test_an_error_in_the_last_update_surfaces_on_closing(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_last_update_surfaces_on_closing(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
-    monkeypatch.setattr(adaptive.learner, "_full_losses", lambda queries: 1 / 0)
+    fail_in_updates(adaptive, lambda: 1 / 0)
     serve(target, adaptive, prompts(1))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         adaptive.close()
@@ -378,56 +375,37 @@ def test_an_error_in_the_last_update_surfaces_on_closing(
 
 
 @pytest.mark.parametrize("what", ["loss", "weight"])
-def test_an_update_that_is_no_number_is_refused(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_an_update_that_is_no_number_is_refused(target: PreTrainedModel, drafter: PretrainedDrafter, what: str) -> None:
     before = weights_of(drafter)
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), steps_per_update=1)
-    sound = adaptive.learner._full_losses
-
-    def broken(queries: Any) -> Any:
-        losses = sound(queries)
-        if what == "loss":
-            return lambda: (losses()[0] * torch.nan, torch.zeros(()))
-        norm = adaptive.learner.learning.norm.weight  # 0 in the loss, and infinite times 0 in its slope
-        return lambda: (losses()[0] + (norm * 0).sum().sqrt(), torch.zeros(()))
-
-    monkeypatch.setattr(adaptive.learner, "_full_losses", broken)
+    norm = adaptive.learner.learning.norm
+    if what == "loss":
+        broken = norm.register_forward_hook(lambda module, inputs, normed: normed * torch.nan)
+    else:
+        broken = norm.weight.register_hook(lambda gradient: gradient * torch.nan)
     serve(target, adaptive, prompts(1))
     message = {"loss": "loss is nan at gradient step 1 of 1", "weight": "weights are not finite after the last"}
     with pytest.raises(RuntimeError, match=f"An update of the drafter failed: FloatingPointError: {message[what]}"):
         adaptive.wait()
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
-    monkeypatch.undo()
+    broken.remove()
     serve(target, adaptive, prompts(1))
     adaptive.close()
     assert all(bool(tensor.isfinite().all()) for tensor in weights_of(drafter).values())
     assert len(adaptive.adaptation.updates) == 1
 
 
-def fail_in_second_step(adaptive: AdaptiveDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = adaptive.learner._full_losses
-
-    def failing(queries: Any) -> Any:
-        losses, steps = sound(queries), itertools.count()
-
-        def failing_losses() -> tuple[Tensor, Tensor]:
-            if next(steps):
-                raise FloatingPointError("in the second step")
-            return losses()
-
-        return failing_losses
-
-    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
-
-
 def test_an_update_that_fails_half_way_leaves_nothing_behind(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
-    fail_in_second_step(adaptive, monkeypatch)
+
+    def fail(*_: Any) -> None:
+        raise FloatingPointError("behind the first step")
+
+    adaptive.learner.optimizer.register_step_post_hook(fail)
     serve(target, adaptive, prompts(1))
-    with pytest.raises(RuntimeError, match="in the second step"):
+    with pytest.raises(RuntimeError, match="behind the first step"):
         adaptive.wait()
     learned = weights_of(adaptive.learner.learning)
     assert all(torch.equal(tensor.float(), learned[name]) for name, tensor in weights_of(drafter).items())
@@ -435,27 +413,35 @@ def test_an_update_that_fails_half_way_leaves_nothing_behind(
 
 
 def test_a_call_in_which_an_update_fails_is_finished_and_the_next_one_tells(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
     stream = prompts(2)
     alone = target.generate(stream[1], **GREEDY)
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
-    may_fail, draft = threading.Event(), QueryRecorder.draft
+    may_fail = threading.Event()
 
-    def failing(queries: Any) -> Any:
+    def fail() -> None:
         may_fail.wait()
         raise FloatingPointError("loss is nan")
 
-    def drafting(self: QueryRecorder, context: DraftContext) -> DraftTree:
-        if self.rows:  # the call is under way
-            may_fail.set()
-            finish_update(adaptive)
-        return draft(self, context)
+    class FailsNow(BaseStreamer):
+        """Lets the update fail while a call is under way: behind its prompt comes what it writes."""
 
-    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
+        parts = 0
+
+        def put(self, value: Tensor) -> None:
+            self.parts += 1
+            if self.parts == 2:
+                may_fail.set()
+                finish_update(adaptive)
+
+        def end(self) -> None:
+            assert self.parts > 3
+
+    fail_in_updates(adaptive, fail)
     target.generate(stream[0], assistant_model=adaptive, **GREEDY)
-    monkeypatch.setattr(QueryRecorder, "draft", drafting)
-    assert target.generate(stream[1], assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
+    served = target.generate(stream[1], assistant_model=adaptive, streamer=FailsNow(), **GREEDY)
+    assert served.tolist() == alone.tolist()
     assert len(adaptive.adaptation.queries) == 2
     with pytest.raises(RuntimeError, match="An update of the drafter failed: FloatingPointError: loss is nan"):
         target.generate(stream[1], assistant_model=adaptive, **GREEDY)
@@ -463,27 +449,25 @@ def test_a_call_in_which_an_update_fails_is_finished_and_the_next_one_tells(
 
 
 def test_a_revert_while_an_update_fails_brings_the_good_weights_back(
-    target: PreTrainedModel, drafter: PretrainedDrafter, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
     class SecondIsBad(FailSafe):
         def observe(self, query: Any) -> Any:
-            return "bad" if len(adaptive.adaptation.queries) == 2 else None
+            if len(adaptive.adaptation.queries) < 2:
+                return None
+            may_fail.set()
+            return "bad"
 
     before, stream = weights_of(drafter), prompts(2)
     alone = target.generate(stream[1], **GREEDY)
     adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), fail_safe=SecondIsBad())
-    may_fail, result = threading.Event(), adaptive.learner.revert
+    may_fail = threading.Event()
 
-    def failing(queries: Any) -> Any:
+    def fail() -> None:
         may_fail.wait()
         raise FloatingPointError("loss is nan")
 
-    def reverting() -> None:
-        may_fail.set()
-        result()
-
-    monkeypatch.setattr(adaptive.learner, "_full_losses", failing)
-    monkeypatch.setattr(adaptive.learner, "revert", reverting)
+    fail_in_updates(adaptive, fail)
     target.generate(stream[0], assistant_model=adaptive, **GREEDY)
     torch.nn.init.constant_(drafter.norm.weight, 5.0)  # what serves is bad
     assert target.generate(stream[1], assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
