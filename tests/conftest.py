@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -33,6 +37,24 @@ torch.nn.functional.softmax = softmax_in_its_type
 def nan_from_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager attention in float64 as the host computes it: rows with left padding are NaN."""
     monkeypatch.setattr(torch.nn.functional, "softmax", HOST_SOFTMAX)
+
+
+@pytest.fixture
+def chdir(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Makes a folder the current one until the test ends."""
+    return monkeypatch.chdir
+
+
+@pytest.fixture
+def type_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[TextIO], None]:
+    """Takes a stream as stdin until the test ends."""
+    return lambda stdin: monkeypatch.setattr(sys, "stdin", stdin)
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a package one that is not installed, until the test ends."""
+    return lambda package: monkeypatch.setitem(sys.modules, package, None)
 
 
 @pytest.fixture(autouse=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import io
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdec.chat import Answer, Conversation
+from hf_specdec.chat import Answer, Conversation, converse
 from hf_specdec.cli import main
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.drafters.ngram import NGramDrafter
@@ -54,6 +56,13 @@ def plain(target: PreTrainedModel, text: str) -> str:
 def conversation(target: PreTrainedModel, method: str = "ngram", **settings: Any) -> Conversation:
     drafter = METHODS[method](target)
     return Conversation(target, chat_tokenizer(), drafter, **{"max_new_tokens": NEW, "do_sample": False, **settings})
+
+
+class Interrupts(LogitsProcessor):
+    """Ctrl-C before the first token of an answer."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise KeyboardInterrupt
 
 
 def silent(piece: str, drafted: bool, answer: Answer) -> None:
@@ -105,14 +114,9 @@ def test_ctrl_c_ends_an_answer_and_what_it_has_is_kept(target: PreTrainedModel) 
     assert talk.ask("more", silent).text == plain(target, f"uhelloxa{answer.text}xumorexq")
 
 
-def test_a_question_without_any_answer_is_forgotten(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any, **settings: Any) -> None:
-        raise KeyboardInterrupt
-
-    talk = conversation(target)
-    with monkeypatch.context() as patch:
-        patch.setattr(target, "generate", interrupted)
-        assert talk.ask("hello", silent).interrupted
+def test_a_question_without_any_answer_is_forgotten(target: PreTrainedModel) -> None:
+    talk = conversation(target, logits_processor=[Interrupts()])
+    assert talk.ask("hello", silent).interrupted
     assert talk.messages == []
 
 
@@ -170,17 +174,33 @@ def test_what_needs_a_template_is_refused_without_one(
     assert re.search(message.replace("PLAIN", str(tmp_path)), capsys.readouterr().err.splitlines()[-1])
 
 
-class Terminal(io.StringIO):
+class Screen(io.StringIO):
+    """A terminal to write to."""
+
     def isatty(self) -> bool:
         return True
 
 
+class Keyboard(Screen):
+    """A terminal to read from: lines, and in their place Ctrl-C (KeyboardInterrupt); then Ctrl-D."""
+
+    def __init__(self, *typed: str | type[KeyboardInterrupt]) -> None:
+        super().__init__()
+        self.typed = iter(typed)
+
+    def readline(self, *_: Any) -> str:
+        line = next(self.typed, "")
+        if isinstance(line, str):
+            return line and f"{line}\n"
+        raise line
+
+
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch, folder: str) -> Callable[..., int]:
+def say(type_in: Callable[[TextIO], None], folder: str) -> Callable[..., int]:
     """Runs the chat on lines of a pipe."""
 
     def run(text: bytes, *options: str) -> int:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text), encoding="ascii"))
+        type_in(io.TextIOWrapper(io.BytesIO(text), encoding="ascii"))
         return main(["chat", folder, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW), *options])
 
     return run
@@ -205,75 +225,63 @@ def test_chat_wants_utf8_of_a_pipe(say: Callable[..., int], capsys: pytest.Captu
 
 
 def test_ctrl_c_ends_a_chat_whose_questions_come_from_a_pipe(
-    say: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: PreTrainedModel, type_in: Callable[[TextIO], None]
 ) -> None:
-    def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(NGramDrafter, "candidate_generator", interrupted)
-    assert say(b"hello\nmore\n") == 130
+    type_in(io.StringIO("hello\nmore\n"))
+    with pytest.raises(KeyboardInterrupt):
+        converse(conversation(target, logits_processor=[Interrupts()]))
 
 
 def test_chat_in_a_terminal_colours_drafted_tokens_and_goes_on_after_ctrl_c(
     target: PreTrainedModel,
     folder: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    type_in: Callable[[TextIO], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_ddtree(target).save_pretrained(tmp_path)
-    typed = iter([KeyboardInterrupt, "hello", "a" * 130, "/reset", "hello", EOFError])
-
-    def type_line(prompt: str) -> str:
-        line = next(typed)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    screen = Terminal()
-    monkeypatch.setattr("sys.stdin", Terminal())
-    monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setattr(builtins, "input", type_line)
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("LINES", "24")
-    assert main(["chat", folder, str(tmp_path), "--device", "cpu", "--max-new-tokens", str(NEW)]) == 0
+    screen, rows = Screen(), shutil.get_terminal_size().lines
+    type_in(Keyboard(KeyboardInterrupt, "hello", "a" * 130, "/reset", "hello"))
+    with contextlib.redirect_stdout(screen):
+        assert main(["chat", folder, str(tmp_path), "--device", "cpu", "--max-new-tokens", str(NEW)]) == 0
     answer = plain(target, "uhelloxq")
     shown = screen.getvalue()
-    status = re.findall(r"\x1b7\x1b\[24;1H\x1b\[2K\x1b\[2m([^\x1b]+)\x1b\[0m\x1b8", shown)
+    status = re.findall(rf"\x1b7\x1b\[{rows};1H\x1b\[2K\x1b\[2m([^\x1b]+)\x1b\[0m\x1b8", shown)
     assert all("tokens/s, mean acceptance length" in line for line in status)
     assert len(status) >= 2, "one per answer at least"
-    assert shown.count("\x1b[1;23r") == shown.count("\x1b[r") == 2, "the last line is taken and given back"
+    assert shown.count(f"\x1b[1;{rows - 1}r") == shown.count("\x1b[r") == 2, "the last line is taken and given back"
     written = re.sub(r"\x1b7.*?\x1b8", "", shown)
     assert "\x1b[32m" in written
-    assert re.sub(r"\x1b(D|\[[0-9;]*[A-Za-z])", "", written).split() == [answer, answer]
+    assert re.sub(r"\x1b(D|\[[0-9;]*[A-Za-z])", "", written).replace("> ", "").split() == [answer, answer]
     told = capsys.readouterr().err
     assert "Green text was drafted" in told
     assert "reads at most 128" in told
 
 
 def test_ctrl_c_beside_an_answer_does_not_end_a_conversation_in_a_terminal(
-    folder: str, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, type_in: Callable[[TextIO], None]
 ) -> None:
-    def ask(self: Conversation, question: str, write: Any) -> Answer:
-        raise KeyboardInterrupt
+    class InterruptedBeside(Conversation):
+        def ask(self, question: str, write: Any) -> Answer:
+            raise KeyboardInterrupt
 
-    typed = iter(["hello", "/exit"])
-    monkeypatch.setattr(Conversation, "ask", ask)
-    monkeypatch.setattr("sys.stdin", Terminal())
-    monkeypatch.setattr(builtins, "input", lambda prompt: next(typed))
-    assert main(["chat", folder, "ngram", "--device", "cpu"]) == 0
+    keyboard = Keyboard("hello", "/exit", "unread")
+    type_in(keyboard)
+    converse(InterruptedBeside(target, chat_tokenizer(), NGramDrafter(), max_new_tokens=NEW))
+    assert list(keyboard.typed) == ["unread"]
 
 
-def test_characters_that_steer_a_terminal_are_not_written_to_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(self: Conversation, question: str, write: Any) -> Answer:
-        write("a\x1b]2;title\x07b\tc\n\u00a0d\x9b", False, Answer())
-        return Answer()
+def test_characters_that_steer_a_terminal_are_not_written_to_it(
+    target: PreTrainedModel, type_in: Callable[[TextIO], None]
+) -> None:
+    class Steering(Conversation):
+        def ask(self, question: str, write: Any) -> Answer:
+            write("a\x1b]2;title\x07b\tc\n\u00a0d\x9b", False, Answer())
+            return Answer()
 
-    screen = Terminal()
-    monkeypatch.setattr(Conversation, "ask", ask)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    monkeypatch.setattr("sys.stdout", screen)
-    assert main(["chat", folder, "ngram", "--device", "cpu"]) == 0
+    type_in(io.StringIO("hello\n"))
+    with contextlib.redirect_stdout(Screen()) as screen:
+        converse(Steering(target, chat_tokenizer(), NGramDrafter(), max_new_tokens=NEW))
     assert (
         "a\N{REPLACEMENT CHARACTER}]2;title\N{REPLACEMENT CHARACTER}b\tc\n\u00a0d\N{REPLACEMENT CHARACTER}"
         in screen.getvalue()

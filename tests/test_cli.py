@@ -9,9 +9,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_export_and_convert_bring_a_drafter_there_and_back(drafter: Path, tmp_pa
     assert json.loads((back / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
 
 
-def test_export_of_the_current_folder_is_named_after_it(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(drafter)
+def test_export_of_the_current_folder_is_named_after_it(drafter: Path, chdir: Callable[[Path], None]) -> None:
+    chdir(drafter)
     assert main(["export", ".", "--target-id", "owner/target"]) == 0
     assert (drafter / "drafter-vllm" / "config.json").is_file()
 
@@ -131,13 +132,10 @@ def test_what_is_wrong_is_told_in_one_line(
 
 
 @pytest.fixture
-def no_weights(target: PreTrainedModel, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads weights fails; those that the test names are saved before."""
-
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+def no_weights(target: PreTrainedModel, drafter: Path) -> None:
+    """Whoever loads weights of the target or of the drafter fails: their files are empty."""
+    for folder in (drafter, drafter.parent / "target"):
+        (folder / "model.safetensors").write_bytes(b"")
 
 
 @pytest.mark.parametrize("command", [["verify"], ["generate", "--prompt", "a"]])
@@ -243,12 +241,13 @@ def test_no_tokens_to_write_are_refused_before_anything_is_loaded(
     assert f"--max-new-tokens: {number} must be at least 1" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(arguments: object) -> None:
-        raise KeyboardInterrupt
+def test_ctrl_c_is_told_in_one_line(type_in: Callable[[TextIO], None], capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(io.StringIO):
+        def read(self, *_: Any) -> str:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_specdec.cli._verify", interrupted)
-    assert main(["verify", "target", "ngram"]) == 130
+    type_in(Interrupted())
+    assert main(["generate", "target", "ngram", "--prompt", "-"]) == 130
     assert capsys.readouterr().err == "\nhf-specdec: stopped\n"
 
 
@@ -267,10 +266,14 @@ def test_ctrl_c_while_a_command_is_imported_is_told_in_one_line(
 
 
 def test_a_missing_package_is_told_in_one_line(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: PreTrainedModel,
+    tmp_path: Path,
+    chdir: Callable[[Path], None],
+    lacking: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.chdir(tmp_path)
+    lacking("datasets")
+    chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text " * 1000)
     assert main(["train", "--target", "target", "--output", "out", "--text", "text.txt"]) == 1
     assert "the package datasets is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
@@ -287,12 +290,14 @@ def test_output_that_nobody_reads_ends_quietly(drafter: Path) -> None:
 
 
 def test_a_prompt_from_stdin_must_be_utf8(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: PreTrainedModel,
+    tmp_path: Path,
+    type_in: Callable[[TextIO], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["generate", str(tmp_path / "target"), "ngram", "--prompt", "-", "--max-new-tokens", "2"]
     for given, status in ((b"hello", 0), ("caf\u00e9".encode("latin1"), 1)):
-        stdin = io.TextIOWrapper(io.BytesIO(given), encoding="ascii", errors="surrogateescape")
-        monkeypatch.setattr("sys.stdin", stdin)
+        type_in(io.TextIOWrapper(io.BytesIO(given), encoding="ascii", errors="surrogateescape"))
         assert main([*arguments, "--device", "cpu"]) == status
     assert "hf-specdec: --prompt - reads UTF-8 from stdin, and byte 4 of it is 0xe9" in capsys.readouterr().err
 
