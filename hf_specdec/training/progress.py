@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
@@ -22,6 +23,7 @@ class TokenProgress:
         total: most tokens that there are to do; `skip` lowers it.
         max_seconds: work that is begun later than this is not done; None for no limit.
         stream: where the line goes; standard error where None.
+        clock: gives the time in seconds.
 
     Example:
         >>> with TokenProgress("target writes", 30, stream=sys.stdout) as progress:
@@ -31,13 +33,20 @@ class TokenProgress:
     """
 
     def __init__(
-        self, action: str, total: int, *, max_seconds: float | None = None, stream: TextIO | None = None
+        self,
+        action: str,
+        total: int,
+        *,
+        max_seconds: float | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.action, self.total, self.max_seconds = action, total, max_seconds
         self.stream = sys.stderr if stream is None else stream
+        self.clock = clock
         self.done = 0
         self._terminal = self.stream.isatty()
-        self._started = self._shown = time.monotonic()
+        self._started = self._shown = clock()
 
     def __enter__(self) -> TokenProgress:
         return self
@@ -51,7 +60,7 @@ class TokenProgress:
     def add(self, tokens: int) -> None:
         """Counts `tokens` as done."""
         self.done += tokens
-        if time.monotonic() - self._shown >= (TERMINAL_INTERVAL_S if self._terminal else LINE_INTERVAL_S):
+        if self.clock() - self._shown >= (TERMINAL_INTERVAL_S if self._terminal else LINE_INTERVAL_S):
             self._show("" if self._terminal else "\n")
 
     def skip(self, tokens: int) -> None:
@@ -59,7 +68,7 @@ class TokenProgress:
         self.total -= tokens
 
     def _show(self, end: str) -> None:
-        self._shown = time.monotonic()
+        self._shown = self.clock()
         elapsed = self._shown - self._started
         rate = self.done / max(elapsed, 1e-9)
         left = (self.total - self.done) / rate

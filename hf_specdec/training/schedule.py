@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from accelerate.utils import broadcast_object_list
@@ -29,6 +30,7 @@ class Schedule(TrainerCallback):
         evaluation_steps: training steps that have as many rows as an evaluation.
         num_steps: of the run; None for as many as fit into `minutes`.
         minutes: of the run, where `num_steps` is None.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class Schedule(TrainerCallback):
         evaluation_steps: int,
         num_steps: int | None = None,
         minutes: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.warmup, self.evaluation_steps = name, warmup, evaluation_steps
         self.timed = num_steps is None
         self.num_steps = FIRST_GUESS if num_steps is None else num_steps
-        self.limit_s = 60 * minutes
+        self.limit_s, self.clock = 60 * minutes, clock
         self._next_estimate = 1
         self._evaluation_s: float | None = None
         self._evaluating_s = 0.0
@@ -75,21 +78,21 @@ class Schedule(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._started = time.monotonic()
+        self._started = self.clock()
         self._set_steps(state, self.num_steps)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._step_began = time.monotonic()
+        self._step_began = self.clock()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._gradients_s = time.monotonic() - self._step_began
+        self._gradients_s = self.clock() - self._step_began
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._step_ended = time.monotonic()
+        self._step_ended = self.clock()
         # Not after the last step, which the host has found to be so before.
         if self.timed and self._next_estimate <= state.global_step < self.num_steps:
             # One that estimates more steps than the others would wait for them for ever.
@@ -98,7 +101,7 @@ class Schedule(TrainerCallback):
             self._next_estimate = state.global_step + max(1, min(state.global_step, steps // 20))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._evaluation_s = time.monotonic() - self._step_ended
+        self._evaluation_s = self.clock() - self._step_ended
         self._evaluating_s += self._evaluation_s
 
     def on_log(

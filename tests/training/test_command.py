@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,17 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from hf_specdec.training import DrafterTrainer, dflash, specbound
+from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import go_on_from, main, read_text
-from hf_specdec.training.features import TargetReader
 from hf_specdec.training.specblock import new_drafter
 from tests.targets import fresh_target, make_target, tiny_tokenizer
 
@@ -157,13 +160,13 @@ def test_impossible_wishes_are_refused_before_the_target_is_loaded(options: list
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, chdir: Callable[[Path], None]) -> Path:
     """The current folder, with a target and text for it."""
     pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
     make_target("llama", dtype=torch.float32).save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     write_text(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    chdir(tmp_path)
     return tmp_path
 
 
@@ -218,13 +221,39 @@ def test_what_does_not_fit_is_refused_before_the_target_writes(place: Path, opti
     assert not (place / "work").exists()
 
 
-def test_losses_that_cannot_use_the_target_are_refused_before_it_writes(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TargetReader, "head", lambda reader, hidden: 2 * reader.lm_head(hidden))
-    with pytest.raises(ValueError, match="it transforms them in a way unknown here"):
-        train("--loss", "kl", "--output", "drafter")
+def test_losses_that_cannot_use_the_target_are_refused_before_it_writes(place: Path) -> None:
+    make_target("granite", dtype=torch.float32).save_pretrained(place / "target")  # divides its logits by 3
+    with pytest.raises(ValueError, match="GraniteForCausalLM differ by .* it transforms them in a way unknown here"):
+        train("--loss", "kl", "--steps", "2", "--output", "drafter")
     assert not (place / "work").exists()
+
+
+@pytest.fixture
+def trial_finds(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says what the trial of number types finds from now on: whether bfloat16 is the faster one."""
+    where = "hf_specdec.training.number_type.computes_bfloat16"
+    return lambda found: monkeypatch.setattr(where, lambda device: (found, "of a trial"))
+
+
+class StoppedError(Exception):
+    """Instead of the first step of an optimizer."""
+
+
+@contextlib.contextmanager
+def stopped_at_the_first_step() -> Iterator[list[torch.optim.Optimizer]]:
+    """The command ends in front of the first step; gives the optimizer that was to take it."""
+    asked: list[torch.optim.Optimizer] = []
+
+    def stop(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        asked.append(optimizer)
+        raise StoppedError
+
+    hook = register_optimizer_step_pre_hook(stop)
+    try:
+        with pytest.raises(StoppedError):
+            yield asked
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize(
@@ -236,35 +265,36 @@ def test_the_number_type_is_what_the_device_is_fast_in_unless_one_is_asked_for(
     found: bool,
     options: list[str],
     bf16: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    trial_finds: Callable[[bool], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class StoppedError(Exception):
-        pass
-
-    def stopped(trainer: DrafterTrainer, **settings: Any) -> None:
-        assert trainer.args.bf16 is bf16
-        assert trainer.optimizer.parts[0].dtype == (torch.bfloat16 if bf16 else torch.float32)
-        # The checkpoint is in bfloat16; where that is slow, the target must not compute in it either.
-        assert trainer.step.reader.model.dtype == (torch.bfloat16 if bf16 else torch.float32)
-        raise StoppedError
-
     make_target("llama", dtype=torch.bfloat16).save_pretrained(place / "target")
-    monkeypatch.setattr("hf_specdec.training.number_type.computes_bfloat16", lambda device: (found, "of a trial"))
-    monkeypatch.setattr("hf_specdec.training.command.DrafterTrainer.train", stopped)
-    with pytest.raises(StoppedError):
-        main([*TRAIN, "--steps", "2", "--output", "drafter", *options])
+    trial_finds(found)
+    computed: set[torch.dtype] = set()
+
+    def note(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(module, torch.nn.Linear):
+            computed.add(output.dtype)
+
+    hook = register_module_forward_hook(note)
+    try:
+        with stopped_at_the_first_step() as optimizers:
+            main([*TRAIN, "--steps", "2", "--output", "drafter", *options])
+    finally:
+        hook.remove()
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    assert optimizers[0].parts[0].dtype == dtype  # of Muon's iteration
+    # Drafter and target. The checkpoint is in bfloat16; where that is slow, the target must not compute in it either.
+    assert computed == {dtype}
     said = f"number type: {'bfloat16' if bf16 else 'float32'}, since of a trial; --{'no-' if bf16 else ''}bf16 chooses"
     assert (said in capsys.readouterr().out) == (not options)
 
 
 def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, trial_finds: Callable[[bool], None]
 ) -> None:
     for found, resume in ((False, []), (True, ["--resume"])):
-        monkeypatch.setattr(
-            "hf_specdec.training.number_type.computes_bfloat16", lambda device, found=found: (found, "so")
-        )
+        trial_finds(found)
         main([*TRAIN, "--steps", "2", "--output", f"drafter{found}", *resume])
     record = json.loads((place / "drafterTrue/training.json").read_text())
     assert record["settings"]["bf16"] is False
@@ -295,18 +325,11 @@ def test_a_run_that_does_not_tell_its_text_and_target_is_not_gone_on_with(place:
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
-def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*arguments: Any, **settings: Any) -> None:
-        raise KeyboardInterrupt
-
+def test_checkpoints_of_another_text_are_not_taken_for_those_of_a_run_that_was_begun_anew(place: Path) -> None:
     train("--steps", "2", "--output", "drafter")
     write_text(place, first=3)
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_specdec.training.command.DrafterTrainer.train", stopped)  # before its first checkpoint
-        with pytest.raises(KeyboardInterrupt):
-            train("--steps", "2", "--output", "drafter")
+    with stopped_at_the_first_step():  # before its first checkpoint
+        train("--steps", "2", "--output", "drafter")
     with pytest.raises(ValueError, match="--resume, but 'work' holds no checkpoint of a run with these options"):
         train("--steps", "2", "--output", "drafter", "--resume")
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_specdec.training import data, progress
+from hf_specdec.training import progress
 from hf_specdec.training.data import collate, mix, pack_text, training_folders, write_continuations
 from hf_specdec.training.features import TargetReader, cache_states, fingerprint
 from tests.targets import EOS, VOCAB, fresh_target
@@ -132,19 +131,26 @@ def test_batch_stops_once_most_rows_have_ended(target, documents, tmp_path):
     assert max(row["length"] - row["first_anchor"] for row in rows) == 1
 
 
-def test_interrupted_writing_goes_on_and_workers_share_the_work(target, documents, tmp_path, monkeypatch):
+def test_interrupted_writing_goes_on_and_workers_share_the_work(target, documents, tmp_path):
     whole = write(target, documents, tmp_path / "whole")
     folder = tmp_path / "parts"
-    numbers = []
-    write_batch = data._write_batch
-    monkeypatch.setattr(data, "_write_batch", lambda *args: numbers.append(args[4]) or write_batch(*args))
-    write(target, documents, folder, worker=(1, 2))
-    assert numbers == [1]
-    rows = write(target, documents, folder)
-    assert numbers == [1, 0, 2], "a part that is there is not written again"
+    begun = []  # of each batch, its prompt lengths
+    target.register_forward_pre_hook(
+        lambda model, inputs, named: begun.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+
+    def written(**changes):
+        begun.clear()
+        rows = write(target, documents, folder, **changes)
+        parts = sorted(int(part.name.removeprefix("part-")) for part in folder.glob("*/part-*"))
+        return rows, sum(length > 1 for length in begun), parts
+
+    assert written(worker=(1, 2))[1:] == (1, [1])
+    rows, batches, parts = written()
+    assert (batches, parts) == (2, [0, 1, 2]), "a part that is there is not written again"
     assert rows["input_ids"][:] == whole["input_ids"][:]
-    assert len(write(target, documents, folder, num_rows=13)) == 16
-    assert numbers == [1, 0, 2, 3], "more rows add parts"
+    more, batches, parts = written(num_rows=13)
+    assert (len(more), batches, parts) == (16, 1, [0, 1, 2, 3]), "more rows add parts"
     (recipe,) = folder.glob("*/recipe.json")
     assert json.loads(recipe.read_text())["temperatures"] == [0.0, 0.8]
 
@@ -208,13 +214,13 @@ def test_wishes_that_no_text_can_meet_are_refused(target, documents, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_datasets_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
+def test_missing_datasets_package_is_named_with_its_extra(lacking):
+    lacking("datasets")
     with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[train\]'"):
         pack_text([[1, 2, 3]], 2)
 
 
-def test_cached_states_equal_those_on_the_fly_and_are_computed_once(target, documents, tmp_path, monkeypatch):
+def test_cached_states_equal_those_on_the_fly_and_are_computed_once(target, documents, tmp_path):
     rows = pack_text(documents, 8)
     reader = TargetReader(target, [2, 0], last_hidden=True)
     cached = cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
@@ -225,9 +231,10 @@ def test_cached_states_equal_those_on_the_fly_and_are_computed_once(target, docu
     torch.testing.assert_close(batch["last_hidden"], states.last_hidden)
     torch.testing.assert_close(target.lm_head(batch["last_hidden"]), target(batch["input_ids"]).logits)
 
-    reads = []
-    read = reader.read
-    monkeypatch.setattr(reader, "read", lambda ids: reads.append(len(ids)) or read(ids))
+    reads = []  # rows of each forward
+    target.get_decoder().register_forward_pre_hook(
+        lambda decoder, inputs, named: reads.append(len(named["input_ids"])), with_kwargs=True
+    )
     cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
     assert reads == []
     next(tmp_path.glob("states-*/rows-00000005.safetensors")).unlink()

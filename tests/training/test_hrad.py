@@ -6,16 +6,16 @@ import gc
 import json
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
-from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
-from hf_specdec.training import hrad
 from hf_specdec.training.hrad import (
     Examples,
     Settings,
@@ -29,7 +29,7 @@ from hf_specdec.training.hrad import (
     main,
 )
 from tests.methods import make_causal_lm
-from tests.targets import make_target, tiny_tokenizer
+from tests.targets import fresh_target, make_target, tiny_tokenizer
 
 CONFIG = SpecBranchConfig(target_hidden_size=8, num_target_layers=4)
 
@@ -75,22 +75,23 @@ def test_prompts_that_run_together_give_the_examples_they_give_alone() -> None:
     torch.testing.assert_close(torch.tensor([x for x, _ in alone]), torch.tensor([x for x, _ in together]))
 
 
-def test_caches_of_a_call_do_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_target("llama", "sdpa")
+def test_caches_of_a_call_do_not_outlive_it() -> None:
+    target = fresh_target("llama", "sdpa")
     model = make_causal_lm(target, noise=0.01).model
-    alive: list[int] = []
-    caches: weakref.WeakSet[TreeCache] = weakref.WeakSet()
-    begin = TreeCache.begin_rounds
+    alive: list[int] = []  # at the first forward with each cache, of those before it
+    caches: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def counted(cache: TreeCache, capacity: int, *, contiguous: bool = False) -> None:
-        gc.collect()
-        alive.append(len(caches))
-        caches.add(cache)
-        begin(cache, capacity, contiguous=contiguous)
+    def count(module: Any, inputs: Any, named: dict[str, Any]) -> None:
+        if named["past_key_values"] not in caches:
+            gc.collect()
+            alive.append(len(caches))
+            caches.add(named["past_key_values"])
 
-    monkeypatch.setattr(TreeCache, "begin_rounds", counted)
+    for each in (target, model):
+        each.register_forward_pre_hook(count, with_kwargs=True)
     collect(target, model, [[5, 6, 7]] * 4, draft_length=3, new_tokens=10, batch_size=1)
-    assert max(alive) <= 2, "of the call before, which its drafter may still hold"
+    assert len(alive) == 2 * 4
+    assert max(alive) <= 3, "its own, and of the call before, which its drafter may still hold"
 
 
 def test_rare_classes_are_filled_up_between_their_own_examples() -> None:
@@ -161,13 +162,17 @@ def run_command(folder: Path, *options: str) -> PreTrainedModel:
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_pair_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+    tmp_path: Path,
+    chdir: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hrad, "collect", None)
+    chdir(tmp_path)
     _write_examples(Path("examples.safetensors"), blobs((2, 1, 1), 1), blobs((3, 2, 2), 2))
     with pytest.raises(ValueError, match=message):
         run_command(tmp_path, *options)
+    assert "the pair writes" not in capsys.readouterr().err
 
 
 def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(

@@ -56,11 +56,8 @@ def test_a_checkpoint_goes_on_with_the_momentum_and_in_the_number_type_of_the_ru
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.008, False), (0.75, False), (4.5, True)])
-def test_a_cpu_trains_in_bfloat16_where_a_trial_finds_it_faster(
-    gain: float, chosen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(number_type, "bfloat16_gain", lambda: gain)
-    assert number_type.computes_bfloat16("cpu") == (
+def test_a_cpu_trains_in_bfloat16_where_a_trial_finds_it_faster(gain: float, chosen: bool) -> None:
+    assert number_type.computes_bfloat16("cpu", lambda: gain) == (
         chosen,
         f"this CPU multiplies matrices {gain} times as fast in bfloat16 as in float32",
     )

@@ -10,17 +10,15 @@ from transformers import TrainerControl, TrainerState, get_cosine_schedule_with_
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.training_args import TrainingArguments
 
-from hf_specdec.training import schedule as module
 from hf_specdec.training.schedule import Schedule
 
 
 def run(
-    seconds: Callable[[float], float], evaluation_s: float, monkeypatch: pytest.MonkeyPatch, evaluation_steps: int = 16
+    seconds: Callable[[float], float], evaluation_s: float, evaluation_steps: int = 16
 ) -> tuple[float, list[float], int]:
     """Six minutes with steps whose duration depends on the time: time taken, factors of all steps, evaluations."""
     now = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    schedule = Schedule("linear", 0.04, evaluation_steps=evaluation_steps, minutes=6)
+    schedule = Schedule("linear", 0.04, evaluation_steps=evaluation_steps, minutes=6, clock=lambda: now[0])
     arguments = TrainingArguments(output_dir="unused", eval_strategy="steps", report_to="none", use_cpu=True)
     state, control, flow, factors, evaluations = TrainerState(), TrainerControl(), DefaultFlowCallback(), [], 0
     schedule.on_train_begin(arguments, state, control)
@@ -55,9 +53,9 @@ def run(
     ],
 )
 def test_time_is_kept_within_a_tenth_and_the_learning_rate_falls_to_nothing(
-    seconds: Callable[[float], float], evaluation_s: float, monkeypatch: pytest.MonkeyPatch
+    seconds: Callable[[float], float], evaluation_s: float
 ) -> None:
-    taken, factors, evaluations = run(seconds, evaluation_s, monkeypatch)
+    taken, factors, evaluations = run(seconds, evaluation_s)
     assert 0.9 * 360 < taken < 1.1 * 360
     assert factors[0] == 0
     assert factors[-1] < 0.1
@@ -65,15 +63,15 @@ def test_time_is_kept_within_a_tenth_and_the_learning_rate_falls_to_nothing(
     assert 1 <= evaluations <= 10
 
 
-def test_a_time_too_short_for_its_evaluation_still_takes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, factors, evaluations = run(lambda now: 100.0, 600.0, monkeypatch)
+def test_a_time_too_short_for_its_evaluation_still_takes_a_step() -> None:
+    _, factors, evaluations = run(lambda now: 100.0, 600.0)
     assert 1 <= len(factors) <= 2
     assert evaluations == 1
 
 
-def test_evaluations_take_less_than_a_tenth_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_take_less_than_a_tenth_of_the_steps() -> None:
     for each, most in ((0.1, 10), (1.0, 3), (3.0, 1)):
-        assert run(lambda now, each=each: each, 8 * each, monkeypatch)[2] <= most
+        assert run(lambda now, each=each: each, 8 * each)[2] <= most
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
