@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+# Before transformers is imported: no network, and nothing that the user of this machine has downloaded.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_specdec-tests-")
 
 import pytest
 import torch
 from torch import Tensor
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 HOST_SOFTMAX = torch.nn.functional.softmax
 

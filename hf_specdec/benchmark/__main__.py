@@ -79,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--sweep-prompts", type=_positive, help="prompts that the sweep runs on (default: 8; quick: 3)")
     how.add_argument("--chat", choices=["auto", "on", "off"], default="auto", help="use the target's chat template")
     how.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
+    how.add_argument(
+        "--compile-backend", default="inductor", help="of torch.compile, for the compiled baseline (default: inductor)"
+    )
     how.add_argument("--no-compiled", action="store_true", help="leave the compiled baseline out; the report says so")
     how.add_argument("--device", help="where the target runs (default: the accelerator that torch finds, else the CPU)")
     how.add_argument("--dtype", help="of the target (default: bfloat16 on cuda, else float32)")
@@ -241,7 +244,7 @@ def _load_target(arguments: argparse.Namespace, name: str) -> tuple[Any, Any]:
 
 def _ways(arguments: argparse.Namespace, model: Any, bundled: bool, notes: list[Record]) -> list[Way]:
     """All that is compared, plain eager first; what is left out is noted."""
-    compared = ways.baselines()
+    compared = ways.baselines(arguments.compile_backend)
     if arguments.no_compiled:
         compared = [way for way in compared if way.name != ways.COMPILED]
         notes.append(Note(f"{ways.COMPILED} was left out with --no-compiled."))

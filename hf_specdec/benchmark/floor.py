@@ -8,7 +8,7 @@ gives it in the same run, the bytes as the forward reads them. Nothing is estima
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -19,13 +19,20 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # several times the caches of th
 REPEATS = 10
 
 
-def copy_bandwidth(device: torch.device | str, *, num_bytes: int | None = None, repeats: int = REPEATS) -> float:
+def copy_bandwidth(
+    device: torch.device | str,
+    *,
+    num_bytes: int | None = None,
+    repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Bytes per second that a large copy on `device` moves: bytes read plus bytes written over the best time.
 
     Args:
         device: where to measure; on a CPU with as many threads as torch uses now.
         num_bytes: size of the copied tensor; several times the caches of the device where omitted.
         repeats: copies timed one by one, after one that is not; the quickest counts.
+        clock: gives the time in seconds.
     """
     device = torch.device(device)
     size = num_bytes or COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
@@ -34,10 +41,10 @@ def copy_bandwidth(device: torch.device | str, *, num_bytes: int | None = None, 
     seconds = []
     for _ in range(repeats + 1):
         wait_for(device)
-        began = time.perf_counter()
+        began = clock()
         goal.copy_(source)
         wait_for(device)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return 2 * size / min(seconds[1:])
 
 

@@ -103,7 +103,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     if path.is_file():
         prompts = read_jsonl(path)
     elif source in NAMED_SETS:
-        prompts = _read_named(source, NAMED_SETS[source])
+        prompts = read_named(source, NAMED_SETS[source])
     elif path.suffix or len(path.parts) > 1:
         raise FileNotFoundError(
             f"There is no prompt file {source!r}. Give a JSONL file, or a named set: {', '.join(sorted(NAMED_SETS))}."
@@ -143,7 +143,8 @@ def read_jsonl(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _read_named(name: str, known: NamedSet) -> list[Prompt]:
+def read_named(name: str, known: NamedSet) -> list[Prompt]:
+    """The prompts of a set of this description, in its order; raises ImportError and OSError as `load_prompts` does."""
     files = {} if known.files is None else {"data_files": known.files}
     try:
         from datasets import load_dataset

@@ -17,6 +17,7 @@ measured" where this run has not measured it (`judged.py`).
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import platform
@@ -86,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--modes", choices=COMPILE_MODES, nargs="+", default=None, help="default: both on cuda, else none"
     )
+    options.add_argument(
+        "--compile-backend", default="inductor", help="of torch.compile, for plain decoding (default: inductor)"
+    )
     options.add_argument("--tau", type=float, default=6.5, help="scripted mean acceptance length (default: 6.5)")
     options.add_argument("--new-tokens", type=int, default=256, help="of each call (default: 256)")
     options.add_argument("--length", type=int, default=4000, help="new tokens of the part `length` (default: 4000)")
@@ -109,9 +113,13 @@ class Bench:
         default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = floating_dtype(options.dtype) or default
         self.modes = options.modes or (COMPILE_MODES if self.device.type == "cuda" else COMPILE_MODES[:1])
-        self.bandwidth = copy_bandwidth(self.device)
         self._target: PreTrainedModel | None = None
         self._network: DFlashDrafter | None = None
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Bytes per second of a copy, measured when it is first asked for."""
+        return copy_bandwidth(self.device)
 
     @property
     def target(self) -> PreTrainedModel:
@@ -305,13 +313,16 @@ def length(bench: Bench) -> list[Row]:
     return rows
 
 
-def baselines(bench: Bench) -> list[Row]:
+def stock_ways(bench: Bench) -> tuple[dict[str, dict[str, Any]], str | None]:
     """What stock transformers offers: plain decoding, the same compiled with a static cache, a draft model, DFlash.
 
     The draft model has the shape of the family's small one, the DFlash assistant that of our network, and both err as
     often as the scripted drafts do.
+
+    Returns:
+        arguments of `generate` by name; and None, or why there is no DFlash.
     """
-    compiled = CompileConfig()
+    compiled = CompileConfig(backend=bench.options.compile_backend)
     compiled._compile_all_devices = True  # left alone, generate compiles on accelerators only
     rate = rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
     small = draft_shape(bench.options.shape)
@@ -321,15 +332,20 @@ def baselines(bench: Bench) -> list[Row]:
         "plain compiled": {"cache_implementation": "static", "compile_config": compiled},
         "stock assisted": {"assistant_model": assistant},
     }
-    rows: list[Row] = []
     try:
         from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
     except ImportError as error:
-        note = f"transformers {transformers.__version__} has no DFlash assistant: {error}"
+        return ways, f"transformers {transformers.__version__} has no DFlash assistant: {error}"
+    return ways | {"stock DFlash": {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}}, None
+
+
+def baselines(bench: Bench) -> list[Row]:
+    """What `stock_ways` take per token."""
+    ways, note = stock_ways(bench)
+    rows: list[Row] = []
+    if note is not None:
         rows += [{"part": "baselines", "way": "stock DFlash", "context": each, "note": note} for each in
                  bench.options.contexts]  # fmt: skip
-    else:
-        ways["stock DFlash"] = {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}
     for context in bench.options.contexts:
         for way, arguments in ways.items():
             prompt, seconds, prefill = bench.prompt(context), [], []

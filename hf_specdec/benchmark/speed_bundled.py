@@ -41,9 +41,12 @@ def _with_budget(way: Way, nodes: int) -> dict[str, Any]:
     return {**way.settings, "tree_budget": nodes} if takes_budget else {**way.settings}
 
 
-def exact(bench: Bench) -> list[Row]:
-    """Greedy output of every bundled drafter against plain decoding's, mode by mode; see `exactness.py`."""
-    model, groups = bundled(bench)
+def exact_ways(bench: Bench, model: PreTrainedModel) -> list[Way]:
+    """What the part `exact` compares: all that is bundled, and drafters with random weights; or those of `--ways`.
+
+    Raises:
+        ValueError: no way goes by a name among `--ways`.
+    """
     nodes = bench.options.nodes[-1]
     ways = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
     names = [way.name for way in ways]
@@ -51,9 +54,14 @@ def exact(bench: Bench) -> list[Row]:
         if name not in names:
             raise unknown_name("--ways", name, names)
     chosen = [way for way in ways if way.name in (bench.options.ways or names)]
-    chosen = [replace(way, settings=_with_budget(way, nodes)) for way in chosen]
+    return [replace(way, settings=_with_budget(way, nodes)) for way in chosen]
+
+
+def exact(bench: Bench) -> list[Row]:
+    """Greedy output of every bundled drafter against plain decoding's, mode by mode; see `exactness.py`."""
+    model, groups = bundled(bench)
     prompts = {name: group[: bench.options.prompts_per_group] for name, group in groups.items()}
-    return compare(model, chosen, bench.modes, prompts, bench.options.new_tokens)
+    return compare(model, exact_ways(bench, model), bench.modes, prompts, bench.options.new_tokens)
 
 
 def auto(bench: Bench) -> list[Row]:

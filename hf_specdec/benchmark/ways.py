@@ -54,9 +54,9 @@ class Way:
     batches: bool = True
 
 
-def baselines() -> list[Way]:
-    """Plain `generate` as it comes, and compiled with a static cache."""
-    everywhere = CompileConfig()
+def baselines(backend: str = "inductor") -> list[Way]:
+    """Plain `generate` as it comes, and compiled with a static cache by this backend of `torch.compile`."""
+    everywhere = CompileConfig(backend=backend)
     # Left alone, generate compiles on accelerators only; the second baseline is a compiled one on every device.
     everywhere._compile_all_devices = True
     return [

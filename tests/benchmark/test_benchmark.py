@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import register_backend
 from torch._inductor.exc import InductorError
-from transformers import CompileConfig
 
-from hf_specdec.benchmark import __main__ as bench_command
-from hf_specdec.benchmark import calls, records, ways
+from hf_specdec.benchmark import records
 from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
-from hf_specdec.benchmark.ways import ASSISTED, COMPILED, PLAIN, Way
+from hf_specdec.benchmark.ways import ASSISTED, BUNDLED, COMPILED, PLAIN, Way
 from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
 from tests.methods import make_dflash
 from tests.scripted import right_for
 from tests.targets import make_target, one_prompt, ragged_prompts, tiny_tokenizer
@@ -46,20 +47,24 @@ def bench(folder: Path, output: Path, *arguments: str) -> list[Record]:
     return records.read(output / "report.jsonl")
 
 
+class TellingDrafter(NGramDrafter):
+    """Has a table of its own."""
+
+    def report_tables(self, model: Any, prompts: Any) -> list[tuple[str, list[str], list[list[str]]]]:
+        return [("own", ["prompts"], [[str(len(prompts))]])]
+
+
 @pytest.fixture(scope="module")
 def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            NGramDrafter, "report_tables", lambda self, model, prompts: [("own", ["prompts"], [[str(len(prompts))]])]
-        )
-        eager = CompileConfig(backend="eager")  # building kernels takes minutes
-        eager._compile_all_devices = True
-        patch.setattr(ways, "CompileConfig", lambda: eager)
+    register_weightless("telling", TellingDrafter)
+    try:
         return bench(
-            folder, tmp_path_factory.mktemp("out"), "--drafter", "ngram", "--drafter", str(folder / "drafter"),
+            folder, tmp_path_factory.mktemp("out"), "--drafter", "telling", "--drafter", str(folder / "drafter"),
             "--draft-model", str(folder / "target"), "--batch-size", "1", "2", "--budgets", "2", "4",
-            "--sweep-prompts", "1",
+            "--sweep-prompts", "1", "--compile-backend", "eager",  # building kernels takes minutes
         )  # fmt: skip
+    finally:
+        del WEIGHTLESS["telling"]
 
 
 def test_every_way_meets_every_prompt_equally_often(made: list[Record]) -> None:
@@ -133,13 +138,13 @@ def test_a_report_can_be_made_again_from_its_records(
 
 
 def test_reports_made_again_lie_beside_their_records_and_touch_no_others(
-    made: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: list[Record], tmp_path: Path, chdir: Callable[[Path], None]
 ) -> None:
     (tmp_path / "earlier").mkdir()
     (tmp_path / "benchmark").mkdir()
     (tmp_path / "benchmark" / "report.md").write_text("of another run")
     records.write(made, tmp_path / "earlier" / "report.jsonl")
-    monkeypatch.chdir(tmp_path)
+    chdir(tmp_path)
     assert main(["--from-records", "earlier/report.jsonl"]) == 0
     assert sorted(path.name for path in (tmp_path / "earlier").iterdir()) == [
         "report.html", "report.jsonl", "report.md",
@@ -149,32 +154,38 @@ def test_reports_made_again_lie_beside_their_records_and_touch_no_others(
 
 
 def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_too(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, chdir: Callable[[Path], None]
 ) -> None:
-    monkeypatch.setattr(bench_command, "BUNDLED", folder)
-    monkeypatch.chdir(folder)
-    small = ["--new-tokens", "4", "--repeats", "1", "--num-prompts", "1", "--temperature", "0", "--budgets"]
+    chdir(BUNDLED)
+    small = ["--new-tokens", "2", "--repeats", "1", "--num-prompts", "1", "--temperature", "0", "--budgets"]
     asked = ["--target", "./target/", "--device", "cpu", "--no-compiled", "--output", str(tmp_path)]
     assert main([*asked, *small]) == 0
     made = records.read(tmp_path / "report.jsonl")
-    assert {call.way for call in made if isinstance(call, Call)} == {PLAIN, "ngram", "ddtree", "dflash"}
+    methods = {"ngram", "ddtree", "dflash", "specblock", "specbound", "specbranch", "causal_lm_chain", "causal_lm_tree"}
+    assert {call.way for call in made if isinstance(call, Call)} == {PLAIN, ASSISTED, *methods}
 
 
-def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_so(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plainly = calls.generate
-
-    def fails(model: Any, inputs: Any, way: Way, *args: Any) -> Any:
-        if way.name == COMPILED:
-            raise InductorError(RuntimeError("No working C++ compiler found"), None)
-        return plainly(model, inputs, way, *args)
-
-    monkeypatch.setattr(calls, "generate", fails)
-    made = bench(folder, tmp_path, "--drafter", "ngram", "--temperature", "0", "--budgets")
+def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_so(folder: Path, tmp_path: Path) -> None:
+    made = bench(
+        folder,
+        tmp_path,
+        "--drafter",
+        "ngram",
+        "--temperature",
+        "0",
+        "--compile-backend",
+        "without_compiler",
+        "--budgets",
+    )
     assert COMPILED not in {call.way for call in made if isinstance(call, Call)}
     notes = [note.text for note in made if isinstance(note, Note)]
     assert notes == [f"{COMPILED}, batch size 1, was not measured: RuntimeError: No working C++ compiler found."]
+
+
+@register_backend
+def without_compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+    """Of `torch.compile`: what "inductor" raises on a machine that cannot build kernels."""
+    raise InductorError(RuntimeError("No working C++ compiler found"), None)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, load_prompts, render
+from hf_specdec.benchmark.prompts import NAMED_SETS, NamedSet, Prompt, load_prompts, read_named, render
 from hf_specdec.benchmark.run import tokenise
 from tests.targets import tiny_tokenizer
 
@@ -60,34 +61,25 @@ def test_a_file_that_is_missing_and_a_name_that_nobody_knows_raise() -> None:
         load_prompts("gsm")
 
 
-def test_a_named_set_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def offline(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+def test_a_named_set_offline_says_what_to_do() -> None:
+    pytest.importorskip("datasets")
     with pytest.raises(
         OSError, match=r"'gsm8k' \(openai/gsm8k, split 'test'\) cannot be read: .*give --prompts a JSONL"
     ):
         load_prompts("gsm8k")
 
 
-def test_a_named_set_without_datasets_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
+def test_a_named_set_without_datasets_names_the_extra(lacking: Callable[[str], None]) -> None:
+    lacking("datasets")
     with pytest.raises(ImportError, match=r"pip install 'hf_specdec\[bench\]'"):
         load_prompts("alpaca")
 
 
-def test_a_named_set_without_what_datasets_downloads_with_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def lacking(*args: Any, **kwargs: Any) -> None:
-        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
-
-    monkeypatch.setattr(datasets, "load_dataset", lacking)
-    with pytest.raises(ImportError, match=r"'spec-bench' .*HTTPFileSystem.*pip install 'hf_specdec\[bench\]'.* JSONL"):
-        load_prompts("spec-bench")
+def test_a_named_set_without_what_datasets_downloads_with_names_the_extra(lacking: Callable[[str], None]) -> None:
+    pytest.importorskip("datasets")
+    lacking("s3fs")
+    with pytest.raises(ImportError, match=r"'own' .*Install s3fs.*pip install 'hf_specdec\[bench\]'.* JSONL"):
+        read_named("own", NamedSet("json", "train", "prompt", files="s3://bucket/prompts.jsonl"))
 
 
 # What a row of each set looks like, as its dataset card says.
@@ -105,19 +97,13 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", NAMED_SETS)
-def test_every_named_set_finds_its_prompt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def load_dataset(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        asked.append((args, kwargs))
-        return [ROWS[name]]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (prompt,) = load_prompts(name)
+def test_every_named_set_finds_its_prompt(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    known = NAMED_SETS[name]
+    write(tmp_path / f"{known.split}.jsonl", ROWS[name])  # `datasets` reads the split from a file of its name
+    (prompt,) = read_named(name, replace(known, repo=str(tmp_path), config=None, files=None))
     assert prompt.text.endswith("first")
     assert prompt.group == {"spec-bench": "mt_bench", "mt-bench": "writing"}.get(name, name)
-    assert asked[0][1]["split"] == NAMED_SETS[name].split
 
 
 def test_a_prompt_is_used_as_it_is_or_in_the_chat_template() -> None:

@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin
+from transformers import Qwen3ForCausalLM
 
 from hf_specdec.benchmark import __main__ as bench_command
-from hf_specdec.benchmark import speed, speed_bundled
+from hf_specdec.benchmark import speed
+from hf_specdec.benchmark.exactness import compare
 from hf_specdec.benchmark.host import timed
 from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
 from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
+from hf_specdec.benchmark.speed_bundled import bundled, exact_ways
 from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
+from hf_specdec.benchmark.ways import BUNDLED
 from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
@@ -69,9 +72,8 @@ def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.
     assert "round_to_floor" in capsys.readouterr().out
 
 
-def test_rows_of_a_ragged_batch_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_ragged_batch_end_one_after_the_other() -> None:
     options = speed.parser().parse_args(["--device", "cpu", "--new-tokens", "24", "--no-network"])
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
     bench = speed.Bench(options)
     inputs, tokens = bench.ragged(context=20, batch=4)
     assert tokens == [6, 12, 18, 24]
@@ -94,7 +96,7 @@ def test_draft_model_errs_as_often_as_told() -> None:
     assert sorted(said.tolist()) == list(range(512))
 
 
-def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_tells_rounding_from_error(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "12"]
     command += ["--nodes", "8", "--output", str(out), "--ways", "ddtree", "medusa, random weights"]
@@ -105,35 +107,37 @@ def test_exact_tells_rounding_from_error(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["above_rounding"] for row in report["rows"]] == [0, 0]
     assert report["judged"][-1]["holds"] is True
     assert report["judged"][-2]["holds"] == NOT_MEASURED  # that is about float32
-    generate = GenerationMixin.generate
 
-    def wrong(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
-        output = generate(self, *arguments, **settings)
-        if "assistant_model" in settings:
-            output[:, -5] = (output[:, -5] + 100) % 4096
-        return output
+    class Wrong(Qwen3ForCausalLM):
+        """Writes another token where there is a drafter."""
 
-    monkeypatch.setattr(GenerationMixin, "generate", wrong)
-    speed.main(command)
-    report = json.loads(out.read_text())
-    assert report["rows"][0]["identical"] == 0
-    assert report["rows"][0]["above_rounding"] == len(report["rows"][0]["gap_ulps"]) == 2
-    assert min(report["rows"][0]["apart_ulps"]) > 2 * max(report["rows"][0]["rounding_ulps"])
-    assert report["judged"][-1]["holds"] is False
-    speed.main([*command, "--dtype", "float32"])
-    assert json.loads(out.read_text())["judged"][-2]["holds"] is False
+        def generate(self, *arguments: Any, **settings: Any) -> torch.Tensor:
+            output = super().generate(*arguments, **settings)
+            if "assistant_model" in settings:
+                output[:, -5] = (output[:, -5] + 100) % 4096
+            return output
+
+    bench = speed.Bench(speed.parser().parse_args(command))
+    _, groups = bundled(bench)
+    prompts = {"python": groups["python"][:2]}
+    for dtype, line in ((torch.bfloat16, -1), (torch.float32, -2)):
+        model = Wrong.from_pretrained(BUNDLED / "target", dtype=dtype)
+        (row,) = rows = compare(model, exact_ways(bench, model)[:1], bench.modes, prompts, 12)
+        assert row["identical"] == 0
+        assert row["above_rounding"] == len(row["gap_ulps"]) == 2
+        assert min(row["apart_ulps"]) > 2 * max(row["rounding_ulps"])
+        environment = report["environment"] | {"dtype": str(dtype).removeprefix("torch.")}
+        assert judged(environment, rows)[line]["holds"] is False
 
 
-def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
-    compared = lambda model, ways, *settings: asked.extend(way.name for way in ways) or []  # noqa: E731
-    monkeypatch.setattr(speed_bundled, "compare", compared)
-    speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
+def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are() -> None:
+    bench = speed.Bench(speed.parser().parse_args(["--device", "cpu"]))
+    model, _ = bundled(bench)
     drafted = ["ddtree", "dflash", "specblock", "causal_lm_tree", "eagle3, random weights", "medusa, random weights"]
-    assert set(drafted) <= set(asked)
+    assert set(drafted) <= {way.name for way in exact_ways(bench, model)}
+    bench.options.ways = ["ddtre"]
     with pytest.raises(ValueError, match=r"Unknown --ways 'ddtre'\. Did you mean 'ddtree'"):
-        speed.exact(speed.Bench(speed.parser().parse_args(["--device", "cpu", "--ways", "ddtre"])))
+        exact_ways(bench, model)
 
 
 def test_near_ties_are_told_from_errors_by_a_bound_in_units_of_the_last_place() -> None:
@@ -182,9 +186,8 @@ def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixtu
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
     assert bench_command.main(["--suite", "speed", *arguments]) == 2
     (told,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert told.startswith("hf-specdec bench --suite speed: ")
@@ -216,26 +219,20 @@ def test_stock_dflash_counts_and_errs_as_often_as_told() -> None:
         assert low <= 159 / len(rounds) <= high  # the last token is not drafted for
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_stock_dflash_has_its_row_wherever_transformers_has_it(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e9)
-    generate = GenerationMixin.generate
-
-    def uncompiled(self: GenerationMixin, *arguments: Any, **settings: Any) -> torch.Tensor:
-        for name in ("cache_implementation", "compile_config"):  # compiling takes minutes
-            settings.pop(name, None)
-        return generate(self, *arguments, **settings)
-
-    monkeypatch.setattr(GenerationMixin, "generate", uncompiled)
-    if not there:
-        monkeypatch.setitem(sys.modules, "hf_specdec.benchmark.stock_dflash", None)
+def test_stock_dflash_has_its_row_where_transformers_has_it() -> None:
     small = ["--device", "cpu", "--contexts", "32", "--new-tokens", "12", "--repeats", "1"]
+    small += ["--compile-backend", "eager"]  # building kernels takes minutes
     rows = {row["way"]: row for row in speed.baselines(speed.Bench(speed.parser().parse_args(small)))}
     assert set(rows) == {"plain", "plain compiled", "stock assisted", "stock DFlash"}
-    if there:
-        assert rows["stock DFlash"]["tokens_per_s"] > 0
-    else:
-        assert "has no DFlash assistant" in rows["stock DFlash"]["note"]
+    assert rows["stock DFlash"]["tokens_per_s"] > 0
+
+
+def test_without_stock_dflash_its_row_says_why(lacking: Callable[[str], None]) -> None:
+    lacking("hf_specdec.benchmark.stock_dflash")
+    ways, note = speed.stock_ways(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
+    assert set(ways) == {"plain", "plain compiled", "stock assisted"}
+    assert note is not None
+    assert "has no DFlash assistant" in note
 
 
 def test_host_time_leaves_the_forwards_out_and_the_models_as_they_were(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -257,11 +258,11 @@ def test_what_cannot_be_exported_raises_and_writes_nothing(
 
 
 def test_target_in_a_folder_is_exported_with_a_note_on_its_path(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: PreTrainedModel, tmp_path: Path, chdir: Callable[[Path], None]
 ) -> None:
     drafter = make_eagle3(target)
     (tmp_path / "models" / "target").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
+    chdir(tmp_path)
     # Also where it looks like a Hub id: transformers, too, takes the folder first.
     for given in ("./models/target", "models/target"):
         with pytest.warns(UserWarning, match="names its target by the folder '.*/models/target'.* has to be there"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -342,9 +343,9 @@ def test_file_in_place_of_a_folder_raises(folder: Path) -> None:
 
 
 def test_local_folder_wins_over_an_id_of_the_same_name(
-    hub: LoopbackHub, folder: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, folder: Path, target: PreTrainedModel, chdir: Callable[[Path], None]
 ) -> None:
     shutil.copytree(folder, folder.parent / "owner" / "drafter")
-    monkeypatch.chdir(folder.parent)
+    chdir(folder.parent)
     load_drafter("owner/drafter", target)
     assert not hub.requests

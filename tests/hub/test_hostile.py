@@ -329,11 +329,11 @@ def test_draft_model_behind_a_link_out_of_the_folder_is_not_read(pair: Path, tmp
     "place", ["../../..", "./../draft-lm", "/etc", "~/models", "../draft-lm/../draft-lm", "draft-lm"]
 )
 def test_checkpoint_from_the_hub_names_no_folder_of_this_machine(
-    hub: LoopbackHub, pair: Path, draft_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    hub: LoopbackHub, pair: Path, draft_model: Path, chdir: Callable[[Path], None], place: str
 ) -> None:
     change_config(pair, draft_model=place)
     hub.add("owner/pair", pair)
-    monkeypatch.chdir(draft_model.parent)  # where a folder is named like a Hub id
+    chdir(draft_model.parent)  # where a folder is named like a Hub id
     with pytest.raises(ValueError, match="'owner/pair' is from the Hub and names .*Nothing was opened"):
         load_drafter("owner/pair")
 
@@ -377,14 +377,14 @@ def carries_code(folder: Path, tmp_path: Path) -> None:
 
 
 def test_code_of_a_repo_is_not_run(
-    folder: Path, tmp_path: Path, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, target: PreTrainedModel, chdir: Callable[[Path], None]
 ) -> None:
     carries_code(folder, tmp_path)
     load_drafter(folder, target)
     assert not inspect_drafter(folder).problems
     target.save_pretrained(tmp_path / "model")
     carries_code(tmp_path / "model", tmp_path)
-    monkeypatch.chdir(tmp_path / "model")
+    chdir(tmp_path / "model")
     load_drafter(tmp_path / "model", target)
 
 

@@ -297,14 +297,14 @@ def test_device_that_is_not_here_raises_before_anything_is_read(device: Any) -> 
 
 
 def test_ngram_names_the_drafter_that_needs_no_checkpoint(
-    hub: LoopbackHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, folder: Path, chdir: Callable[[Path], None]
 ) -> None:
     for name in WEIGHTLESS:
         for look in (load_drafter, inspect_drafter):
             with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*NGramDrafter()"):
                 look(name)
     assert not hub.requests
-    monkeypatch.chdir(folder.parent)
+    chdir(folder.parent)
     folder.rename("ngram")
     assert load_drafter("ngram").method == "ddtree"
 
