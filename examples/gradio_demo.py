@@ -11,7 +11,7 @@ import argparse
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,14 +234,14 @@ def page(model: Any, tokenizer: Any, drafter: Any, prompts: list[str]) -> Any:
     return app
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(BUNDLED / "target"), help="target: Hub id or folder")
     parser.add_argument("--drafter", default=str(BUNDLED / "dflash"), help="drafter: Hub id or folder")
     parser.add_argument("--tree-budget", type=int, default=15)
     parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
     parser.add_argument("--port", type=int, help="of the page; a free one where omitted")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         gradio_module()  # before the models: they may take minutes
     except ImportError as error:

@@ -9,11 +9,12 @@ HF_TOKEN. Anyone then drafts with `load_drafter("me/my-drafter", target=model)`.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from hf_specdec import inspect_drafter, load_drafter
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Inspects, loads, names the target, pushes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", help="folder of a drafter, as save_pretrained wrote it")
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--tag", help="git tag for this version, such as v1")
     parser.add_argument("--license", help="Hub licence id, such as apache-2.0; the training record's by default")
     parser.add_argument("--private", action="store_true", help="make a repo that is created private")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     found = inspect_drafter(arguments.drafter)
     print(found)

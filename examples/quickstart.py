@@ -112,16 +112,19 @@ def generate(model: Any, inputs: Any, way: Way, temperature: float, new_tokens: 
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - started
 
 
-def choose_threads(model: Any, inputs: Mapping[str, torch.Tensor]) -> int:
+def choose_threads(seconds_of: Callable[[], float]) -> int:
     """Has torch use all its threads or one, by what plain decoding is quicker with; returns how many.
 
     Of a small model every operation is short. Where the cores are shared, threads then wait for each other most of the
     time.
+
+    Args:
+        seconds_of: decodes plainly and returns how long it took.
     """
     seconds = {}
     for threads in (torch.get_num_threads(), 1):
         torch.set_num_threads(threads)
-        seconds[threads] = min(generate(model, inputs, Way(PLAIN, "plain"), 0.0, 2)[1] for _ in range(2))
+        seconds[threads] = min(seconds_of() for _ in range(2))
     threads = min(seconds, key=seconds.__getitem__)
     torch.set_num_threads(threads)
     return threads
@@ -151,8 +154,16 @@ def measure(
     return calls
 
 
+def elapsed() -> float:
+    """Seconds since the program started."""
+    return time.perf_counter() - STARTED
+
+
 def measure_while_it_fits(
-    measure_next: Iterator[Prompt], until_s: float, line: Callable[[str], None]
+    measure_next: Iterator[Prompt],
+    until_s: float,
+    line: Callable[[str], None],
+    elapsed: Callable[[], float] = elapsed,
 ) -> tuple[list[Prompt], bool]:
     """Measures prompts until they are used up, the next one would end after `until_s`, or Ctrl-C.
 
@@ -160,6 +171,7 @@ def measure_while_it_fits(
         measure_next: measures a prompt whenever it is asked for one.
         until_s: seconds since the start of the program. One prompt is measured in any case.
         line: prints a line of progress.
+        elapsed: seconds since the start of the program.
 
     Returns:
         The prompts that were measured as a whole, and whether Ctrl-C ended it.
@@ -183,11 +195,6 @@ def measure_while_it_fits(
     except KeyboardInterrupt:
         return measured, True
     return measured, False
-
-
-def elapsed() -> float:
-    """Seconds since the program started."""
-    return time.perf_counter() - STARTED
 
 
 def summary(calls: Sequence[Call], plain: Sequence[Call]) -> dict[str, Any]:
@@ -333,7 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = [tokenizer(text, return_tensors="pt").to(device) for text in texts]
     line(f"loaded target {arguments.model} and {len(found)} ways of decoding, {device}")
     if device == "cpu" and torch.get_num_threads() > 1:
-        line(f"decoding with {choose_threads(model, prompts[0])} thread(s): plain decoding is quickest so")
+        threads = choose_threads(lambda: generate(model, prompts[0], Way(PLAIN, "plain"), 0.0, 2)[1])
+        line(f"decoding with {threads} thread(s): plain decoding is quickest so")
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
         task = progress.add_task("")
 

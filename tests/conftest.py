@@ -13,6 +13,7 @@ from typing import TextIO
 
 # Before transformers is imported: no network, and nothing that the user of this machine has downloaded.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PIP_NO_INDEX"] = os.environ["PIP_NO_FIND_LINKS"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_specdec-tests-")
 
 import pytest

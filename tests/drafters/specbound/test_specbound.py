@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GemmaConfig, GemmaForCausalLM, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.generator import Committed
@@ -31,6 +31,7 @@ from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_specbound
 from tests.targets import PROMPTS, fresh_target, make_target, one_prompt
+from tests.watched import Watched
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
@@ -53,20 +54,6 @@ def layer_calls(target: PreTrainedModel) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def noted_chains(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PendingChain]]:
-    chains: list[PendingChain] = []
-    begin = SlicedTarget.begin_chain
-
-    def noting(self: SlicedTarget, *args: Any) -> PendingChain:
-        chains.append(begin(self, *args))
-        return chains[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SlicedTarget, "begin_chain", noting)
-        yield chains
 
 
 # The rule.
@@ -148,18 +135,17 @@ def test_of_a_chain_only_the_draft_that_was_refused_is_remembered(target: PreTra
 
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize(("w_max", "d_max"), [(1, 3), (2, 5), (4, 2), (6, 5)])
-def test_layer_work_is_counted_and_bounded(
-    target: PreTrainedModel, w_max: int, d_max: int, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_work_is_counted_and_bounded(target: PreTrainedModel, w_max: int, d_max: int, batch: str) -> None:
     drafter = make_specbound(target, w_max=w_max, d_max=d_max, threshold=0.2)
     drafter.check_target(target)  # runs a few layers, once in the life of a target
-    with layer_calls(target) as calls, noted_chains(monkeypatch) as chains:
-        target.generate(**PROMPTS[batch](), **GREEDY, use_cache=True, assistant_model=drafter)
-    stats, depth = drafter.stats, 6
+    watched = Watched(drafter)
+    with layer_calls(target) as calls:
+        target.generate(**PROMPTS[batch](), **GREEDY, use_cache=True, assistant_model=watched)
+    stats, depth = watched.stats, 6
     in_rounds = len(calls) - depth  # the prefill runs every layer once
     assert stats.num_layers_run == in_rounds
-    assert len(chains) == stats.num_target_forwards
-    widths = [chain.num_nodes for chain in chains]
+    widths = [tree.num_nodes for tree in watched.trees]
+    assert len(widths) == stats.num_target_forwards
     assert max(widths) <= w_max
     # Cut the calls into rounds: each ends with the last layer.
     rounds, start = [], depth
@@ -465,19 +451,30 @@ def test_option_out_of_range_is_refused(target: PreTrainedModel, case: str) -> N
         make_specbound(target, exit_layers=[2, 4]).set_options(**options)
 
 
-def test_unknown_family_is_named_with_how_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = fresh_target("llama", "sdpa")
-    drafter = make_specbound(target)
-    monkeypatch.delitem(LAYOUTS, "llama")
-    with pytest.raises(ValueError, match=r"decoder family 'llama', whose layers are not\s+known to be exact.*LAYOUTS"):
-        target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
+def gemma() -> PreTrainedModel:
+    """Of a family without a layout."""
+    config = GemmaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return GemmaForCausalLM._from_config(config, dtype=torch.float64).eval()
 
 
-def test_family_whose_layout_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = fresh_target("granite", "sdpa")  # its embeddings are scaled before the first layer
-    monkeypatch.setitem(LAYOUTS, "granite", LAYOUTS["llama"])
-    with pytest.raises(ValueError, match="run in slices give logits that differ by .* 'granite' in LAYOUTS"):
-        make_specbound(target).check_target(target)
+def test_unknown_family_is_named_with_how_to_add_it() -> None:
+    target = gemma()
+    with pytest.raises(ValueError, match=r"decoder family 'gemma', whose layers are not\s+known to be exact.*LAYOUTS"):
+        target.generate(**one_prompt(), **GREEDY, assistant_model=make_specbound(target))
+
+
+def test_family_whose_layout_is_wrong_is_found_out() -> None:
+    target = gemma()
+    LAYOUTS["gemma"] = Layout(logits=lambda model, logits: logits / 2)
+    try:
+        with pytest.raises(ValueError, match="run in slices give logits that differ by .* 'gemma' in LAYOUTS"):
+            make_specbound(target).check_target(target)
+    finally:
+        del LAYOUTS["gemma"]
 
 
 @pytest.mark.parametrize(
