@@ -225,7 +225,7 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=drafter.policy(model, len(input_ids), stats),
+        policy=drafter.drafting_policy(model, len(input_ids), stats),
         observers=() if drafter.trace is None else (drafter.trace,),
         streamer=streamer,
     ).run()
@@ -265,7 +265,7 @@ def _decode_chains(
     target = TargetModel(model, drafter.feature_layers(model))
     chains = HostChains(
         target,
-        drafter.policy(model, 1, stats),
+        drafter.drafting_policy(model, 1, stats),
         stats,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.budget import AutoBudget
-from hf_specdec.decoding.candidates import DraftContext, PendingDrafts, RoundOutcome, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.policies import Always
+from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter, MarginalsGenerator
@@ -53,7 +54,7 @@ class Watched(Drafter):
     def __init__(
         self, drafter: Drafter, make: Callable[[Any, TargetModel], TreeCandidateGenerator] | None = None
     ) -> None:
-        self.drafter = drafter
+        self.drafter, self.options = drafter, drafter.options
         self.make = type(drafter).candidate_generator if make is None else make
         self.rounds: list[WatchedRound] = []
 
@@ -69,7 +70,7 @@ class Watched(Drafter):
         self.drafter.check_target(model)
 
     def check_options(self) -> None:
-        self.drafter.check_all_options()
+        self.drafter.check_options()
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
         self.drafter.check_pairing(model, input_ids)
@@ -77,8 +78,8 @@ class Watched(Drafter):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return self.drafter.feature_layers(model)
 
-    def auto_budget(self, model: PreTrainedModel, batch: int) -> AutoBudget | None:
-        return self.drafter.auto_budget(model, batch)
+    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+        return self.drafter.drafting_policy(model, batch, stats)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         self.rounds = []
@@ -89,6 +90,7 @@ class _WatchedGenerator(TreeCandidateGenerator):
     def __init__(self, inner: TreeCandidateGenerator, rounds: list[WatchedRound]) -> None:
         self.inner, self.rounds = inner, rounds
         self.drops_rows, self.drafts_early = inner.drops_rows, inner.drafts_early
+        self.reads_cache = inner.reads_cache
 
     def draft(self, context: DraftContext) -> DraftTree:
         tree = self.inner.draft(context)
@@ -99,11 +101,11 @@ class _WatchedGenerator(TreeCandidateGenerator):
         self.rounds.append(WatchedRound(before, tree, logits))
         return tree
 
-    def draft_ahead(self, tree: DraftTree) -> PendingDrafts | None:
-        return self.inner.draft_ahead(tree)
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
+        return self.inner.verify(target, tree, state)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.inner.observe(outcome)
+    def observe(self, committed: Committed) -> None:
+        self.inner.observe(committed)
 
     def count(self, stats: SpeculationStats) -> None:
         self.inner.count(stats)

@@ -166,8 +166,7 @@ class SpeculativeDecoding:
         # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
         target.begin_rounds(entries + min(self.config.max_length - sequences.prompt_length, 4096) + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())
-        counts = [new] * len(prompt) if valid is None else valid.sum(1).tolist()
-        counts = Counts.of(counts, prompt.device)
+        counts = Counts.of([new] * len(prompt) if valid is None else valid.sum(1).tolist(), prompt.device)
         self.generator.observe(Committed(token_ids, output.features, positions, valid, counts, output.logits))
         self.stats.lap("prefill")
         return entries - sequences.prompt_length

@@ -108,7 +108,7 @@ class Drafter(ABC):
         """
         return ()
 
-    def policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
+    def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
         """Chooses how much of each tree is verified in one call: all of it unless `tree_budget` is "auto".
 
         What calls learn about times and probabilities is kept for later ones with this target and this many rows.

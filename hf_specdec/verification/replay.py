@@ -308,7 +308,7 @@ def _steps(draft_probs: Tensor, logits: Tensor, warpers: LogitsProcessorList) ->
 
 def _accept(tree: DraftTree, logits: Tensor, warpers: LogitsProcessorList) -> Verdict:
     """The rule that the loop uses, as the loop finds it."""
-    rule = loop.Acceptor(warpers, do_sample=True, keep_scores=False)
+    rule = loop.Acceptor(warpers, do_sample=True, keep_scores=False)  # type: ignore[attr-defined]
     return rule(tree, logits, Sequences(tree.token_ids[:, :1], StoppingCriteriaList(), None, None))
 
 

@@ -96,7 +96,9 @@ def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_dra
     if isinstance(drafter, torch.nn.Module):
         drafter.to(torch.float64)
     always = drafts(drafter)
-    monkeypatch.setattr(type(drafter), "policy", lambda self, model, batch, stats: Every(BudgetKnowledge(), stats))
+    monkeypatch.setattr(
+        type(drafter), "drafting_policy", lambda self, model, batch, stats: Every(BudgetKnowledge(), stats)
+    )
     now_and_then = drafts(drafter)
     both = always.keys() & now_and_then.keys()
     assert len(both) >= 3

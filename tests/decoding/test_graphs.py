@@ -473,7 +473,9 @@ def test_drafts_after_a_rest_are_those_of_the_usual_forward() -> None:
     drafter = METHODS["ddtree"](target)
     drafter.to(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(drafter), "policy", lambda self, model, batch, stats: Resting(BudgetKnowledge(), stats))
+        patch.setattr(
+            type(drafter), "drafting_policy", lambda self, model, batch, stats: Resting(BudgetKnowledge(), stats)
+        )
         usual, alone = logits_of(drafter, target, prompts, max_new_tokens=40)
         captured, output = logits_of(compiling(drafter), target, prompts, max_new_tokens=40)
     assert output.tolist() == alone.tolist()

@@ -105,5 +105,5 @@ def tree_of(parts: tuple[Tensor, ...], generator: SpecBlockGenerator) -> tuple[D
     tree, (kept, _, token_ids, scores, above), states = parts[: len(TREE)], parts[len(TREE) :][:5], parts[12:]
     starts = tuple(block.shape[1] for block in states)
     max_depth = generator.num_blocks * generator.slots
-    whole = DraftTree(**dict(zip(TREE, tree, strict=True)), max_depth=max_depth)  # type: ignore[arg-type]
+    whole = DraftTree(**dict(zip(TREE, tree, strict=True)), max_depth=max_depth)
     return whole, Nodes(token_ids, scores, above, starts, generator.shape), kept, list(states)

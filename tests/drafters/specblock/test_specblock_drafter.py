@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding import devices
-from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
