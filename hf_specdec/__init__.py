@@ -10,17 +10,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+    from hf_specdec.decoding.target import TargetModel
+    from hf_specdec.decoding.tree import DraftTree
+    from hf_specdec.drafters.base import Drafter
+    from hf_specdec.drafters.options import DrafterOptions
     from hf_specdec.hub.export import export_drafter
     from hf_specdec.hub.inspection import inspect_drafter
     from hf_specdec.hub.loading import load_drafter
     from hf_specdec.integration import disable, enable
     from hf_specdec.verification import verify_lossless
 
-__all__ = ["disable", "enable", "export_drafter", "inspect_drafter", "load_drafter", "verify_lossless"]
+__all__ = [
+    "DraftContext",
+    "DraftTree",
+    "Drafter",
+    "DrafterOptions",
+    "TargetModel",
+    "TreeCandidateGenerator",
+    "disable",
+    "enable",
+    "export_drafter",
+    "inspect_drafter",
+    "load_drafter",
+    "verify_lossless",
+]
 __version__ = "0.1.0"
 
 # Where each public name lives; the imports above say the same to type checkers.
 _HOMES = {
+    "DraftContext": "decoding.generator",
+    "DraftTree": "decoding.tree",
+    "Drafter": "drafters.base",
+    "DrafterOptions": "drafters.options",
+    "TargetModel": "decoding.target",
+    "TreeCandidateGenerator": "decoding.generator",
     "disable": "integration",
     "enable": "integration",
     "export_drafter": "hub.export",

@@ -46,8 +46,8 @@ def test_grouped_heads_without_copies_give_the_hosts_bits(shape: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rule_of_use_is_sdpa_without_soft_caps_and_sinks(family: str) -> None:
     for kind in FAMILIES[family][2]:
-        # The older two have no grouped heads, whose copies are what there is to save.
-        expected = kind == "sdpa" and family not in ("gpt2", "gpt-neox")
+        # The older three have no grouped heads, whose copies are what there is to save.
+        expected = kind == "sdpa" and family not in ("gpt2", "gpt-neox", "opt")
         assert usable(make_target(family, kind)) == expected
 
 

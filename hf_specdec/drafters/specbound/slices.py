@@ -43,6 +43,13 @@ def _softcapped(model: Any, logits: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def _with_positions_of_opt(decoder: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    if decoder.project_in is not None:
+        tokens = decoder.project_in(tokens)
+    embedded: Tensor = tokens + decoder.embed_positions(None, position_ids=positions)
+    return embedded
+
+
 # By `model_type` of the text config. Every entry is held against the whole model in
 # tests/drafters/specbound/test_slices.py.
 LAYOUTS: dict[str, Layout] = {
@@ -64,6 +71,7 @@ LAYOUTS: dict[str, Layout] = {
         embed=lambda decoder, tokens, positions: tokens * decoder.embedding_multiplier,
         logits=lambda model, logits: logits / model.config.logits_scaling,
     ),
+    "opt": Layout(norm="final_layer_norm", rotary="none", embed=_with_positions_of_opt),
 }  # fmt: skip
 
 

@@ -122,7 +122,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         # From the host's generator, so that a seed says everything; in all ways of working alike. Greedy draws none.
         seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         worker = self.worker = self.make_worker(drafting)
-        self.beside = not isinstance(worker, InTurn)
+        # The host's own loop verifies by itself, so that nothing is drafted meanwhile.
+        self.beside = self.host_loop is None and not isinstance(worker, InTurn)
         if self.beside and self.device.type == "cpu" == drafting.drafter.model.device.type:
             self._share_cores()
         self.emitted = [[] for _ in texts]

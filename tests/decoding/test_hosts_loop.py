@@ -1,0 +1,223 @@
+"""Chains in transformers' own loop: an oracle for ours, and the way for targets that trees cannot be verified on."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BloomConfig,
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import CandidateGenerator
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_specdec import TargetModel, TreeCandidateGenerator
+from hf_specdec.decoding.chains import best_path
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.integration import hosts_loop
+from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enumerate_law, sampled_target
+from tests.laws import assert_follows
+from tests.methods import METHODS, make_causal_lm_chain
+from tests.scripted import StubDrafter, fixed_tree, right_for
+from tests.targets import PROMPTS, fresh_target, make_target
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
+CHAINS = ["dflash", "causal_lm_chain", "specbound", "specbranch"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies")
+
+
+def drafter_of(method: str, target: PreTrainedModel) -> Any:
+    drafter: Any = METHODS[method](target)
+    return drafter.to(target.dtype) if isinstance(drafter, torch.nn.Module) else drafter
+
+
+def bloom(**settings: Any) -> PreTrainedModel:
+    """Alibi, and no position_ids."""
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=4, n_head=4, **settings)
+    return _tiny(transformers.BloomForCausalLM(config))
+
+
+def opt() -> PreTrainedModel:
+    """Learned positions behind an offset."""
+    return make_target("opt", "sdpa")
+
+
+def _tiny(model: PreTrainedModel) -> PreTrainedModel:
+    for parameter in model.parameters():
+        parameter.data = 0.2 * torch.randn_like(parameter) + (parameter.dim() == 1)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None, bos_token_id=None)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_both_loops_give_the_tokens_of_plain_decoding(method: str, padded: bool) -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    if padded:
+        prompts = {name: torch.nn.functional.pad(part, (3, 0)) for name, part in prompts.items()}
+    drafter, alone = drafter_of(method, target), target.generate(**prompts, **GREEDY)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    ours = drafter.stats.per_step_accepted
+    with hosts_loop():
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    if method in CHAINS:
+        # At the end of a text the host's loop drafts no more than it has room for.
+        assert drafter.stats.per_step_accepted[0][:-1] == ours[0][: len(drafter.stats.per_step_accepted[0]) - 1]
+    assert drafter.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("make", [bloom, opt])
+@pytest.mark.parametrize("method", METHODS)
+def test_bloom_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(method: str, make: Any) -> None:
+    target, prompts = make(), PROMPTS["batch of one"]()
+    if method == "specbound" and make is bloom:
+        with pytest.raises(ValueError, match="not known to be exact when run in slices"):
+            drafter_of(method, target).check_target(target)
+        return
+    if method.startswith("causal_lm"):  # a draft model is run on trees in any loop
+        drafter = drafter_of(method, make_target("llama", "sdpa"))
+    elif method == "specbranch":
+        draft_model = make_causal_lm_chain(make_target("llama", "sdpa")).model
+        drafter = SpecBranchDrafter.from_models(draft_model, target, worker="thread", speed_ratio=4.0, h_rad=False)
+    else:
+        drafter = drafter_of(method, target)
+    alone = target.generate(**prompts, **GREEDY)
+    with hosts_loop():
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0
+
+
+def test_generators_are_the_hosts_candidate_generators() -> None:
+    target = make_target("llama", "sdpa")
+    for method in METHODS:
+        generator = drafter_of(method, target).candidate_generator(TargetModel(target))
+        assert isinstance(generator, CandidateGenerator)
+        with pytest.raises(RuntimeError, match=r"model\.generate\(assistant_model=\.\.\.\) has begun"):
+            generator.get_candidates(torch.tensor([[1, 2]]))
+        generator.close()
+
+
+def test_accepted_lengths_are_those_of_the_script() -> None:
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    per_round = [3, 0, 5, 1, 2]
+    with hosts_loop():
+        drafter = right_for(per_round, alone, siblings=0)
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    accepted = drafter.stats.per_step_accepted[0]
+    assert accepted[:-1] == [per_round[index % 5] for index in range(len(accepted) - 1)]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_sampled_tokens_follow_the_target(drawn: bool) -> None:
+    target = sampled_target()
+    drafter = make_causal_lm_chain(target, seed=1) if drawn else fixed_tree([3, 4, 5], [0, 1, 2])
+    with hosts_loop():
+        settings = {"max_new_tokens": DEPTH, "assistant_model": drafter, **arguments_of("plain")}
+        rows = [target.generate(torch.tensor([PROMPT]), **settings)[:, len(PROMPT) :] for _ in range(300)]
+    assert_follows(count(torch.cat(rows)), enumerate_law(target, PROMPT, "plain"))
+
+
+def test_attention_that_takes_no_tree_mask_runs_chains_and_says_why() -> None:
+    AttentionInterface.register("no_trees", sdpa_attention_forward)
+    AttentionMaskInterface.register("no_trees", sdpa_mask)
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    target.config._attn_implementation = "no_trees"
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = right_for(2, alone)
+    with pytest.warns(
+        UserWarning, match=r"attn_implementation='no_trees'.*'stub' drafts chains.*transformers' own loop"
+    ):
+        assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert assisted.tolist() == alone.tolist()
+    assert drafter.stats.num_accepted_draft_tokens == 0, "of siblings the likeliest comes first"
+    with pytest.raises(ValueError, match=r"no_trees.*this batch has 3 rows\. Generate one row at a time"):
+        target.generate(**PROMPTS["ragged batch of three"](), **GREEDY, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("eos", [False, True])
+@pytest.mark.parametrize("make", [bloom, opt])
+def test_texts_end_where_plain_decoding_ends_them(make: Any, eos: bool) -> None:
+    target, prompts = make(), PROMPTS["batch of one"]()
+    script = target.generate(**prompts, **GREEDY)
+    for new in range(1, 12):
+        settings = {"max_new_tokens": new, "do_sample": False}
+        if eos:
+            settings = GREEDY | {"eos_token_id": int(script[0, prompts["input_ids"].shape[1] + new])}
+        alone = target.generate(**prompts, **settings)
+        for right in (1, 4):
+            drafter = right_for(right, script, siblings=0)
+            with hosts_loop():
+                assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
+
+
+def test_a_cache_of_the_callers_is_continued_and_handed_back() -> None:
+    target, prompts = bloom(), PROMPTS["batch of one"]()
+    caches = []
+    for drafter in (None, right_for(2, target.generate(**prompts, **GREEDY), siblings=0)):
+        cache = DynamicCache()
+        first = target.generate(**prompts, **GREEDY, past_key_values=cache, assistant_model=drafter)
+        second = target.generate(first, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        caches.append((second.tolist(), cache.get_seq_length()))
+    assert caches[0] == caches[1]
+
+
+class Stops(StoppingCriteria):
+    """After so many tokens."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 14)
+
+
+def test_criteria_that_the_host_asks_too_late_are_not_drafted_past() -> None:
+    target, prompts = bloom(), PROMPTS["batch of one"]()
+    settings = GREEDY | {"stopping_criteria": StoppingCriteriaList([Stops()])}
+    alone = target.generate(**prompts, **settings)
+    drafter = right_for(5, target.generate(**prompts, **GREEDY), siblings=0)
+    with pytest.warns(UserWarning, match="nothing is drafted, because that loop would ask"):
+        assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
+
+
+def test_recurrent_targets_are_not_handed_to_the_hosts_loop() -> None:
+    # Its `crop` neither raises nor rewinds what they store.
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    target = transformers.MambaForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="not yet supported"):
+        target.generate(torch.tensor([[1, 2, 3]]), **GREEDY, assistant_model=StubDrafter(DraftTree.root_only))
+
+
+def test_the_best_path_of_a_tree_is_its_likeliest() -> None:
+    tree = DraftTree.from_lists([[7, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
+    assert best_path(tree) == [0, 1, 3]
+    assert best_path(DraftTree.root_only(torch.tensor([7]))) == [0]
+
+
+def test_the_custom_drafter_of_the_examples_drafts_in_both_loops() -> None:
+    path = Path(__file__).parents[2] / "examples" / "custom_drafter.py"
+    assert len(path.read_text().splitlines()) <= 60
+    drafter = runpy.run_path(str(path))["EchoDrafter"]()
+    for target in (make_target("llama", "sdpa"), bloom()):
+        prompts = PROMPTS["batch of one"]()
+        alone = target.generate(**prompts, **GREEDY)
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        assert drafter.stats.num_accepted_draft_tokens > 0
+    batch = PROMPTS["ragged batch of three"]()
+    target = make_target("llama", "sdpa")
+    assert (
+        target.generate(**batch, **GREEDY, assistant_model=drafter).tolist()
+        == target.generate(**batch, **GREEDY).tolist()
+    )
+    assert isinstance(drafter.candidate_generator(TargetModel(target)), TreeCandidateGenerator)
