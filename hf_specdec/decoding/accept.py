@@ -61,6 +61,16 @@ PREFIX_FREE = frozenset(
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
+def check_rows(logits_processor: LogitsProcessorList, batch: int) -> None:
+    """Raises ValueError if a processor keeps state from call to call and there are several rows."""
+    stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
+    if stateful and batch > 1:
+        raise ValueError(
+            f"{stateful[0]} keeps state from call to call, for rows that grow together, but in a batch of {batch} rows "
+            "accept different numbers of drafted tokens. Generate one row at a time, or without assistant_model."
+        )
+
+
 @dataclass(frozen=True)
 class DrawnCandidates:
     """Tokens drawn at random for what may follow a verified tree; the bonus token can then be coupled with them.
@@ -244,9 +254,9 @@ class Acceptor:
         node = path.new_zeros(batch)
         sequences.reserve(tree.max_depth + 1)
         nan, unknown = _nan(tree, logits)
-        failed = unknown[:, 0].tolist()  # no processor should see these
-        going = [active and not fails for active, fails in zip(sequences.active, failed, strict=True)]
-        walking = [row for row in range(batch) if going[row]]
+        num_accepted -= unknown[:, 0].long()  # no processor should see these rows
+        going, failed = sequences.active, unknown[:, 0].tolist()
+        walking = [row for row in range(batch) if going[row] and not failed[row]]
         drafts = _drafts_below(tree) if self.do_sample and tree.draft_probs is not None else None
         for depth in range(tree.max_depth + 1):
             if not walking:

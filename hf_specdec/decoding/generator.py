@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import CandidateGenerator
 
+from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
@@ -105,6 +106,35 @@ class Committed:
     tree: DraftTree | None = None
     path: Tensor | None = None
     tokens: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of_prompt(cls, prompt_ids: Tensor, target: TargetModel, output: TargetOutput) -> Committed:
+        """What the prefill committed of [batch, seq] int64 prompts."""
+        positions, valid = target.prompt_positions()
+        new = positions.shape[1]  # fewer than the prompt where a cache was continued
+        token_ids = prompt_ids[:, -new:]
+        # The prompt came as embeddings where they are more, so that what its tokens were is not known.
+        token_ids = torch.nn.functional.pad(token_ids, (new - token_ids.shape[1], 0))
+        counts = [new] * len(prompt_ids) if valid is None else valid.sum(1).tolist()
+        return cls(token_ids, output.features, positions, valid, Counts.of(counts, prompt_ids.device), output.logits)
+
+    @classmethod
+    def of_round(cls, tree: DraftTree, output: TargetOutput, verdict: Verdict, state: RoundState) -> Committed:
+        """What a round committed that began with `state`."""
+        path, counts, features = verdict.path, verdict.counts, output.features
+        steps = torch.arange(path.shape[1], device=path.device)
+        uneven = counts.known is None or min(counts.known) < path.shape[1]
+        return cls(
+            token_ids=verdict.path_ids,
+            features=None if features is None else pick(features, path.to(features.device)),
+            position_ids=state.root_positions.unsqueeze(1) + steps,
+            valid=steps < counts.tensor.unsqueeze(1) if uneven else None,
+            counts=counts,
+            target_logits=output.logits,
+            tree=tree,
+            path=path,
+            tokens=[] if verdict.host is None else verdict.host.tokens,
+        )
 
     @property
     def num_committed(self) -> list[int]:

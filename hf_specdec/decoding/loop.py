@@ -16,28 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.accept import PREFIX_FREE, STATEFUL, Acceptor, Verdict
+from hf_specdec.decoding.accept import PREFIX_FREE, Acceptor, Verdict, check_rows
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.host import pad_token_id
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.policies import Always
-from hf_specdec.decoding.records import TokenRecords
+from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.state import Counts, RoundState
+from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
-from hf_specdec.decoding.tree import DraftTree, from_host, pick
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What plain `generate` returns with `return_dict_in_generate=True`, and the statistics of the speculation."""
-
-    speculation: SpeculationStats | None = None
+from hf_specdec.decoding.tree import DraftTree, from_host
 
 
 @dataclass(frozen=True)
@@ -86,13 +78,7 @@ class SpeculativeDecoding:
         observers: Sequence[Observer] = (),
         streamer: BaseStreamer | None = None,
     ) -> None:
-        stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
-        if stateful and len(input_ids) > 1:
-            raise ValueError(
-                f"{stateful[0]} keeps state from call to call, for rows that grow together, but in a batch of "
-                f"{len(input_ids)} rows accept different numbers of drafted tokens. Generate one row at a time, or "
-                "without assistant_model."
-            )
+        check_rows(logits_processor, len(input_ids))
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
         self.started = time.perf_counter()
         stats.begin(input_ids)
@@ -121,14 +107,13 @@ class SpeculativeDecoding:
         with torch.cuda.device_of(self.sequences.ids):
             try:
                 with self.target.tapping():
-                    entry_offset = self.prefill()
+                    self.prefill()
                     with self.inference_where_unseen():
                         while not self.sequences.done:
                             self.round()
                     output_ids = self.sequences.finish()
                     self.stats.count_target(self.target)
-                    cache = self.model_kwargs["past_key_values"]
-                    self.target.hand_back(cache, output_ids, self.sequences.lengths, entry_offset)
+                    self.target.hand_back(self.model_kwargs["past_key_values"], output_ids, self.sequences.lengths)
                     self.generator.count(self.stats)
                     self.stats.report_plain_steps()
             finally:
@@ -143,33 +128,22 @@ class SpeculativeDecoding:
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
 
-    def prefill(self) -> int:
-        """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root.
-
-        Returns:
-            Cache entry e holds token e minus this of a row; not 0 where a cache came with only the new tokens.
-        """
+    def prefill(self) -> None:
+        """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root."""
         sequences, target = self.sequences, self.target
         prompt = sequences.ids[:, : sequences.prompt_length]
         output = target.prefill(prompt, self.config, self.model_kwargs)
         target.check_reach()
-        entries = target.cache.get_seq_length()
-        positions, valid = target.prompt_positions()
-        new = positions.shape[1]  # fewer than the prompt where a cache was continued
-        token_ids = prompt[:, -new:]
-        if sequences.prompt_length < new:  # the prompt came as embeddings, so what its tokens were is not known
-            token_ids = torch.nn.functional.pad(token_ids, (new - sequences.prompt_length, 0))
-        tree = DraftTree.root_only(token_ids[:, -1])
+        tree = DraftTree.root_only(prompt[:, -1])
         tree = replace(tree, bare=tree.valid[:, 0])  # the host's own forward: what it gives is taken as it is
         verdict = self.acceptor(tree, output.logits, sequences)
         self.settle(Flying(tree, output, verdict), is_prefill=True)  # the first token goes out here
         # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
-        target.begin_rounds(entries + min(self.config.max_length - sequences.prompt_length, 4096) + 128)
+        new = min(self.config.max_length - sequences.prompt_length, 4096)
+        target.begin_rounds(target.cache.get_seq_length() + new + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())
-        counts = Counts.of([new] * len(prompt) if valid is None else valid.sum(1).tolist(), prompt.device)
-        self.generator.observe(Committed(token_ids, output.features, positions, valid, counts, output.logits))
+        self.generator.observe(Committed.of_prompt(prompt, target, output))
         self.stats.lap("prefill")
-        return entries - sequences.prompt_length
 
     def round(self) -> None:
         """Draft, verify, accept, commit; and `lag` rounds late the host reads what came of it."""
@@ -182,8 +156,9 @@ class SpeculativeDecoding:
         tree = self.draft()
         if lag == 1 and self.settle(self.flying):
             return
-        if self.nan_rows is not None:
-            tree = self.without_spoilt_rows(tree, self.nan_rows)
+        if self.nan_rows is not None:  # bare roots, in a cache without anything that can be NaN
+            self.target.cache.wipe()
+            tree = tree.without_drafts(from_host(self.nan_rows, tree.token_ids.device))
         with inference_on_cpu(tree.token_ids.device):
             output = self.generator.verify(self.target, tree, self.state)
         self.stats.lap("verify")
@@ -192,11 +167,11 @@ class SpeculativeDecoding:
         active = self.sequences.live(self.sequences.active)
         going = None if all(active) else active
         verdict = self.acceptor(tree, output.logits, self.sequences, output.drawn, going)
-        self.flying = Flying(tree, output, verdict)
+        self.flying = flying = Flying(tree, output, verdict)
         if lag == 0:
-            self.settle(self.flying)
+            self.settle(flying)
         self.stats.lap("accept")
-        self.commit(tree, output, verdict)
+        self.commit(flying)
         self.stats.lap("commit")
 
     def lag(self) -> int:
@@ -231,29 +206,12 @@ class SpeculativeDecoding:
         self.stats.lap("tree")
         return tree
 
-    def without_spoilt_rows(self, tree: DraftTree, nan_rows: list[bool]) -> DraftTree:
-        """The tree with bare roots where a round came to nothing, in a cache without anything that can be NaN."""
-        self.target.cache.wipe()
-        return tree.without_drafts(from_host(nan_rows, tree.token_ids.device))
-
-    def commit(self, tree: DraftTree, output: TargetOutput, verdict: Verdict) -> None:
+    def commit(self, flying: Flying) -> None:
         """Keeps root and accepted nodes in the target's cache, and tells the generator what was kept."""
-        path, counts = verdict.path, verdict.counts
-        steps = torch.arange(path.shape[1], device=path.device)
-        uneven = counts.known is None or min(counts.known) < path.shape[1]
-        self.target.cache.commit(path, counts)
-        committed = Committed(
-            token_ids=verdict.path_ids,
-            features=None if output.features is None else pick(output.features, path.to(output.features.device)),
-            position_ids=self.state.root_positions.unsqueeze(1) + steps,
-            valid=steps < counts.tensor.unsqueeze(1) if uneven else None,
-            counts=counts,
-            target_logits=output.logits,
-            tree=tree,
-            path=path,
-            tokens=[] if verdict.host is None else verdict.host.tokens,
-        )
-        self.state = self.state.next(verdict.bonus_ids, counts.tensor)
+        verdict = flying.verdict
+        self.target.cache.commit(verdict.path, verdict.counts)
+        committed = Committed.of_round(flying.tree, flying.output, verdict, self.state)
+        self.state = self.state.next(verdict.bonus_ids, verdict.counts.tensor)
         self.generator.observe(committed)
 
     def settle(self, flying: Flying | None, *, is_prefill: bool = False) -> bool:

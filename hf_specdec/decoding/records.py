@@ -7,15 +7,26 @@ running padding through the target, are zeros.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.sequences import ScoresSoFar
+from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What plain `generate` returns with `return_dict_in_generate=True`, and the statistics of the speculation."""
+
+    speculation: SpeculationStats | None = None
 
 
 class TokenRecords(Observer):

@@ -107,6 +107,8 @@ class TargetModel:
         self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
         self.cache = TreeCache(self.num_layers)
         self.prefilled = slice(0, 0)  # entries that the prefill added
+        # Entry e of the cache holds token e - entry_offset of a row; not 0 where a cache came with only new tokens.
+        self.entry_offset = 0
         self.last_entry = 0  # no output token is placed beyond it, drafted nodes may be
         # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
         self.position_offset = torch.zeros(0, dtype=torch.int64)
@@ -217,7 +219,7 @@ class TargetModel:
         if self.step.positions is not None:
             self.position_offset = self.step.positions.to(device) - length
         features = self.read_taps()
-        self.prefilled = slice(already, length)
+        self.prefilled, self.entry_offset = slice(already, length), length - input_ids.shape[1]
         self.last_entry = length + generation_config.max_length - input_ids.shape[1] - 1
         return TargetOutput(
             outputs.logits[:, -1:].to(torch.float32, copy=True),
@@ -416,18 +418,16 @@ class TargetModel:
         """Masks by the keys of `windows` in the form that the host takes."""
         return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
 
-    def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int], entry_offset: int) -> None:
+    def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int]) -> None:
         """Leaves the caller's cache as plain decoding would: all output tokens of every row but the last.
 
         Args:
             like: of the caller.
             output_ids: [batch, length] int64, with padding behind rows that ended early.
             lengths: tokens of each row.
-            entry_offset: entry e of the cache holds token e - entry_offset of a row; not 0 where a cache came with only
-                the new tokens.
         """
         self.restore_rows()
-        cache = self.cache
+        cache, entry_offset = self.cache, self.entry_offset
         entries = output_ids.shape[1] - 1 + entry_offset
         known = [min(length - 1 + entry_offset, entries) for length in lengths]
         cache.rollback([min(have, length) for have, length in zip(known, cache.row_lengths, strict=True)])
