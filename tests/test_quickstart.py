@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_specdec.decoding.candidates import TreeCandidateGenerator
 
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless

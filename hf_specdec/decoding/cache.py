@@ -49,15 +49,18 @@ class TreeCache(Cache):
         """A TreeCache in its prefill phase that holds what `cache` (a DynamicCache that the user passed) holds.
 
         Raises:
-            TreesRefusedError: `cache` is of a class whose content cannot be taken over exactly.
+            ValueError: `cache` is of a class whose content cannot be taken over exactly.
+            TreesRefusedError: it is offloaded.
         """
-        known = isinstance(cache, DynamicCache) and not cache.offloading
-        if not known or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            kinds = sorted({type(layer).__name__ for layer in getattr(cache, "layers", ())})
-            raise TreesRefusedError(
-                f"past_key_values is a {type(cache).__name__} with layers {kinds}; draft trees can continue only a "
-                "DynamicCache of full or sliding-window attention layers without offloading"
+        kinds = {type(layer) for layer in getattr(cache, "layers", ())}
+        if not isinstance(cache, DynamicCache) or kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__} with layers {sorted(kind.__name__ for kind in kinds)}; "
+                "speculative decoding can continue only a DynamicCache of full or sliding-window attention layers. "
+                "Pass a DynamicCache, or leave past_key_values out."
             )
+        if cache.offloading:
+            raise TreesRefusedError("past_key_values is a DynamicCache with offloading, which draft trees do not do")
         own = cls(num_layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):
             layer.take_over(source)

@@ -92,7 +92,7 @@ class SpeculativeDecoding:
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         self.flying: Flying | None = None
         self.nan_rows: list[bool] | None = None  # live rows for whose root the target gave NaN; None for none
-        root_ids = self.sequences.ids[:, input_ids.shape[1] - 1]
+        root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may come as embeddings alone
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
 
@@ -134,7 +134,7 @@ class SpeculativeDecoding:
         prompt = sequences.ids[:, : sequences.prompt_length]
         output = target.prefill(prompt, self.config, self.model_kwargs)
         target.check_reach()
-        tree = DraftTree.root_only(prompt[:, -1])
+        tree = DraftTree.root_only(self.state.root_ids)
         tree = replace(tree, bare=tree.valid[:, 0])  # the host's own forward: what it gives is taken as it is
         verdict = self.acceptor(tree, output.logits, sequences)
         self.settle(Flying(tree, output, verdict), is_prefill=True)  # the first token goes out here
@@ -201,7 +201,9 @@ class SpeculativeDecoding:
         )
         self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)
         with inference_on_cpu(sequences.ids.device):
-            tree = self.policy.draft(self.generator, context).within_vocabulary(self.vocab_size)
+            tree = self.policy.draft(self.generator, context)
+            self.stats.lap("draft")
+            tree = tree.within_vocabulary(self.vocab_size)
             tree = self.target.within_reach(tree, self.state.root_positions)
         self.stats.lap("tree")
         return tree

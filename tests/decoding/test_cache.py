@@ -235,7 +235,7 @@ def test_after_commits_a_cache_equals_one_that_never_held_the_rejected_nodes(fam
 
 def test_static_cache_cannot_be_continued() -> None:
     target = make_target("llama", "sdpa")
-    with pytest.raises(ValueError, match=r"StaticCache.*can continue only a DynamicCache"):
+    with pytest.raises(ValueError, match=r"StaticCache.*Pass a DynamicCache, or leave past_key_values out"):
         TreeCache.continuing(StaticCache(config=target.config, max_cache_len=32), 4)
 
 

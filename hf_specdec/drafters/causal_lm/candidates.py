@@ -259,10 +259,9 @@ class TreeGenerator(DraftModelGenerator):
         for row, path in enumerate(committed.path.tolist()):
             places = [self.places[row][node] for node in path[: committed.num_committed[row]]]
             paths.append([place for place in places if place >= 0])  # leaves only are missing
-        steps = max(map(len, paths))
-        if steps:
-            padded = from_host([path + [0] * (steps - len(path)) for path in paths], cache.device)
-            cache.commit(padded, Counts.of([len(path) for path in paths], cache.device))
+        steps = max(1, *map(len, paths))
+        padded = from_host([path + [0] * (steps - len(path)) for path in paths], cache.device)
+        cache.commit(padded, Counts.of([len(path) for path in paths], cache.device))
 
     def draft(self, context: DraftContext) -> DraftTree:
         logits = self.run_root(context)

@@ -6,7 +6,7 @@ same tensors. The model that was shared works as before: its parameters are the 
 it can be saved, copied and pickled, and what is written into its tensors is seen on both sides. Only their `data_ptr()`
 has changed. Tensors that somebody else made from its storages, as an earlier `state_dict()`, keep the old storages.
 
-Torch's own `share_memory_` would do for the tensors, but takes its memory from `/dev/shm`, of which containers often
+Torch's own way of sharing would do for the tensors, but takes its memory from `/dev/shm`, of which containers often
 have 64 MB, and an open file for every tensor.
 """
 
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 ALIGNMENT = 64  # bytes; as torch's own storages on a CPU
 
@@ -124,7 +125,17 @@ class _Pickler(pickle.Pickler):
                 f"{value.__qualname__} is defined in the program that was started, which another process does not "
                 "run: move it into a module"
             )
+        if isinstance(value, FunctionType) and value.__module__ == output_capturing.__name__:
+            return _no_hook, ()  # of a model that was asked for hidden states once; the draft model never is
         return NotImplemented
+
+
+def _no_hook() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*arguments: Any) -> None:
+    """A hook that does nothing."""
 
 
 class _Unpickler(pickle.Unpickler):

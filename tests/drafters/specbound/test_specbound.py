@@ -243,16 +243,9 @@ def test_full_heads_and_reduced_vocabularies_draft_what_they_can_say(
         known = torch.arange(3, 63, 3)
         drafter.set_vocabulary(known)
     prompts = PROMPTS["ragged batch of three"]()
-    drawn, verify = [], TargetModel.verify
-
-    def noting(self: TargetModel, tree: Any, *args: Any, **kwargs: Any) -> Any:
-        if tree.num_nodes > 1:
-            drawn.append(tree.token_ids[:, 1:][tree.valid[:, 1:]])
-        return verify(self, tree, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TargetModel, "verify", noting)
-        assisted = target.generate(**prompts, **(GREEDY | sampling), assistant_model=drafter)
+    watched = Watched(drafter)
+    assisted = target.generate(**prompts, **(GREEDY | sampling), assistant_model=watched)
+    drawn = [tree.token_ids[:, 1:][tree.valid[:, 1:]] for tree in watched.trees if tree.num_nodes > 1]
     if not sampling:
         assert assisted.tolist() == target.generate(**prompts, **GREEDY).tolist()
     assert torch.isin(torch.cat(drawn), known).all()
