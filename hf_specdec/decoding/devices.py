@@ -76,10 +76,10 @@ def wait_for(device: torch.device) -> None:
 class ToHost:
     """Copies into pinned memory behind what the device is doing; whoever reads waits for this copy and no longer.
 
-    On other devices than CUDA's the copy is made at once.
+    On other devices than CUDA's there is nothing to be done before it is read.
 
     Args:
-        tensor: may be written over as soon as this returns.
+        tensor: not to be written to any more.
 
     Example:
         >>> ToHost(torch.tensor([[3, 1]])).tolist()
@@ -87,11 +87,11 @@ class ToHost:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        ahead = tensor.is_cuda
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=ahead)
-        self._copy.copy_(tensor, non_blocking=ahead)  # without an event nothing would tell when it has arrived
-        self._arrived = torch.cuda.Event() if ahead else None
-        if self._arrived is not None:
+        self._copy, self._arrived = tensor, None
+        if tensor.is_cuda:  # without an event nothing would tell when the copy has arrived
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tensor.device))  # where the copy is under way
 
     def tolist(self) -> Any:

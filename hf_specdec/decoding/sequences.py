@@ -240,8 +240,7 @@ class Sequences:
         return kept
 
     def _write(self, row: int, tokens: list[int]) -> None:
-        columns = slice(self.lengths[row], self.lengths[row] + len(tokens))
-        self.ids[row, columns] = from_host(tokens, self.ids.device)
+        self.ids[row].narrow(0, self.lengths[row], len(tokens)).copy_(from_host(tokens, self.ids.device))
 
     def _check_stops(
         self,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import attention, devices
-from hf_specdec.decoding.devices import Abilities, ToHost, abilities
+from hf_specdec.decoding.devices import Abilities, abilities
 from hf_specdec.drafters.ddtree.candidates import level_tree
 from hf_specdec.hub.loading import usable_device
 from tests.methods import METHODS
@@ -57,18 +57,6 @@ def test_trees_are_those_of_the_papers_algorithm_where_there_is_no_float64(apple
     level, heap = level_tree(roots, logits, 24), heap_tree(roots, logits, 24)
     for name in ("token_ids", "parents", "depths", "ancestor_mask", "valid"):
         assert torch.equal(getattr(level, name), getattr(heap, name)), name
-
-
-def test_copies_that_no_event_announces_are_made_at_once(apple: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy, asked = Tensor.copy_, []
-
-    def watched(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        asked.append(non_blocking)
-        return copy(self, source, non_blocking)
-
-    monkeypatch.setattr(Tensor, "copy_", watched)
-    assert ToHost(torch.tensor([[3, 1]])).tolist() == [[3, 1]]
-    assert asked == [False]
 
 
 def test_a_device_without_a_rule_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,16 +32,21 @@ class DDTreeGenerator(MarginalsGenerator):
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         super().__init__(source)
         self.tree_budget = tree_budget
+        # `candidate_pairs` of the latest budget and number of ranks.
+        self.pairs: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         if self.source.calls is not None:
             build = functools.partial(level_tree, budget=self.tree_budget)
             return captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
         budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
-        return level_tree(context.root_ids, logits, budget)
+        key = budget, min(budget, logits.shape[-1])
+        if self.pairs is None or self.pairs[0] != key:
+            self.pairs = key, candidate_pairs(*key, logits.device)
+        return level_tree(context.root_ids, logits, budget, self.pairs[1])
 
 
-def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
+def level_tree(root_ids: Tensor, logits: Tensor, budget: int, pairs: tuple[Tensor, Tensor] | None = None) -> DraftTree:
     """The root and the `budget` likeliest prefixes.
 
     The best `budget` prefixes of depth d all extend the best `budget` of depth d-1. With these and the tokens of a
@@ -57,6 +62,7 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         root_ids: [batch] int64.
         logits: [batch, depth, vocab] float32.
         budget: most drafted nodes.
+        pairs: `candidate_pairs` of this budget, where they were made before.
 
     Returns:
         a tree of 1 + `num_prefixes(vocab, depth, budget)` nodes. A row in which a position has NaN, +inf or nothing
@@ -75,26 +81,26 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     finite = logprobs[..., 0].sum(-1).isfinite()
     dtype = torch.float64 if abilities(device).float64 else torch.float32
     logprobs = logprobs.to(dtype).where(finite[:, None, None], -torch.inf)
-    above, rank = _pairs(budget, ranks, device)
+    above, rank = candidate_pairs(budget, ranks, device) if pairs is None else pairs
 
     # Every level has `budget` places; -inf where there are fewer prefixes, as in the first: it has the empty prefix.
     level_scores = logprobs.new_full((batch, budget), -torch.inf)
     level_scores[:, 0] = 0
     scores = [logprobs.new_full((batch, 1), torch.inf)]  # the root comes first
-    pairs = []
+    chosen = []
     for step in logprobs.index_select(2, rank).unbind(1):
         candidates = level_scores.index_select(1, above) + step
         candidates, order = candidates.sort(dim=1, descending=True, stable=True)
         level_scores = candidates[:, :budget]
         scores.append(level_scores)
-        pairs.append(order[:, :budget])
+        chosen.append(order[:, :budget])
 
     # Prefixes are numbered level after level: the root is 0, place p of level l (from 0) is 1 + l * budget + p.
     nodes = 1 + num_prefixes(vocab, depth, budget)
     path_logprobs, numbers = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
     path_logprobs, numbers = path_logprobs[:, :nodes], numbers[:, :nodes]
     places = (numbers - 1).clamp(min=0)  # the root's entries are overwritten below
-    levels, pair = places // budget, torch.cat(pairs, dim=1).gather(1, places)
+    levels, pair = places // budget, torch.cat(chosen, dim=1).gather(1, places)
     index = torch.arange(nodes, device=device).expand(batch, nodes)
     node_of = torch.zeros(batch, 1 + depth * budget, dtype=torch.int64, device=device).scatter_(1, numbers, index)
     parents = node_of.gather(1, (1 + (levels - 1) * budget + above[pair]).clamp(min=0))
@@ -131,7 +137,7 @@ def ranked_logprobs(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return logprobs, token_ids.gather(-1, order_of_ids)
 
 
-def _pairs(budget: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def candidate_pairs(budget: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The pairs of prefix i and rank j with (i+1)(j+1) <= budget, ordered by i and then j: all i, and all j."""
     count = sum(min(ranks, budget // i) for i in range(1, budget + 1))
     widths = (budget // torch.arange(1, budget + 1, device=device)).clamp(max=ranks)
