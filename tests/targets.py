@@ -89,7 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         ("eager",),  # attention sinks exist in eager attention only
     ),
-    "opt": ("OPTConfig", {"ffn_dim": 256, "word_embed_proj_dim": 32, "init_std": 0.3}, ("eager", "sdpa")),
+    "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3}, ("eager", "sdpa")),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1, 0]}, ("eager", "sdpa")),
     "starcoder2-sliding": ("Starcoder2Config", {"sliding_window": WINDOW}, ("eager", "sdpa")),
 }

@@ -54,6 +54,47 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
         return confidence, token_ids
 
 
+class SoftCapLogitsProcessor(LogitsProcessor):
+    """Bounds logits as the target bounds its own (Gemma 2): tanh(logits / cap) * cap.
+
+    Args:
+        cap: of the target's config, `final_logit_softcapping`; None for none.
+
+    Example:
+        >>> SoftCapLogitsProcessor(2.0)(None, torch.tensor([[0.0, 100.0]]))
+        tensor([[0., 2.]])
+    """
+
+    def __init__(self, cap: float | None) -> None:
+        self.cap = cap
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        """[..., vocab] -> [..., vocab]; the prefix is not looked at."""
+        return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
+
+
+class NeverProposedLogitsProcessor(LogitsProcessor):
+    """Takes from a token all chance to be drafted, as from the mask token, which no text has.
+
+    Args:
+        token_id: of the token.
+        value: its logit. A loss wants a finite one.
+
+    Example:
+        >>> NeverProposedLogitsProcessor(1)(None, torch.tensor([[1.0, 2.0]]))
+        tensor([[1., -inf]])
+    """
+
+    def __init__(self, token_id: int, value: float = -torch.inf) -> None:
+        self.token_id, self.value = token_id, value
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
+        """[..., vocab] -> [..., vocab]; in place where no gradient is asked for, since vocabularies are large."""
+        scores = scores.clone() if scores.requires_grad else scores
+        scores.select(-1, self.token_id).fill_(self.value)
+        return scores
+
+
 class TargetVocabularyLogitsProcessor(LogitsProcessor):
     """Brings draft logits to the columns of the target's, so that drafts and their probabilities are over its tokens.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor, SoftCapLogitsProcessor
 from hf_specdec.drafters.dflash.configuration import (
     DFlashConfig,
     default_target_layer_ids,
@@ -83,7 +84,7 @@ class DFlashStep(TrainingStep):
         self.block_size, _ = _block(drafter.config)
         self.weights = position_weights(self.block_size, gamma)
         self.embed_tokens = block_embeddings(target)
-        self.mask_token = torch.tensor([drafter.config.mask_token_id])
+        self.without_mask = NeverProposedLogitsProcessor(drafter.config.mask_token_id, NEVER)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         input_ids = batch["input_ids"]
@@ -122,15 +123,12 @@ class DFlashStep(TrainingStep):
     def _draft_head(self, hidden: Tensor) -> Tensor:
         head = self.reader.lm_head
         logits = head(hidden.to(next(head.parameters()).dtype)).float()
-        cap = self.config.final_logit_softcapping
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        # The mask is never drafted. Until it has learned so, a drafter that reads masks answers with masks.
-        return logits.index_fill(-1, self.mask_token.to(logits.device), NEVER)
+        logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
+        # Until it has learned that the mask is never drafted, a drafter that reads masks answers with masks.
+        return self.without_mask(None, logits)
 
     def _target_head(self, hidden: Tensor) -> Tensor:
-        logits = self.reader.head(hidden)
-        return logits.index_fill(-1, self.mask_token.to(logits.device), NEVER)
+        return self.without_mask(None, self.reader.head(hidden))
 
 
 def new_drafter(

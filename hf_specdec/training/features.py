@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
 from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.training.progress import TokenProgress
 
@@ -55,7 +56,8 @@ class TargetReader:
         self.layers = tuple(layers)
         self.wants_last_hidden = last_hidden
         self.lm_head: nn.Module = model.get_output_embeddings()
-        self._cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        self._soft_cap = SoftCapLogitsProcessor(cap)
         self._head_checked = False
 
     def of_batch(self, batch: Mapping[str, Tensor]) -> TargetStates:
@@ -97,7 +99,7 @@ class TargetReader:
     def head(self, hidden: Tensor) -> Tensor:
         """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
         logits = self.lm_head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
-        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+        return self._soft_cap(None, logits)
 
     def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Raises ValueError, once, if the target does more to its logits than its head and a soft cap."""

@@ -52,7 +52,7 @@ def bloom(**settings: Any) -> PreTrainedModel:
 
 def opt() -> PreTrainedModel:
     """Learned positions behind an offset."""
-    return make_target("opt", "sdpa")
+    return make_target("opt", "sdpa", ffn_dim=256)  # larger than the draft model
 
 
 def _tiny(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,7 +22,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.logits_process import (
+    NeverProposedLogitsProcessor,
+    SoftCapLogitsProcessor,
+    TargetVocabularyLogitsProcessor,
+)
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
@@ -166,15 +170,12 @@ class DFlashDrafter(PretrainedDrafter):
             return hidden
         slots = hidden if self.config.sample_from_anchor else hidden[:, 1:]
         logits = lm_head(slots.to(next(lm_head.parameters()).dtype)).float()
-        cap = self.config.final_logit_softcapping
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+        logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
         if self.config.maps_vocabulary:
             assert self.config.vocab_size is not None, "check() asks for it"
             target_ids = torch.arange(self.config.draft_vocab_size, device=logits.device) + self.d2t.to(logits.device)
             logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, target_ids)(None, logits)
-        logits.select(-1, self.config.mask_token_id).fill_(-torch.inf)
-        return logits
+        return NeverProposedLogitsProcessor(self.config.mask_token_id)(None, logits)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
 from hf_specdec.decoding.taps import decoder_of
 
 
@@ -40,7 +40,7 @@ class Layout:
 
 def _softcapped(model: Any, logits: Tensor) -> Tensor:
     cap = model.config.get_text_config(decoder=True).final_logit_softcapping
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return SoftCapLogitsProcessor(cap)(None, logits)
 
 
 def _with_positions_of_opt(decoder: Any, tokens: Tensor, positions: Tensor) -> Tensor:
