@@ -102,12 +102,14 @@ class HostVerdict:
         num_drafted: valid nodes, root excluded.
         finite: whether the drafter's output was finite.
         nan: whether the target gave NaN for the root.
+        leading: the accepted nodes of all rows are the first of the tree, in order; None where that was not looked at.
     """
 
     tokens: list[list[int]]
     num_drafted: list[int]
     finite: list[bool]
     nan: list[bool]
+    leading: bool | None = None
 
 
 class Verdict:
@@ -121,6 +123,8 @@ class Verdict:
         nan: [batch] bool, whether the target gave NaN for the root.
         going: per row, whether it takes part; None for all.
         scores: [batch, max_depth + 1, vocab] float32, processed logits at the nodes of `path`, where they are kept.
+        host: the verdict as the host knows it already, where the walk was made there; `path` then has the columns that
+            the longest row needs.
 
     Attributes:
         path: [batch, steps] int64. `steps` is max_depth + 1 until the host has read, then what the longest row needs.
@@ -137,14 +141,17 @@ class Verdict:
         nan: Tensor,
         going: list[bool] | None = None,
         scores: Tensor | None = None,
+        host: HostVerdict | None = None,
     ) -> None:
         self.path, self.path_ids, self.bonus_ids, self.scores = path, pick(tree.token_ids, path), bonus_ids, scores
         counts = num_accepted + 1
         if going is not None:
             takes_part = from_host(going, counts.device)
             counts, nan = counts * takes_part, nan & takes_part
-        self.counts = Counts(counts, path.shape[1])
-        self.host: HostVerdict | None = None
+        self.counts, self.host, self._copy = Counts(counts, path.shape[1]), host, None
+        if host is not None:
+            self.counts.known = [len(tokens) for tokens in host.tokens]
+            return
         finite = tree.valid[:, 0] if tree.finite is None else tree.finite
         columns = torch.stack([counts, bonus_ids, finite, nan, tree.valid.sum(1)], dim=1)
         self._copy = ToHost(torch.cat([columns, self.path_ids], dim=1))
@@ -152,6 +159,7 @@ class Verdict:
     def read(self) -> HostVerdict:
         """Waits for the outcome, where it has not been read yet."""
         if self.host is None:
+            assert self._copy is not None
             rows = self._copy.tolist()
             self.host = HostVerdict(
                 tokens=[[*row[6 : 5 + row[0]], row[1]] if row[0] else [] for row in rows],
@@ -209,9 +217,12 @@ class Acceptor:
             return self._step_by_step(tree, logits, sequences, drawn)
         nan, unknown = _nan(tree, logits)
         logits, choices = self._choices(tree, logits, unknown, drawn)
-        path, num_accepted, bonus_ids = follow(tree, choices)
+        if abilities(logits.device).host_memory:
+            path, num_accepted, bonus_ids, host = _walk(tree, choices, nan, going)
+        else:
+            (path, num_accepted, bonus_ids), host = follow(tree, choices), None
         scores = pick(logits, path) if self.keep_scores else None
-        return Verdict(tree, path, num_accepted, bonus_ids, nan, going, scores)
+        return Verdict(tree, path, num_accepted, bonus_ids, nan, going, scores, host)
 
     def _choices(
         self, tree: DraftTree, logits: Tensor, unknown: Tensor, drawn: DrawnCandidates | None
@@ -403,3 +414,35 @@ def follow(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_accepted = nodes - 1 - blocked.sum(1, keepdim=True)
     bonus_ids = choices.gather(1, path.gather(1, num_accepted.clamp(min=0)))
     return path, num_accepted.squeeze(1), bonus_ids.squeeze(1)
+
+
+def _walk(
+    tree: DraftTree, choices: Tensor, nan: Tensor, going: list[bool] | None
+) -> tuple[Tensor, Tensor, Tensor, HostVerdict]:
+    """`follow` where tensors lie in host memory: a look-up per accepted token, where `follow` makes a dozen tensors.
+
+    The arguments are those of `follow` and of `Verdict`, which is also who the outcome is for.
+    """
+    paths: list[list[int]] = []
+    tokens: list[list[int]] = []
+    num_drafted = []
+    rows = zip(tree.token_ids.tolist(), tree.parents.tolist(), tree.valid.tolist(), choices.tolist(), strict=True)
+    for row, (token_ids, parents, valid, chosen) in enumerate(rows):
+        children = {(parents[node], token_ids[node]): node for node in range(1, len(valid)) if valid[node]}
+        num_drafted.append(len(children))
+        walked: list[int] = []
+        node: int | None = 0 if going is None or going[row] else None
+        while node is not None and chosen[node] >= 0:
+            walked.append(node)
+            node = children.get((node, chosen[node]))
+        paths.append(walked)
+        tokens.append([chosen[node] for node in walked])
+    steps = max(1, *map(len, paths))
+    finite = [True] * len(paths) if tree.finite is None else tree.finite.tolist()
+    known_nan = [is_nan and (going is None or going[row]) for row, is_nan in enumerate(nan.tolist())]
+    return (
+        from_host([walked + [0] * (steps - len(walked)) for walked in paths], None),
+        from_host([len(walked) - 1 for walked in paths], None),
+        from_host([new[-1] if new else -1 for new in tokens], None),
+        HostVerdict(tokens, num_drafted, finite, known_nan, all(path == list(range(len(path))) for path in paths)),
+    )

@@ -210,10 +210,13 @@ class SpeculativeDecoding:
 
     def commit(self, flying: Flying) -> None:
         """Keeps root and accepted nodes in the target's cache, and tells the generator what was kept."""
-        verdict = flying.verdict
-        self.target.cache.commit(verdict.path, verdict.counts)
+        verdict, cache = flying.verdict, self.target.cache
+        if verdict.host is not None and verdict.host.leading:  # they may lie where they belong already
+            cache.commit_first(verdict.counts)
+        else:
+            cache.commit(verdict.path, verdict.counts)
         committed = Committed.of_round(flying.tree, flying.output, verdict, self.state)
-        self.state = self.state.next(verdict.bonus_ids, verdict.counts.tensor)
+        self.state = self.state.next(verdict.bonus_ids, verdict.counts)
         self.generator.observe(committed)
 
     def settle(self, flying: Flying | None, *, is_prefill: bool = False) -> bool:
@@ -235,7 +238,7 @@ class SpeculativeDecoding:
         for observer in self.observers:
             observer.on_prefill(each) if is_prefill else observer.on_round(each)
         self.sequences.stream()
-        self.stats.lap("accept")
+        self.stats.lap("prefill" if is_prefill else "accept")
         return self.sequences.done
 
     @property

@@ -71,14 +71,16 @@ class RoundState:
     root_ids: Tensor
     root_positions: Tensor
 
-    def next(self, bonus_ids: Tensor, counts: Tensor) -> RoundState:
+    def next(self, bonus_ids: Tensor, counts: Counts) -> RoundState:
         """After a round: rows that kept something go on from their bonus token, the others from where they were.
 
         Args:
             bonus_ids: [batch] int64.
-            counts: [batch] int64, entries kept.
+            counts: entries kept.
         """
-        return RoundState(bonus_ids.where(counts > 0, self.root_ids), self.root_positions + counts)
+        if counts.known is None or min(counts.known) == 0:
+            bonus_ids = bonus_ids.where(counts.tensor > 0, self.root_ids)
+        return RoundState(bonus_ids, self.root_positions + counts.tensor)
 
     def of_rows(self, rows: Sequence[int]) -> RoundState:
         """The same for some of the rows."""

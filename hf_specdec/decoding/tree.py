@@ -119,29 +119,36 @@ class DraftTree:
             ([[0, 1, 1, 2], [0, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 0, 0]])
         """
         batch, nodes = len(token_ids), max(map(len, token_ids))
-        mask: np.ndarray = np.zeros((batch, nodes, nodes), dtype=bool)
-        mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
         depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]  # padding hangs below the root
-        for row, above in enumerate(parents):
-            row_mask, row_depths = mask[row], depths[row]
-            for node in range(1, len(above)):
-                parent = above[node]
-                row_depths[node] = row_depths[parent] + 1
-                row_mask[node] |= row_mask[parent]
+        rows = bytearray()  # of truth values: each node sees what its parent sees, and itself
+        for row_parents, row_depths in zip(parents, depths, strict=True):
+            start = len(rows)
+            for node in range(nodes):
+                parent = row_parents[node] if node < len(row_parents) else 0
+                if node:
+                    row_depths[node] = row_depths[parent] + 1
+                    rows += rows[start + parent * nodes : start + (parent + 1) * nodes]
+                else:
+                    rows += bytes(nodes)
+                rows[start + node * nodes + node] = True
+        mask = np.frombuffer(rows, dtype=bool).reshape(batch, nodes, nodes)
 
-        def padded(rows: Sequence[Sequence[Any]], padding: Sequence[Any], dtype: Any = None) -> Tensor:
-            filled = [[*row, *[fill] * (nodes - len(row))] for row, fill in zip(rows, padding, strict=True)]
-            return from_host(np.asarray(filled, dtype=dtype), device)
+        def padded(rows: Sequence[Sequence[Any]], padding: Sequence[Any]) -> list[list[Any]]:
+            return [[*row, *[fill] * (nodes - len(row))] for row, fill in zip(rows, padding, strict=True)]
 
+        roots = [tokens[0] for tokens in token_ids]
+        ids, above, depth = from_host([padded(token_ids, roots), padded(parents, [0] * batch), depths], device)
+        if path_logprobs is not None:
+            scores = np.asarray(padded(path_logprobs, [-np.inf] * batch), dtype=np.float32)
         return cls(
-            padded(token_ids, [tokens[0] for tokens in token_ids]),
-            padded(parents, [0] * batch),
-            from_host(depths, device),
+            ids,
+            above,
+            depth,
             from_host(mask, device),
-            padded([[True] * len(tokens) for tokens in token_ids], [False] * batch),
+            from_host(padded([[True] * len(tokens) for tokens in token_ids], [False] * batch), device),
             max(map(max, depths)),
             finite,
-            path_logprobs=None if path_logprobs is None else padded(path_logprobs, [-np.inf] * batch, np.float32),
+            path_logprobs=None if path_logprobs is None else from_host(scores, device),
         )
 
     @classmethod

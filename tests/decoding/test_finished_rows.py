@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from hf_specdec.decoding import loop
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.base import Drafter
@@ -48,13 +49,13 @@ def drafter_of(method: str, target: Any, **options: Any) -> Drafter:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each round has had."""
     seen: list[int] = []
-    commit = TreeCache.commit
+    commit = loop.SpeculativeDecoding.commit
 
-    def watched(self: TreeCache, path: Tensor, counts: Counts) -> None:
-        seen.append(len(path))
-        commit(self, path, counts)
+    def watched(self: loop.SpeculativeDecoding, flying: loop.Flying) -> None:
+        seen.append(len(flying.tree.token_ids))
+        commit(self, flying)
 
-    monkeypatch.setattr(TreeCache, "commit", watched)
+    monkeypatch.setattr(loop.SpeculativeDecoding, "commit", watched)
     return seen
 
 

@@ -156,10 +156,12 @@ class Entries(LayerStates):
 
     def commit(self, path: Tensor, lengths: Tensor) -> None:
         batch, steps = path.shape
-        rows = torch.arange(batch, device=path.device).unsqueeze(1) * self.capacity
         # Entries past a row's count land behind its new end, where nothing is read before it is written again.
-        ends = lengths.unsqueeze(1) + torch.arange(steps, device=path.device)
-        self.move((path + (rows + self.extent.node_start)).flatten(), (ends + rows).flatten())
+        source, target = path + self.extent.node_start, lengths.unsqueeze(1) + torch.arange(steps, device=path.device)
+        if batch > 1:
+            rows = torch.arange(batch, device=path.device).unsqueeze(1) * self.capacity
+            source, target = source + rows, target + rows
+        self.move(source.flatten(), target.flatten())
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies entries; both [moved] int64, with rows and entries counted through: row * capacity + entry."""

@@ -1,9 +1,9 @@
 """DDTree: the likeliest `tree_budget` continuations, from the per-position marginals of one drafter forward.
 
 Under independent positions the tree that maximises the expected number of accepted tokens is the set of the likeliest
-prefixes (DDTree, arXiv 2604.12989, Propositions 1 and 2). The paper's Algorithm 1 finds them one by one with a heap;
-`level_tree` finds the same tree level by level with tensor operations of fixed shapes, on any device and without a
-host sync. The tests hold it to Algorithm 1. Nodes are in order of probability.
+prefixes (DDTree, arXiv 2604.12989, Propositions 1 and 2). The paper's Algorithm 1 finds them one by one with a heap,
+the quicker way where tensors lie in host memory (`heap_tree`); `level_tree` finds the same tree level by level with
+tensor operations of fixed shapes, on any device and without a host sync. Nodes are in order of probability.
 
 Relation to its sibling `dflash`: same forward, but alternatives at every depth instead of one chain.
 """
@@ -11,13 +11,15 @@ Relation to its sibling `dflash`: same forward, but alternatives at every depth 
 from __future__ import annotations
 
 import functools
+import heapq
+import math
 
 import torch
 from torch import Tensor
 
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.generator import DraftContext
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator, captured_tree
 
 
@@ -32,21 +34,81 @@ class DDTreeGenerator(MarginalsGenerator):
     def __init__(self, source: BlockMarginals, tree_budget: int) -> None:
         super().__init__(source)
         self.tree_budget = tree_budget
-        # `candidate_pairs` of the latest budget and number of ranks.
-        self.pairs: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
 
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         if self.source.calls is not None:
             build = functools.partial(level_tree, budget=self.tree_budget)
             return captured_tree(self.source.calls, self.tree_budget, logits.shape[1], build, context.root_ids, logits)
         budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
-        key = budget, min(budget, logits.shape[-1])
-        if self.pairs is None or self.pairs[0] != key:
-            self.pairs = key, candidate_pairs(*key, logits.device)
-        return level_tree(context.root_ids, logits, budget, self.pairs[1])
+        make = heap_tree if abilities(logits.device).host_memory else level_tree
+        return make(context.root_ids, logits, budget)
 
 
-def level_tree(root_ids: Tensor, logits: Tensor, budget: int, pairs: tuple[Tensor, Tensor] | None = None) -> DraftTree:
+def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
+    """The tree of `level_tree` by the paper's Algorithm 1: pops the likeliest prefix, pushes its sibling and its child.
+
+    For tensors in host memory, where each small operation of `level_tree` costs more than a node does here.
+
+    Args:
+        root_ids: [batch] int64.
+        logits: [batch, depth, vocab] float32.
+        budget: most drafted nodes.
+
+    Returns:
+        a tree that is as wide as its widest row.
+    """
+    if budget == 0:
+        return DraftTree.root_only(root_ids)
+    ranks = min(budget, logits.shape[-1])
+    logprobs, token_ids = (part.tolist() for part in logits.log_softmax(-1).topk(ranks))
+    grown: list[tuple[list[int], list[int], list[float]]] = []
+    finite = []
+    for root, row_logprobs, row_ids in zip(root_ids.tolist(), logprobs, token_ids, strict=True):
+        ranked = [
+            sorted(zip((-logprob for logprob in position), ids, strict=True))  # equal ones by their ids
+            for position, ids in zip(row_logprobs, row_ids, strict=True)
+        ]
+        finite.append(all(math.isfinite(position[0][0]) for position in ranked))
+        grown.append(_best_first(root, ranked, budget) if finite[-1] else ([root], [-1], [0.0]))
+    return DraftTree.from_lists(
+        [tokens for tokens, _, _ in grown],
+        [parents for _, parents, _ in grown],
+        finite=None if all(finite) else from_host(finite, None),
+        path_logprobs=[scores for _, _, scores in grown],
+    )
+
+
+def _best_first(
+    root: int, ranked: list[list[tuple[float, int]]], budget: int
+) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and path log-probabilities of the nodes of one row.
+
+    Args:
+        root: its token.
+        ranked: per position (minus log-probability, token) in order.
+        budget: most drafted nodes.
+    """
+    tokens, parents, scores = [root], [-1], [0.0]
+    # (minus the score, depth, parent, rank): of equal scores the shorter prefix first, then as the parents are.
+    heap = [(ranked[0][0][0], 1, 0, 0)]
+    while heap and len(tokens) <= budget:
+        negative, depth, parent, rank = heap[0]
+        if negative == math.inf:
+            break
+        siblings = ranked[depth - 1]
+        tokens.append(siblings[rank][1])
+        parents.append(parent)
+        scores.append(-negative)
+        if rank + 1 < len(siblings):
+            heapq.heapreplace(heap, (siblings[rank + 1][0] - scores[parent], depth, parent, rank + 1))
+        else:
+            heapq.heappop(heap)
+        if depth < len(ranked):
+            heapq.heappush(heap, (negative + ranked[depth][0][0], depth + 1, len(tokens) - 1, 0))
+    return tokens, parents, scores
+
+
+def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     """The root and the `budget` likeliest prefixes.
 
     The best `budget` prefixes of depth d all extend the best `budget` of depth d-1. With these and the tokens of a
@@ -62,7 +124,6 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int, pairs: tuple[Tenso
         root_ids: [batch] int64.
         logits: [batch, depth, vocab] float32.
         budget: most drafted nodes.
-        pairs: `candidate_pairs` of this budget, where they were made before.
 
     Returns:
         a tree of 1 + `num_prefixes(vocab, depth, budget)` nodes. A row in which a position has NaN, +inf or nothing
@@ -81,7 +142,7 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int, pairs: tuple[Tenso
     finite = logprobs[..., 0].sum(-1).isfinite()
     dtype = torch.float64 if abilities(device).float64 else torch.float32
     logprobs = logprobs.to(dtype).where(finite[:, None, None], -torch.inf)
-    above, rank = candidate_pairs(budget, ranks, device) if pairs is None else pairs
+    above, rank = _pairs(budget, ranks, device)
 
     # Every level has `budget` places; -inf where there are fewer prefixes, as in the first: it has the empty prefix.
     level_scores = logprobs.new_full((batch, budget), -torch.inf)
@@ -131,13 +192,13 @@ def ranked_logprobs(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         where log-probabilities are equal. Where a position has NaN or +inf, or nothing but -inf, its first
         log-probability is NaN.
     """
-    logprobs, token_ids = logits.log_softmax(-1).topk(ranks, dim=-1, sorted=False)
+    logprobs, token_ids = logits.log_softmax(-1).topk(ranks, dim=-1)
     token_ids, order = token_ids.sort(dim=-1)
     logprobs, order_of_ids = logprobs.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     return logprobs, token_ids.gather(-1, order_of_ids)
 
 
-def candidate_pairs(budget: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _pairs(budget: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The pairs of prefix i and rank j with (i+1)(j+1) <= budget, ordered by i and then j: all i, and all j."""
     count = sum(min(ranks, budget // i) for i in range(1, budget + 1))
     widths = (budget // torch.arange(1, budget + 1, device=device)).clamp(max=ranks)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.ddtree import level_tree
+from hf_specdec.drafters.ddtree import candidates, level_tree
 from tests.trees import heap_tree
 
 
@@ -166,3 +166,19 @@ def test_rows_do_not_influence_each_other() -> None:
         alone = level_tree(torch.tensor([row]), logits[row : row + 1], 20)
         for name in ("token_ids", "parents", "depths", "ancestor_mask", "valid"):
             assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0]), name
+
+
+@pytest.mark.parametrize("budget", [1, 5, 40])
+def test_both_builders_give_one_tree(budget: int) -> None:
+    for seed in range(5):
+        logits = random_logits(2, 4, 9, seed=seed, scale=1.0)
+        logits = logits.round() if seed % 2 else logits  # many equal ones
+        if seed == 3:
+            logits[0, 1] = torch.nan
+        heap = candidates.heap_tree(torch.tensor([3, 4]), logits, budget)
+        level = level_tree(torch.tensor([3, 4]), logits, budget)
+        for row in range(2):
+            own, other = (tree.valid[row].nonzero().squeeze(1) for tree in (heap, level))
+            assert len(own) == len(other)
+            for name in ("token_ids", "parents", "depths"):
+                assert torch.equal(getattr(heap, name)[row, own], getattr(level, name)[row, other]), name
