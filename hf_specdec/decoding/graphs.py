@@ -278,7 +278,7 @@ class StaticCalls:
                 equal key, so that nothing else may be read that changes or ends.
             compute: makes tensors of fixed shapes, without waiting for the device.
             values: [batch, ...] each.
-            padded: [batch, up to `width`, ...] each; `compute` gets them with `width` there, filled up with anything.
+            padded: [batch, up to `width`, ...] each; `compute` gets them with `width` there, filled up with the first.
             width: see `padded`.
         """
         shapes = [value.shape for value in values]
@@ -292,7 +292,11 @@ class StaticCalls:
         with torch.inference_mode(False):  # they outlive the call, whatever mode it runs in
             inputs = self.workspace.inputs(key, make)
         for goal, value in zip(inputs, values, strict=True):
-            goal[:, : value.shape[1]].copy_(value) if value.dim() > 1 else goal.copy_(value)
+            if value.dim() > 1:
+                goal[:, : value.shape[1]].copy_(value)
+                goal[:, value.shape[1] :].copy_(value[:, :1])  # as in `write_tree`
+            else:
+                goal.copy_(value)
         workspace = self.workspace
 
         def forward() -> tuple[Tensor, ...]:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_specdec.decoding import graphs, loop
-from hf_specdec.decoding.devices import ToHost
+from hf_specdec.decoding import devices, graphs, loop
+from hf_specdec.decoding.devices import Abilities, ToHost
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.policies import AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.target import TargetModel
@@ -90,6 +90,7 @@ class Replaying:
 
 def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards on the CPU are captured too, by the stand-in."""
+    monkeypatch.setitem(devices.RULES, "cpu", lambda device: Abilities(groups_heads=True))
     monkeypatch.setattr(graphs, "make_graph", Replaying)
     monkeypatch.setattr(graphs, "can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "_WORKSPACES", weakref.WeakKeyDictionary())

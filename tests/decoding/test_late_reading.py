@@ -32,7 +32,7 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": 
 
 def rule(*, late: bool) -> Callable[[torch.device], Abilities]:
     """Of a CPU that goes on beside the host, or does not."""
-    return lambda device: Abilities(host_memory=True, groups_heads=True, works_ahead=late)
+    return lambda device: Abilities(groups_heads=True, works_ahead=late)
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +239,9 @@ def test_methods_that_draft_early_bear_tokens_that_the_target_has_no_numbers_for
     assisted = target.generate(**prompts, **settings, assistant_model=drafter)
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     assert_same_cache(assisted.past_key_values, alone.past_key_values)
-    if batch == "batch of one":  # its caches hold no NaN: only rounds after those that came to nothing are plain
+    # Its caches hold no NaN: only rounds after those that came to nothing are plain. EAGLE-3 reads what it has drafted
+    # by the target's embeddings, so that it has no numbers either behind such a token.
+    if batch == "batch of one" and method != "eagle3":
         assert drafter.stats.num_plain_steps <= drafter.stats.num_target_forwards - drafter.stats.num_spec_steps
     target.get_input_embeddings().weight.data[unseen[::4]] = 0.0
     plain = drafter.stats.num_plain_steps
