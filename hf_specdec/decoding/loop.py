@@ -229,6 +229,7 @@ class SpeculativeDecoding:
         if flying is None:
             return self.sequences.done
         host = flying.verdict.read()
+        self.stats.count_target(self.target)
         self.nan_rows = host.nan if any(host.nan) else None
         kept = self.sequences.append(host.tokens, self.records.scores_including(flying.verdict.scores))
         each = Round(

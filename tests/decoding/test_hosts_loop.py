@@ -23,7 +23,7 @@ from transformers.generation import CandidateGenerator
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_specdec import TargetModel, TreeCandidateGenerator
+from hf_specdec import TargetModel, TreeCandidateGenerator, load_drafter
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -221,3 +221,32 @@ def test_the_custom_drafter_of_the_examples_drafts_in_both_loops() -> None:
         == target.generate(**batch, **GREEDY).tolist()
     )
     assert isinstance(drafter.candidate_generator(TargetModel(target)), TreeCandidateGenerator)
+
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "tiny-code"
+
+
+@pytest.mark.parametrize(
+    ("folder", "options"),
+    [
+        ("dflash", {}),
+        ("dflash", {"method": "dflash"}),
+        ("specblock", {}),
+        ("specbound", {}),
+        ("specbranch", {"worker": "thread", "speed_ratio": 4.0}),  # a process would take seconds to start
+        ("draft-lm", {}),
+    ],
+    ids=str,
+)
+def test_the_bundled_pairs_give_the_tokens_of_plain_decoding_in_both_loops(
+    folder: str, options: dict[str, Any]
+) -> None:
+    target = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED / "target")
+    drafter = load_drafter(str(BUNDLED / folder), **options)
+    prompt = tokenizer("def insert(items, value):\n", return_tensors="pt")
+    alone = target.generate(**prompt, **GREEDY)
+    assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    with hosts_loop():
+        assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_accepted_draft_tokens > 0
