@@ -123,12 +123,18 @@ class Committed:
         """What a round committed that began with `state`."""
         path, counts, features = verdict.path, verdict.counts, output.features
         steps = torch.arange(path.shape[1], device=path.device)
-        uneven = counts.known is None or min(counts.known) < path.shape[1]
+        valid = None
+        if counts.known is None or min(counts.known) < path.shape[1]:
+            valid = steps < counts.tensor.unsqueeze(1)
+        if features is not None:
+            features = pick(features, path.to(features.device))
+            if valid is not None:  # padding may be NaN, which would pass a drafter's masks
+                features = features.masked_fill(~valid.unsqueeze(-1).to(features.device), 0)
         return cls(
             token_ids=verdict.path_ids,
-            features=None if features is None else pick(features, path.to(features.device)),
+            features=features,
             position_ids=state.root_positions.unsqueeze(1) + steps,
-            valid=steps < counts.tensor.unsqueeze(1) if uneven else None,
+            valid=valid,
             counts=counts,
             target_logits=output.logits,
             tree=tree,
