@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
+from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.methods import make_ddtree, make_dflash
 from tests.scripted import fixed_tree
@@ -125,27 +126,22 @@ def test_recurrent_target_is_refused_as_not_yet_supported() -> None:
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "match"),
-    [
-        ("Falcon", {"alibi": True, "new_decoder_architecture": False}, r"FalconForCausalLM has alibi positions"),
-        (
-            "Doge",
-            {"intermediate_size": 48, "keep_window_size": 8},
-            r"DogeForCausalLM has sparse attention that keeps 8",
-        ),
-    ],
-    ids=str,
-)
-def test_attention_that_counts_siblings_runs_chains(kind: str, settings: dict[str, Any], match: str) -> None:
-    target = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SMALL, **settings))
-    assert_chained(target.eval(), match)
+def test_attention_that_counts_siblings_runs_chains() -> None:
+    config = transformers.FalconConfig(**SMALL, alibi=True, new_decoder_architecture=False)
+    assert_chained(transformers.FalconForCausalLM(config).eval(), r"FalconForCausalLM has alibi positions")
 
 
-def test_layers_that_share_keys_and_values_run_chains() -> None:
+def test_sparse_attention_that_counts_drafts_is_refused() -> None:
+    # A chain's later tokens would take places among the keys that are kept.
+    config = transformers.DogeConfig(**SMALL, intermediate_size=48, keep_window_size=8)
+    assert_refused(transformers.DogeForCausalLM(config).eval(), r"DogeForCausalLM has sparse attention that keeps 8")
+
+
+def test_layers_that_share_keys_and_values_are_for_chains() -> None:
     target = fresh_target("llama", "sdpa")
     target.config.num_kv_shared_layers = 2  # as Gemma3n's config has it
-    assert_chained(target, r"LlamaForCausalLM has 2 layers that share the keys and values of others")
+    with pytest.raises(TreesRefusedError, match=r"LlamaForCausalLM has 2 layers that share the keys and values"):
+        check_supported(target)
 
 
 def test_a_target_without_a_cache_is_refused() -> None:

@@ -61,9 +61,10 @@ def check_supported(model: PreTrainedModel) -> None:
             "(num_kv_shared_layers)"
         )
     if getattr(config, "keep_window_size", None):
-        raise TreesRefusedError(
+        raise ValueError(
             f"Target {name} has sparse attention that keeps {config.keep_window_size} keys of all entries "
-            "(keep_window_size), draft nodes among them"
+            "(keep_window_size), drafted ones among them, in trees and in chains; not yet supported. Generate without "
+            "assistant_model."
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise TreesRefusedError(

@@ -145,6 +145,7 @@ def mllama() -> PreTrainedModel:
     return target
 
 
+@pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # of older hosts
 def test_cross_attention_to_an_image_runs_chains() -> None:
     image = {
         "pixel_values": torch.randn(1, 1, 1, 3, 8, 8, dtype=torch.float64),
