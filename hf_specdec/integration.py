@@ -1,11 +1,13 @@
-"""The wraps in transformers: two on GenerationMixin and one in pipelines.
+"""The wraps in transformers: three on GenerationMixin and one in pipelines.
 
 Enabling is idempotent and reversible.
 
 `generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
 streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
 wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
-other assistants take the stock path, untouched. What `decoding/` uses of the host is in `decoding/host.py`.
+other assistants take the stock path, untouched. Where trees cannot be verified the host's own loop runs, and our wrap
+of `_get_candidate_generator` gives it the drafter's generator, which then drafts chains. What `decoding/` uses of the
+host is in `decoding/host.py`.
 
 The constructor of a pipeline compares the config of `assistant_model` with the target's, to learn whether text must be
 translated between two tokenizers; a `Drafter` drafts the target's own tokens and needs no config, so our wrap of

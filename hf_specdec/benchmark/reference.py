@@ -121,10 +121,7 @@ class _Loop:
     def _marginals(self, root: int, features: Tensor) -> Tensor:
         """[block - 1, vocab], the mask's own token left out."""
         drafter, device = self.drafter, self.prompt.device
-        start, block = (
-            self.draft_cache.get_seq_length() + features.shape[1],
-            drafter.num_slots,
-        )
+        start, block = self.draft_cache.get_seq_length() + features.shape[1], drafter.num_slots
         block_ids = torch.tensor([[root] + [drafter.config.mask_token_id] * (block - 1)], device=device)
         positions = torch.arange(start - features.shape[1], start + block, device=device).unsqueeze(0)
         logits = drafter(

@@ -6,10 +6,10 @@ Each choice is made exactly as plain decoding makes it, so the output is the tar
 That holds for drafts chosen without randomness and for drafts that are drawn independently of the target's choices.
 A tree that says from which law its tokens were drawn is accepted more often: there the target's choice is not drawn
 anew but coupled with the draft (`coupled_choices`), and then followed in the same way.
-Two implementations: all nodes at once on the device, for processors that look at logits alone; and step by step, for
-processors that read the text before a node.
-Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling
-Leviathan et al., arXiv 2211.17192, Section 2.3.
+Processors that look at logits alone take all nodes at once; the walk is then `follow` on a device, and `_walk` in host
+memory. Processors that read the text before a node are asked step by step.
+Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling Leviathan et al., arXiv 2211.17192,
+Section 2.3.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class SpeculativeDecoding:
         """Takes rows that have finished out of the batch, so that rounds no longer cost anything for them."""
         finished, live = self.sequences.finished_places, len(self.sequences.rows)
         # Each time all caches are copied once, which a round or two of a smaller batch make up for.
-        if not 0.25 * live <= len(finished) < live or not self.may_drop_rows or not finished:
+        if not 0.25 * live <= len(finished) < live or not self.may_drop_rows:
             return
         kept = [place for place in range(live) if place not in finished]
         self.sequences.keep_rows(kept)

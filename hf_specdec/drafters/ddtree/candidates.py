@@ -60,16 +60,12 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     if budget == 0:
         return DraftTree.root_only(root_ids)
     ranks = min(budget, logits.shape[-1])
-    logprobs, token_ids = (part.tolist() for part in logits.log_softmax(-1).topk(ranks))
+    logprobs, token_ids = (part.tolist() for part in ranked_logprobs(logits, ranks))
     grown: list[tuple[list[int], list[int], list[float]]] = []
     finite = []
     for root, row_logprobs, row_ids in zip(root_ids.tolist(), logprobs, token_ids, strict=True):
-        ranked = [
-            sorted(zip((-logprob for logprob in position), ids, strict=True))  # equal ones by their ids
-            for position, ids in zip(row_logprobs, row_ids, strict=True)
-        ]
-        finite.append(all(math.isfinite(position[0][0]) for position in ranked))
-        grown.append(_best_first(root, ranked, budget) if finite[-1] else ([root], [-1], [0.0]))
+        finite.append(all(math.isfinite(position[0]) for position in row_logprobs))
+        grown.append(_best_first(root, row_logprobs, row_ids, budget) if finite[-1] else ([root], [-1], [0.0]))
     return DraftTree.from_lists(
         [tokens for tokens, _, _ in grown],
         [parents for _, parents, _ in grown],
@@ -79,32 +75,33 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
 
 
 def _best_first(
-    root: int, ranked: list[list[tuple[float, int]]], budget: int
+    root: int, logprobs: list[list[float]], token_ids: list[list[int]], budget: int
 ) -> tuple[list[int], list[int], list[float]]:
     """Tokens, parents and path log-probabilities of the nodes of one row.
 
     Args:
         root: its token.
-        ranked: per position (minus log-probability, token) in order.
+        logprobs: of the tokens of each position, the likeliest first.
+        token_ids: these tokens.
         budget: most drafted nodes.
     """
     tokens, parents, scores = [root], [-1], [0.0]
     # (minus the score, depth, parent, rank): of equal scores the shorter prefix first, then as the parents are.
-    heap = [(ranked[0][0][0], 1, 0, 0)]
+    heap = [(-logprobs[0][0], 1, 0, 0)]
     while heap and len(tokens) <= budget:
         negative, depth, parent, rank = heap[0]
         if negative == math.inf:
             break
-        siblings = ranked[depth - 1]
-        tokens.append(siblings[rank][1])
+        siblings = logprobs[depth - 1]
+        tokens.append(token_ids[depth - 1][rank])
         parents.append(parent)
         scores.append(-negative)
         if rank + 1 < len(siblings):
-            heapq.heapreplace(heap, (siblings[rank + 1][0] - scores[parent], depth, parent, rank + 1))
+            heapq.heapreplace(heap, (-scores[parent] - siblings[rank + 1], depth, parent, rank + 1))
         else:
             heapq.heappop(heap)
-        if depth < len(ranked):
-            heapq.heappush(heap, (negative + ranked[depth][0][0], depth + 1, len(tokens) - 1, 0))
+        if depth < len(logprobs):
+            heapq.heappush(heap, (negative - logprobs[depth][0], depth + 1, len(tokens) - 1, 0))
     return tokens, parents, scores
 
 

@@ -3,16 +3,16 @@
 A round runs the root, then each drafted token, through shallow layers one at a time. A position drafts the next token
 at the first exit layer whose annealed confidence reaches the threshold. The draft ends at a difficult position, one
 that finds no exit up to d_max, or when w_max positions are taken; the last of these asks no head, since the target is
-about to decode it. Then all positions go through their remaining layers together: that is the verification, which
-`TargetModel.verify` runs, and it decodes the last position as well. A round of w positions so runs at most
+about to decode it. Then all positions go through their remaining layers together: that is the verification (`verify`),
+and it decodes the last position as well. A round of w positions so runs at most
 (w - 1) d_max + L = w d_max + (L - d_max) layers (Eq. 3), and keeps one hidden state per position.
 With d_max = L, the ablation of Figure 4, a difficult position is decoded alone and the draft goes on behind it.
 Beyond the paper: a head that errs at one place is as confident of the same error at the next place like it, and in a
 text that repeats itself then drafts a full width behind it every round. A token that was refused after this very token
 the last time it was drafted there therefore makes the position a difficult one (`learn_refusals`).
-Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; which states are kept and brought up is in
-`decoding/pending.py`. In the paper rows stand alone; here the rows of a batch pass layers together, each leaves at its
-own exit, and the draft goes on while some row has found one.
+Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; which states are kept and brought up is in `pending.py`. In
+the paper rows stand alone; here the rows of a batch pass layers together, each leaves at its own exit, and the draft
+goes on while some row has found one.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.devices import inference_on_cpu
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound.slices import LayerSlices
@@ -76,6 +77,13 @@ def check_slices(model: PreTrainedModel) -> None:
     The family must be known, and the model itself is tried on six tokens, once in its life.
     """
     slices = LayerSlices(model)
+    try:
+        check_supported(model)
+    except TreesRefusedError as error:
+        raise ValueError(
+            f"{error}. SpecBound runs the target's own layers on the nodes that it drafts, so transformers' loop "
+            "cannot stand in for ours; draft with another method there."
+        ) from error
     if model not in _SLICES_ARE_EXACT:
         apart, largest = _try_slices(model, slices.num_layers)
         # Batches of other sizes may round differently in low precision; a missing scale is off by far more.

@@ -14,7 +14,16 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import DynamicCache, GemmaConfig, GemmaForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    GemmaConfig,
+    GemmaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.generator import Committed
@@ -54,6 +63,16 @@ def layer_calls(target: PreTrainedModel) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_target_on_which_trees_are_refused_is_refused_with_the_way_out() -> None:
+    target = fresh_target("llama", "sdpa")
+    drafter = make_specbound(target)
+    AttentionInterface.register("no_trees", sdpa_attention_forward)
+    AttentionMaskInterface.register("no_trees", sdpa_mask)
+    target.config._attn_implementation = "no_trees"
+    with pytest.raises(ValueError, match=r"no_trees.*sdpa.*SpecBound runs the target's own layers.*another method"):
+        target.generate(torch.tensor([[3, 4, 5]]), **GREEDY, assistant_model=drafter)
 
 
 # The rule.
