@@ -32,7 +32,8 @@ from hf_specdec.training import DrafterTrainer
 from hf_specdec.training.data import training_folders
 from hf_specdec.training.features import cache_states
 from hf_specdec.training.optimizer import MuonWithAdamW
-from hf_specdec.training.specblock import SpecBlockStep, frequent_tokens, new_drafter
+from hf_specdec.training.specblock import SpecBlockStep, new_drafter
+from hf_specdec.training.vocabulary import frequent_tokens
 
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 FIXED = "without rank-guided branching"
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=6e-3)
-    parser.add_argument("--draft-vocab", type=int, default=3072)
+    parser.add_argument("--draft-vocab-size", type=int, default=3072)
     parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--tree-budget", type=int, default=15)
@@ -83,7 +84,7 @@ def main() -> None:
     written = datasets.concatenate_datasets([datasets.load_from_disk(str(part)) for part in max(folders, key=len)])
     rows = written.shuffle(seed=0).select(range(arguments.rows))
     vocab_size = model.get_input_embeddings().num_embeddings
-    vocabulary, _ = frequent_tokens(rows, arguments.draft_vocab, vocab_size)
+    vocabulary, _ = frequent_tokens(rows, arguments.draft_vocab_size, vocab_size)
 
     lengths: dict[str, float] = {}
     for name, (drafter_options, step_options) in VARIANTS.items():

@@ -12,8 +12,8 @@ import sys
 
 from train_tiny_code import build_corpus
 
-from hf_specdec.training.command import Corpus
 from hf_specdec.training.hrad import main
+from hf_specdec.training.text import Corpus
 
 if __name__ == "__main__":
     corpus = Corpus("the training functions of train_tiny_code.py", lambda: build_corpus()[:2])

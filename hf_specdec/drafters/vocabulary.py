@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Of the larger table: what padding and added tokens may come to where no tokenizer can be compared. Vocabularies that
@@ -40,6 +40,66 @@ def known_ids(token_ids: Tensor, num_rows: int) -> Tensor:
         tensor([3, 7])
     """
     return token_ids.clamp(max=num_rows - 1)
+
+
+class HeadRows(nn.Module):
+    """A head of which only some rows are asked: a drafter that borrows the target's head, and can say a part of it.
+
+    Args:
+        head: the target's, [..., hidden] -> [..., vocab]. Of a plain linear one the rows are copied, so that asking
+            costs no more than they do; of any other the whole head is asked.
+        target_ids: [draft_vocab] int64, the rows.
+    """
+
+    def __init__(self, head: nn.Module, target_ids: Tensor) -> None:
+        super().__init__()
+        self.whole: nn.Module | None = None
+        if type(head) is nn.Linear:
+            target_ids = target_ids.to(head.weight.device)
+            self.weight = nn.Parameter(head.weight.detach()[target_ids], requires_grad=False)
+            self.bias = None if head.bias is None else nn.Parameter(head.bias.detach()[target_ids], requires_grad=False)
+        else:
+            self.whole = head
+        self.register_buffer("target_ids", target_ids, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> [..., draft_vocab]."""
+        if self.whole is None:
+            return nn.functional.linear(hidden, self.weight, self.bias)
+        logits: Tensor = self.whole(hidden)
+        ids: Tensor = self.target_ids  # type: ignore[assignment]
+        return logits[..., ids.to(logits.device)]
+
+
+def set_map(d2t: Tensor, target_ids: Tensor, vocab_size: int, name: str) -> None:
+    """Writes into `d2t` the map to these target ids.
+
+    Args:
+        d2t: [draft_vocab] int64.
+        target_ids: [draft_vocab] int64, ascending.
+        vocab_size: the target's.
+        name: the drafter's, for the message.
+
+    Raises:
+        ValueError: there are more or fewer of them, one is there twice, or one is out of range.
+    """
+    if target_ids.shape != d2t.shape:
+        raise ValueError(f"{len(target_ids)} target ids were given for a draft vocabulary of {len(d2t)}.")
+    offsets = target_ids.to(d2t.device) - torch.arange(len(d2t), device=d2t.device)
+    check_draft_to_target(offsets, vocab_size, name)
+    d2t.copy_(offsets)
+
+
+def draft_ids_of(d2t: Tensor, vocab_size: int) -> Tensor:
+    """[vocab_size] int64: the draft id of each target id, -1 for tokens that the drafter cannot say.
+
+    Example:
+        >>> draft_ids_of(torch.tensor([1, 2]), 5)
+        tensor([-1,  0, -1,  1, -1])
+    """
+    found = torch.full((vocab_size,), -1, device=d2t.device)
+    order = torch.arange(len(d2t), device=d2t.device)
+    return found.scatter_(0, order + d2t, order)
 
 
 def check_same_size(drafter: Any, model: PreTrainedModel, purpose: str) -> None:

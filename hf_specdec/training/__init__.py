@@ -4,9 +4,11 @@ Nothing here is imported by `import hf_specdec`. Rows of text and the training o
 `hf_specdec[train]`; what `hf_specdec/adaptation/` uses does not.
 """
 
+from hf_specdec.training.causal_lm import DistillationStep
 from hf_specdec.training.dflash import DFlashStep
+from hf_specdec.training.eagle3 import Eagle3Step
 from hf_specdec.training.specblock import SpecBlockStep
 from hf_specdec.training.specbound import SpecBoundStep
 from hf_specdec.training.trainer import DrafterTrainer
 
-__all__ = ["DFlashStep", "DrafterTrainer", "SpecBlockStep", "SpecBoundStep"]
+__all__ = ["DFlashStep", "DistillationStep", "DrafterTrainer", "Eagle3Step", "SpecBlockStep", "SpecBoundStep"]

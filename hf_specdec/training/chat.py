@@ -25,6 +25,7 @@ from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
 from hf_specdec.training.progress import TokenProgress
 
+RECIPE_FILE = "recipe.json"
 ROLES = ("system", "user", "assistant")
 
 
@@ -157,13 +158,13 @@ def write_answers(
     recipe = {
         "target": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+        "chat_template": _template_hash(tokenizer),
         "conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(),
         **asdict(settings),
     }
     own = Path(folder)
     own.mkdir(parents=True, exist_ok=True)
-    _check_recipe(own / "recipe.json", recipe)
+    _check_recipe(own / RECIPE_FILE, recipe)
     rank, workers = worker
     size = settings.batch_size
     batches = [conversations[start : start + size] for start in range(0, len(conversations), size)]
@@ -179,6 +180,43 @@ def write_answers(
             unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             unfinished.rename(files[number])
     return list(files.values())
+
+
+def is_answers(source: str) -> bool:
+    """Whether `source` is a folder that `write_answers` wrote into."""
+    return (Path(source) / RECIPE_FILE).is_file()
+
+
+def read_answers(folder: Path) -> list[dict[str, Any]]:
+    """The answers that lie in a folder by now, as `write_answers` describes them.
+
+    Raises:
+        ValueError: there are none yet.
+    """
+    files = sorted(folder.glob("answers-*.jsonl"))
+    answers = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    if not answers:
+        raise ValueError(f"{str(folder)!r} holds no answers yet. Let `hf-specdec write` go on with it first.")
+    return answers
+
+
+def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if another model wrote the answers in a folder, or wrote them in another chat template."""
+    recipe = json.loads((folder / RECIPE_FILE).read_text())
+    if recipe["target"] != fingerprint(model, getattr(torch, recipe["dtype"])):
+        raise ValueError(
+            f"The answers in {str(folder)!r} were not written by target {model.name_or_path!r}: its config or weights "
+            "differ. A drafter must foresee what its own target says: let `hf-specdec write` answer again with it."
+        )
+    if recipe["chat_template"] != _template_hash(tokenizer):
+        raise ValueError(
+            f"The answers in {str(folder)!r} were written in another chat template than the one of "
+            f"{tokenizer.name_or_path!r} now. Put that one back, or let `hf-specdec write` answer again."
+        )
+
+
+def _template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    return hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,9 +1,9 @@
 """Training rows: text that the target wrote itself, plain text, and mixtures of both.
 
-A row is one stretch of tokens with three columns: `input_ids`, all rows of a set equally long (padded at the end);
-`first_anchor`, the first position a block may start at, which leaves a prompt that nobody has to draft out; and
-`length`, the tokens before the padding. Drafters learn most from the target's own continuations, since that is what
-they will be asked to foresee. The states of the target for these rows are in `features.py`.
+A row is one stretch of tokens with three columns: `input_ids`, which may be padded at the end; `first_anchor`, the
+first position a block may start at, which leaves a prompt that nobody has to draft out; and `length`, the tokens before
+the padding. Drafters learn most from the target's own continuations, since that is what they will be asked to foresee.
+The states of the target for these rows are in `features.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.training.features import fingerprint, settings_of
@@ -107,8 +107,12 @@ def plain_rows(num_own: int, num_plain: int, plain_share: float) -> int:
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks rows, with or without cached states, into a batch."""
-    return {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+    """Stacks rows, with or without cached states, into a batch; shorter ones get zeros at the end."""
+    columns = {key: [torch.as_tensor(row[key]) for row in rows] for key in rows[0]}
+    return {
+        key: torch.stack(column) if column[0].ndim == 0 else nn.utils.rnn.pad_sequence(column, batch_first=True)
+        for key, column in columns.items()
+    }
 
 
 class _MostFinished(StoppingCriteria):

@@ -23,6 +23,7 @@ from hf_specdec.drafters.dflash.configuration import (
     default_target_layer_ids,
 )
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
+from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import (
     LK_ETA,
@@ -33,8 +34,9 @@ from hf_specdec.training.losses import (
     position_weights,
 )
 from hf_specdec.training.option_types import not_negative_float, positive_int
-from hf_specdec.training.recipe import Recipe, add_shape_arguments, register_recipe
+from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
+from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
 
 # A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
 NEVER = -1e4
@@ -84,7 +86,7 @@ class DFlashStep(TrainingStep):
         self.block_size, _ = _block(drafter.config)
         self.weights = position_weights(self.block_size, gamma)
         self.embed_tokens = block_embeddings(target)
-        self.without_mask = NeverProposedLogitsProcessor(drafter.config.mask_token_id, NEVER)
+        self.drafter = drafter
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         input_ids = batch["input_ids"]
@@ -103,6 +105,13 @@ class DFlashStep(TrainingStep):
         # The target's distribution for the token at a place comes from the position before it.
         target_hidden = states.last_hidden[rows, places - 1] if states.last_hidden is not None else None
         token_ids = input_ids[rows, places]
+        # A target may write the mask token itself, or one that the drafter cannot say; that place counts as missed, and
+        # there is nothing to learn from it.
+        sayable = token_ids != self.config.mask_token_id
+        if self.config.maps_vocabulary:
+            token_ids = self._draft_ids()[token_ids]
+            sayable &= token_ids >= 0
+            token_ids = token_ids.clamp(min=0)
         losses, hits = draft_losses(
             self.loss,
             hidden[labelled],
@@ -112,23 +121,35 @@ class DFlashStep(TrainingStep):
             target_head=self._target_head,
             eta=self.eta,
         )
-        weights = self.weights.to(device).expand(labelled.shape)[labelled]
-        # A target may write the mask token itself; that place counts as missed, and there is nothing to learn from it.
-        weights = weights * (token_ids != self.config.mask_token_id)
+        weights = self.weights.to(device).expand(labelled.shape)[labelled] * sayable
         # Empty batches (no row with room for a block) give 0, attached to the graph so that backward still works.
         loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * hidden.sum()
-        correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits)
+        correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits & sayable)
         return StepOutput(loss, correct.detach(), labelled)
 
     def _draft_head(self, hidden: Tensor) -> Tensor:
-        head = self.reader.lm_head
+        head = self.drafter.head(self.reader.lm_head)
         logits = head(hidden.to(next(head.parameters()).dtype)).float()
         logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
-        # Until it has learned that the mask is never drafted, a drafter that reads masks answers with masks.
-        return self.without_mask(None, logits)
+        return self._without_mask(logits)
 
     def _target_head(self, hidden: Tensor) -> Tensor:
-        return self.without_mask(None, self.reader.head(hidden))
+        logits = self.reader.head(hidden)
+        if self.config.maps_vocabulary:
+            logits = logits[..., self.drafter.target_ids.to(logits.device)]
+        return self._without_mask(logits)
+
+    def _draft_ids(self) -> Tensor:
+        """[vocab] int64, of this moment: rows or earlier weights bring another vocabulary."""
+        assert self.config.vocab_size is not None, "a draft vocabulary is a part of it"
+        return draft_ids_of(self.drafter.d2t, self.config.vocab_size)
+
+    def _without_mask(self, logits: Tensor) -> Tensor:
+        """Until it has learned that the mask is never drafted, a drafter that reads masks answers with masks."""
+        mask = self.config.mask_token_id
+        if self.config.maps_vocabulary:
+            mask = int(self._draft_ids()[mask])
+        return logits if mask < 0 else NeverProposedLogitsProcessor(mask, NEVER)(None, logits)
 
 
 def new_drafter(
@@ -139,6 +160,7 @@ def new_drafter(
     block_size: int = 8,
     target_layer_ids: Sequence[int] | None = None,
     intermediate_size: int | None = None,
+    draft_vocab_size: int | None = None,
 ) -> DFlashDrafter:
     """A DFlash drafter with random weights that fits a target; attention, rotary and norm settings are the target's.
 
@@ -149,6 +171,8 @@ def new_drafter(
         block_size: slots of a block, root included.
         target_layer_ids: target layers to read; by default as many as `num_layers`, but at least 4, evenly spaced.
         intermediate_size: of the MLPs; by default the target's.
+        draft_vocab_size: tokens that it can say, of the target's head those rows: the first ones, until
+            `set_vocabulary` names others; by default all.
     """
     config = target.config.get_text_config(decoder=True)
     if target_layer_ids is None:
@@ -158,6 +182,7 @@ def new_drafter(
             "mask_token_id": mask_token_id,
             "target_layer_ids": list(target_layer_ids),
             "block_size": block_size,
+            **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
         },
         num_target_layers=config.num_hidden_layers,
         target_name_or_path=target.name_or_path or None,
@@ -339,6 +364,7 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     add_shape_arguments(group)
     group.add_argument("--block-size", type=positive_int, default=8, help="the root's slot included")
     group.add_argument("--mask-token-id", type=int, help="default: one that text does not use; printed")
+    add_vocabulary_argument(group)
     group.add_argument("--anchors", type=positive_int, default=32, help="blocks per row and step")
     group.add_argument("--loss", choices=LOSS_NAMES, default="ce")
     group.add_argument(
@@ -362,10 +388,16 @@ def _prepare(
         block_size=arguments.block_size,
         target_layer_ids=arguments.taps,
         intermediate_size=arguments.intermediate_size,
+        draft_vocab_size=checked_vocabulary_size(arguments.draft_vocab_size, target),
     )
     return drafter, DFlashStep(
         drafter, target, num_anchors=arguments.anchors, loss=arguments.loss, gamma=arguments.gamma or None
     )
+
+
+def _read_rows(arguments: argparse.Namespace, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
+    if drafter.config.maps_vocabulary:
+        drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
 
 
 register_recipe(
@@ -373,7 +405,8 @@ register_recipe(
         "dflash",
         _add_arguments,
         _prepare,
-        recorded=("mask_token_id", "anchors", "loss", "gamma"),
+        read_rows=_read_rows,
+        recorded=("mask_token_id", "draft_vocab_size", "anchors", "loss", "gamma"),
         eval_batch_size=32,
     )
 )

@@ -2,7 +2,7 @@
 
 A drafter trains on what the target computed for text that is already there, so one plain forward over whole rows gives
 everything. `TargetReader` runs it; `cache_states` writes its results once and `CachedStates` reads them back row by
-row, for runs that pass over the same text several times.
+row, for runs that pass over the same text several times. Rows are kept without their padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,9 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
 from hf_specdec.decoding.taps import tap_layer
 from hf_specdec.training.progress import TokenProgress
+
+if TYPE_CHECKING:
+    from hf_specdec.training.recipe import Rows
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class TargetReader:
             for handle in handles:
                 handle.remove()
         device = input_ids.device
-        features = torch.cat([taken[index].to(device) for index in self.layers], dim=-1)
+        parts = [taken[index].to(device) for index in self.layers]
+        features = torch.cat(parts, dim=-1) if parts else last_hidden.new_empty(*input_ids.shape, 0)
         if not self.wants_last_hidden:
             return TargetStates(features, None)
         self._check_head(input_ids[:1], last_hidden[:1])
@@ -126,13 +130,19 @@ def settings_of(config: PreTrainedConfig | GenerationConfig) -> dict[str, Any]:
     return settings
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """A short hash of a model's config and of a sample of every weight, to tell whether a cache belongs to it."""
+def fingerprint(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
+    """A short hash of a model's config and of a sample of every weight, to tell whether a cache belongs to it.
+
+    Args:
+        model: of which the hash is.
+        dtype: the hash that it would have in this number type; None for its own.
+    """
+    dtype = dtype or model.dtype
     settings = json.dumps(settings_of(model.config), sort_keys=True)
-    digest = hashlib.sha256(f"{type(model).__name__} {model.dtype} {settings}".encode())
+    digest = hashlib.sha256(f"{type(model).__name__} {dtype} {settings}".encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to(device="cpu", dtype=torch.float32)
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", dtype).float()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -141,7 +151,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 @torch.no_grad()
 def cache_states(
     reader: TargetReader,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Rows,
     folder: str | Path,
     *,
     batch_size: int = 16,
@@ -150,69 +160,121 @@ def cache_states(
 ) -> CachedStates:
     """Writes the target's states of every row to `folder`, or finds them there, and returns the rows with them.
 
-    Files appear one by one under their final name, so an interrupted run goes on where it stopped. A folder made for
-    other rows, layers or another target is told apart by a name derived from all three; `folder` may hold several.
+    Each layer has files of its own: drafters that read some of the same layers share them. Files appear one by one
+    under their final name, so an interrupted run goes on where it stopped. Those made for other rows or another target
+    lie in a folder of another name; `folder` may hold several.
 
     Args:
         reader: the target's.
         rows: a map-style dataset of the columns in `data.py`.
         folder: parent of the cache.
-        batch_size: rows per target forward.
+        batch_size: rows per target forward, those of a file in the order of their length.
         rows_per_file: rows per safetensors file.
         dtype: of the states on disk.
     """
-    input_ids = torch.tensor([row["input_ids"] for row in rows])
+    token_ids = [list(row["input_ids"][: int(row["length"])]) for row in rows]
     identity = {
         "target": fingerprint(reader.model),
-        "layers": list(reader.layers),
-        "last_hidden": reader.wants_last_hidden,
         "dtype": str(dtype),
-        "rows": list(input_ids.shape),
-        "tokens": hashlib.sha256(input_ids.numpy().tobytes()).hexdigest(),
+        "rows": len(token_ids),
+        "tokens": hashlib.sha256(json.dumps(token_ids).encode()).hexdigest(),
         "rows_per_file": rows_per_file,
     }
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     own = Path(folder) / f"states-{name}"
     own.mkdir(parents=True, exist_ok=True)
     (own / "identity.json").write_text(json.dumps(identity, indent=2) + "\n")
-    files = {start: own / f"rows-{start:08d}.safetensors" for start in range(0, len(input_ids), rows_per_file)}
-    missing = {start: file for start, file in files.items() if not file.exists()}
-    device = reader.model.device
+    cached = CachedStates(rows, own, reader.layers, reader.wants_last_hidden, rows_per_file)
+    starts = range(0, len(token_ids), rows_per_file)
+    missing = {start: lacking for start in starts if (lacking := cached.missing(start))}
     with TokenProgress(
-        "target states", sum(input_ids[start : start + rows_per_file].numel() for start in missing)
+        "target states", sum(len(ids) for start in missing for ids in token_ids[start : start + rows_per_file])
     ) as progress:
-        for start, file in missing.items():
-            parts: dict[str, list[Tensor]] = {"features": [], "last_hidden": []}
-            for chunk in input_ids[start : start + rows_per_file].split(batch_size):
-                states = reader.read(chunk.to(device))
-                parts["features"].append(states.features.to("cpu", dtype))
-                if states.last_hidden is not None:
-                    parts["last_hidden"].append(states.last_hidden.to("cpu", dtype))
-                progress.add(chunk.numel())
-            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-            save_file({key: torch.cat(value) for key, value in parts.items() if value}, unfinished)
-            unfinished.replace(file)
-    return CachedStates(rows, list(files.values()), rows_per_file)
+        for start, layers in missing.items():
+            tapped = [layer for layer in layers if layer is not None]
+            part = TargetReader(reader.model, tapped, last_hidden=None in layers)
+            found = _read_rows(part, token_ids[start : start + rows_per_file], batch_size, dtype, progress)
+            for layer, states in found.items():
+                file = cached.file(layer, start)
+                unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+                save_file(states, unfinished)
+                unfinished.replace(file)
+    return cached
+
+
+def _read_rows(
+    reader: TargetReader, token_ids: Sequence[list[int]], batch_size: int, dtype: torch.dtype, progress: TokenProgress
+) -> dict[int | None, dict[str, Tensor]]:
+    """Per layer, None for what enters the head, the states [tokens, hidden] of each row, by its place as a string."""
+    found: dict[int | None, dict[str, Tensor]] = {}
+    order = sorted(range(len(token_ids)), key=lambda place: len(token_ids[place]))
+    for first in range(0, len(order), batch_size):
+        batch = {place: torch.tensor(token_ids[place]) for place in order[first : first + batch_size]}
+        padded = nn.utils.rnn.pad_sequence(list(batch.values()), batch_first=True)
+        states = reader.read(padded.to(reader.model.device))
+        width = max(1, states.features.shape[-1] // max(1, len(reader.layers)))
+        read: dict[int | None, Tensor] = dict(zip(reader.layers, states.features.split(width, dim=-1), strict=False))
+        if states.last_hidden is not None:
+            read[None] = states.last_hidden
+        for layer, values in read.items():
+            of_layer = found.setdefault(layer, {})
+            for row, (place, ids) in zip(values.to("cpu", dtype), batch.items(), strict=True):
+                of_layer[str(place)] = row[: len(ids)].clone()
+        progress.add(sum(map(len, batch.values())))
+    return found
 
 
 class CachedStates(Dataset):
-    """Rows with the target's states next to their tokens; states are read from disk when a row is asked for."""
+    """Rows with the target's states next to their tokens; states are read from disk when a row is asked for.
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], files: Sequence[Path], rows_per_file: int) -> None:
-        self.rows, self.files, self.rows_per_file = rows, list(files), rows_per_file
-        self._open: dict[int, Any] = {}
+    Args:
+        rows: with the columns in `data.py`; padding is left out of the rows that are given.
+        folder: of the files.
+        layers: whose states are `features`, joined in this order.
+        last_hidden: whether rows have `last_hidden`.
+        rows_per_file: in which the files were written.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        folder: Path,
+        layers: Sequence[int],
+        last_hidden: bool,
+        rows_per_file: int,
+    ) -> None:
+        self.rows, self.folder, self.layers, self.rows_per_file = rows, folder, tuple(layers), rows_per_file
+        self.last_hidden = last_hidden
+        self.lengths = [int(row["length"]) for row in rows]
+        self._open: dict[Path, Any] = {}
+
+    def file(self, layer: int | None, start: int) -> Path:
+        """Of the rows from `start` on; a layer of None is what enters the head."""
+        kind = "last-hidden" if layer is None else f"layer-{layer}"
+        return self.folder / f"{kind}-{start:08d}.safetensors"
+
+    def missing(self, start: int) -> list[int | None]:
+        """The layers that have no file of the rows from `start` on."""
+        wanted: list[int | None] = [*dict.fromkeys(self.layers), *([None] if self.last_hidden else [])]
+        return [kind for kind in wanted if not self.file(kind, start).exists()]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        number, place = divmod(index, self.rows_per_file)
-        if number not in self._open:
-            self._open[number] = safe_open(self.files[number], framework="pt")
-        file = self._open[number]
-        # Read by slice: the file is mapped, and only the pages of this row are touched.
-        states = {key: file.get_slice(key)[place] for key in file.keys()}  # noqa: SIM118 - no dict
-        return dict(self.rows[index]) | states
+        row, length = dict(self.rows[index]), self.lengths[index]
+        row["input_ids"] = row["input_ids"][:length]
+        parts = [self._read(layer, index) for layer in self.layers]
+        row["features"] = torch.cat(parts, -1) if parts else torch.empty(length, 0)
+        return row | ({"last_hidden": self._read(None, index)} if self.last_hidden else {})
+
+    def _read(self, layer: int | None, index: int) -> Tensor:
+        place = index % self.rows_per_file
+        file = self.file(layer, index - place)
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        states: Tensor = self._open[file].get_tensor(str(place))  # the file is mapped: only this row is read
+        return states
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files do not travel to the processes of a DataLoader.

@@ -41,9 +41,11 @@ from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDra
 from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
-from hf_specdec.training.command import Corpus, check_output, check_width, read_text
+from hf_specdec.training.command import check_output
 from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.source import check_width
+from hf_specdec.training.text import Corpus, read_text
 
 CLASSES = ("all reject", "partial", "all accept")
 
@@ -404,7 +406,7 @@ def main(
             "longer documents, or shorter prompts."
         )
     for model in (target, draft_model):
-        check_width(arguments.prompt_tokens + arguments.new_tokens, model)
+        check_width(arguments.prompt_tokens + arguments.new_tokens, "--prompt-tokens and --new-tokens together", model)
     drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
     drafter.attach(draft_model)
     drafter.check_target(target)

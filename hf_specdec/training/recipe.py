@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
@@ -45,6 +46,7 @@ class Recipe:
             such as the tokens of a draft vocabulary; not asked where training goes on from an earlier drafter.
         finish: from the trained drafter, the target and held-out rows, sets what is measured rather than trained; the
             drafter is saved afterwards.
+        as_drafter: from the trained model, the drafter that is saved; None where the model is one.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Recipe:
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
     read_rows: Callable[[argparse.Namespace, Any, PreTrainedModel, Rows], None] | None = None
     finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
+    as_drafter: Callable[[Any], PublishedDrafter] | None = None
 
 
 RECIPES: dict[str, Recipe] = {}

@@ -23,8 +23,8 @@ from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, ce_loss, kl_loss
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, register_recipe
-from hf_specdec.training.specblock import frequent_tokens
 from hf_specdec.training.step import StepOutput, TrainingStep
+from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
 
 LOSSES: tuple[LossName, ...] = ("ce", "kl")
 
@@ -186,9 +186,7 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--exit-layers", type=positive_int, nargs="+", help="layers passed; default: three shallow ones")
     group.add_argument("--head", choices=HEAD_KINDS, default="lora")
     group.add_argument("--lora-rank", type=positive_int, default=64)
-    group.add_argument(
-        "--draft-vocab", type=positive_int, help="most frequent tokens that the heads can say; default: all"
-    )
+    add_vocabulary_argument(group)
     group.add_argument("--positions", type=positive_int, default=64, help="per row and step")
     group.add_argument("--loss", choices=LOSSES, default="ce")
 
@@ -199,9 +197,8 @@ def _prepare(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Sequence[int]],
 ) -> tuple[SpecBoundDrafter, SpecBoundStep]:
-    vocabulary = None
-    if arguments.draft_vocab is not None and arguments.draft_vocab < target.get_input_embeddings().num_embeddings:
-        vocabulary = torch.arange(arguments.draft_vocab)  # which tokens these are, the rows tell
+    size = checked_vocabulary_size(arguments.draft_vocab_size, target)
+    vocabulary = None if size is None else torch.arange(size)  # which tokens these are, the rows tell
     drafter = new_drafter(
         target,
         exit_layers=arguments.exit_layers,
@@ -215,10 +212,7 @@ def _prepare(
 def _read_rows(arguments: argparse.Namespace, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
     if drafter.draft_ids is None:
         return
-    vocab_size = target.get_input_embeddings().num_embeddings
-    vocabulary, coverage = frequent_tokens(rows, len(drafter.draft_ids), vocab_size)
-    print(f"draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, {coverage:.2%} of the training text")
-    drafter.set_vocabulary(vocabulary)
+    drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.draft_ids), target))
     if arguments.head == "full":
         _copy_heads(drafter, target)
 
@@ -238,6 +232,6 @@ register_recipe(
         _prepare,
         read_rows=_read_rows,
         finish=_finish,
-        recorded=("exit_layers", "head", "lora_rank", "draft_vocab", "positions", "loss"),
+        recorded=("exit_layers", "head", "lora_rank", "draft_vocab_size", "positions", "loss"),
     )
 )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 
 from hf_specdec.training.data import collate
@@ -76,6 +77,16 @@ class DrafterTrainer(Trainer):
             self._pending.clear()
             logs |= {name: round(value, 4) for name, value in self.step.metrics(correct, labelled).items()}
         super().log(logs, *args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Rows of much the same length share a batch, so that little is spent on padding."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        lengths = getattr(dataset, "lengths", None)
+        if not lengths or len(set(lengths)) == 1:
+            return super()._get_train_sampler(train_dataset)
+        # All processes must draw the same order, of which each takes its share.
+        order = torch.Generator().manual_seed(self.args.seed)
+        return LengthGroupedSampler(self.args.train_batch_size, dataset, lengths=lengths, generator=order)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # Checkpoints are read back by the host, which knows the main weight file alone: nothing may lie beside it.

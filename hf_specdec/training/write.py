@@ -18,9 +18,10 @@ from accelerate import PartialState
 from transformers import AutoTokenizer
 
 from hf_specdec.training.chat import AnswerSettings, check_template, read_conversations, write_answers
-from hf_specdec.training.command import check_output, load_target
+from hf_specdec.training.command import check_output
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.option_types import not_negative_float, positive_int, seed_number
+from hf_specdec.training.source import load_target
 
 
 def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:

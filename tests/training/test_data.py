@@ -91,7 +91,8 @@ def test_progress_is_told_in_tokens_while_a_batch_is_under_way(target, documents
 
     rows = expect("writes", 4, 12 * 6, lambda: write(target, documents, tmp_path))
     reader = TargetReader(target, [1])
-    expect("states", 3 * 13, 12 * 13, lambda: cache_states(reader, rows, tmp_path, batch_size=3))
+    lengths = sorted(rows["length"])  # rows are read in this order, without their padding
+    expect("states", sum(lengths[:3]), sum(lengths), lambda: cache_states(reader, rows, tmp_path, batch_size=3))
 
 
 def test_sampled_batches_follow_their_own_seed_and_leave_the_callers_generator_alone(target, documents, tmp_path):
@@ -220,25 +221,49 @@ def test_missing_datasets_package_is_named_with_its_extra(lacking):
         pack_text([[1, 2, 3]], 2)
 
 
-def test_cached_states_equal_those_on_the_fly_and_are_computed_once(target, documents, tmp_path):
-    rows = pack_text(documents, 8)
+def ragged_rows():
+    """Twelve rows of one to twelve tokens, each padded to thirteen."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (12, 13), generator=generator)
+    lengths = [5, 12, 1, 7, 3, 9, 11, 2, 10, 4, 8, 6]
+    return [
+        {"input_ids": row.tolist(), "first_anchor": 0, "length": length}
+        for row, length in zip(ids, lengths, strict=True)
+    ]
+
+
+def test_cached_states_are_those_of_each_row_alone_and_are_computed_once(target, tmp_path):
+    rows = ragged_rows()
     reader = TargetReader(target, [2, 0], last_hidden=True)
     cached = cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
-    assert len(cached) == len(rows) > 10
-    batch = collate([cached[index] for index in (0, 7, len(rows) - 1)])
-    states = reader.read(batch["input_ids"])
-    torch.testing.assert_close(batch["features"], states.features)
-    torch.testing.assert_close(batch["last_hidden"], states.last_hidden)
-    torch.testing.assert_close(target.lm_head(batch["last_hidden"]), target(batch["input_ids"]).logits)
+    assert len(cached) == len(rows)
+    for index, row in enumerate(rows):
+        ids = torch.tensor([row["input_ids"][: row["length"]]])
+        alone = reader.read(ids)
+        assert cached[index]["input_ids"] == ids[0].tolist()
+        torch.testing.assert_close(cached[index]["features"], alone.features[0])
+        torch.testing.assert_close(cached[index]["last_hidden"], alone.last_hidden[0])
+        torch.testing.assert_close(target.lm_head(cached[index]["last_hidden"]), target(ids).logits[0])
+    batch = collate([cached[index] for index in (2, 3)])
+    assert batch["features"].shape[:2] == batch["input_ids"].shape == (2, 7)
+    assert not batch["features"][0, 1:].any()
 
     reads = []  # rows of each forward
     target.get_decoder().register_forward_pre_hook(
         lambda decoder, inputs, named: reads.append(len(named["input_ids"])), with_kwargs=True
     )
-    cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
+    settings = {"batch_size": 2, "rows_per_file": 5, "dtype": torch.float32}
+    cache_states(reader, rows, tmp_path, **settings)
     assert reads == []
-    next(tmp_path.glob("states-*/rows-00000005.safetensors")).unlink()
-    cache_states(reader, rows, tmp_path, batch_size=2, rows_per_file=5, dtype=torch.float32)
+    (file,) = tmp_path.glob("states-*/layer-0-00000005.safetensors")
+    file.unlink()
+    again = cache_states(reader, rows, tmp_path, **settings)
     assert sum(reads) == 5, "only the file that was missing"
-    cache_states(TargetReader(target, [1]), rows, tmp_path, rows_per_file=5)
-    assert len(list(tmp_path.glob("states-*"))) == 2
+    torch.testing.assert_close(again[5]["features"], cached[5]["features"])
+    reads.clear()
+    other = cache_states(TargetReader(target, [0, 1]), rows, tmp_path, **settings)
+    assert sum(reads) == 12, "the layer that nobody has read yet; the other one is shared"
+    torch.testing.assert_close(other[1]["features"][:, :32], cached[1]["features"][:, 32:])
+    assert len(list(tmp_path.glob("states-*"))) == 1
+    cache_states(reader, rows[1:], tmp_path, **settings)
+    assert len(list(tmp_path.glob("states-*"))) == 2, "other rows"

@@ -6,6 +6,7 @@ import pytest
 
 from hf_specdec.training import command
 from hf_specdec.training.recipe import RECIPES, Recipe, register_recipe
+from hf_specdec.training.source import trained_mode
 from tests.drafters.test_pairing import TEMPLATE
 from tests.targets import tiny_tokenizer
 
@@ -33,7 +34,7 @@ def test_help_lists_only_the_options_of_its_method(method, capsys):
 def test_text_is_required_where_no_corpus_is_given(capsys):
     with pytest.raises(SystemExit):
         command.main(["--target", "nowhere", "--output", "nowhere"])
-    assert "the following arguments are required: --text" in capsys.readouterr().err
+    assert "one of the arguments --text --data is required" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -81,5 +82,5 @@ def test_record_tells_the_kind_of_text_by_the_targets_template(documents, record
     plain = tiny_tokenizer()
     chat = type(plain)(tokenizer_object=plain._tokenizer, pad_token="a", unk_token="a")
     chat.chat_template = TEMPLATE
-    assert command.trained_mode(chat, documents) == record
-    assert command.trained_mode(plain, documents) == {"chat_template": False}
+    assert trained_mode(chat, documents) == record
+    assert trained_mode(plain, documents) == {"chat_template": False}

@@ -18,15 +18,15 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.quality import rank_classes
 from hf_specdec.drafters.specblock.tree import Starts
+from hf_specdec.training.passes import block_masks
 from hf_specdec.training.specblock import (
     SpecBlockStep,
     block_losses,
-    block_masks,
-    frequent_tokens,
     new_drafter,
     smoothed_classes,
 )
 from hf_specdec.training.trainer import DrafterTrainer
+from hf_specdec.training.vocabulary import frequent_tokens
 from tests.drafters.specblock.test_specblock_golden import RANKS, load_golden
 from tests.methods import make_specblock
 from tests.targets import fresh_target, make_target
@@ -348,7 +348,7 @@ def test_learning_while_serving_counts_the_positions_that_training_counts(target
 def test_a_short_run_learns_what_is_then_drafted(target: PreTrainedModel, tmp_path: Path) -> None:
     batch = rows_of(target, count=2)
     rows = [{key: value[index] for key, value in batch.items()} for index in range(2)]
-    vocabulary, coverage = frequent_tokens(rows, 48, 64)
+    vocabulary, coverage = frequent_tokens([row | {"first_anchor": 0} for row in rows], 48, 64)
     assert coverage == 1
     drafter = new_drafter(target, vocabulary, block_size=3)
     step = SpecBlockStep(drafter, target, rank_start_step=5)

@@ -1,6 +1,7 @@
 """DraftModel: a draft model in one `generate` call, run as the target is, but in the target's tokens.
 
-The tables of the two may differ in size (`drafters/vocabulary.py`).
+The tables of the two may differ in size (`drafters/vocabulary.py`). A draft model that was cut to a draft vocabulary
+has in its config `draft_token_ids`: the target's id of each row of its tables.
 """
 
 from __future__ import annotations
@@ -16,7 +17,38 @@ from hf_specdec.decoding.graphs import CompileMode
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.vocabulary import known_ids
+from hf_specdec.drafters.vocabulary import draft_ids_of, known_ids
+
+
+def target_ids_of(model: PreTrainedModel) -> Tensor | None:
+    """[rows] int64: the target's id of each row of a draft model's tables, ascending; None where they are the same."""
+    ids = getattr(model.config, "draft_token_ids", None)
+    return None if ids is None else torch.tensor(ids)
+
+
+class DraftVocabulary:
+    """Brings tokens of the target to rows of a draft model.
+
+    Args:
+        target_ids: [rows] int64, see `target_ids_of`; None where ids are the same.
+        num_rows: of the draft model's tables.
+    """
+
+    def __init__(self, target_ids: Tensor | None, num_rows: int) -> None:
+        self.target_ids, self.num_rows = target_ids, num_rows
+        self._rows: Tensor | None = None
+        if target_ids is not None:
+            offsets = target_ids - torch.arange(num_rows, device=target_ids.device)
+            self._rows = draft_ids_of(offsets, int(target_ids[-1]) + 1)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of any shape of target ids; a token that there is no row for is read as the last row."""
+        if self._rows is None:
+            return known_ids(token_ids, self.num_rows)
+        if self._rows.device != token_ids.device:
+            self._rows = self._rows.to(token_ids.device)
+        found = self._rows[token_ids.clamp(max=len(self._rows) - 1)]
+        return found.where(found >= 0, self.num_rows - 1)
 
 
 class DraftModel(TargetModel):
@@ -33,11 +65,12 @@ class DraftModel(TargetModel):
         super().__init__(model, compile_mode=compile_mode)
         self.num_rows: int = model.get_input_embeddings().num_embeddings
         self.vocab_size = self.num_rows
+        self.vocabulary = DraftVocabulary(target_ids_of(model), self.num_rows)
 
     def prefill(
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> TargetOutput:
-        return super().prefill(known_ids(input_ids, self.num_rows), generation_config, model_kwargs)
+        return super().prefill(self.vocabulary.rows(input_ids), generation_config, model_kwargs)
 
     def prefill_for_drafting(self, token_ids: Tensor, mask: Tensor | None, max_length: int) -> None:
         """`prefill` of a draft model, where padding is run behind the text, and its entries in the cache are zeros.
@@ -62,8 +95,9 @@ class DraftModel(TargetModel):
             self.set_prompt_mask(mask)
 
     def verify(self, tree: DraftTree, root_positions: Tensor, **settings: Any) -> TargetOutput:
-        if self.vocab_size > self.num_rows:  # else all that the target can choose has a row
-            tree = replace(tree, token_ids=known_ids(tree.token_ids, self.num_rows))
+        target_ids = self.vocabulary.target_ids
+        if target_ids is not None or self.vocab_size > self.num_rows:  # else all that the target can choose has a row
+            tree = replace(tree, token_ids=self.vocabulary.rows(tree.token_ids))
         output = super().verify(tree, root_positions, **settings)
-        output.logits = TargetVocabularyLogitsProcessor(self.vocab_size)(None, output.logits)
+        output.logits = TargetVocabularyLogitsProcessor(self.vocab_size, target_ids)(None, output.logits)
         return output

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding import graphs
@@ -17,7 +18,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
-from hf_specdec.drafters.causal_lm.draft_model import DraftModel
+from hf_specdec.drafters.causal_lm.draft_model import DraftModel, target_ids_of
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
 from hf_specdec.drafters.fingerprint import first_difference, tokenizer_at_hand
 from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
@@ -134,6 +135,22 @@ class CausalLMDrafter(PublishedDrafter):
         self.model.save_pretrained(folder, max_shard_size=max_shard_size)
 
     @property
+    def target_ids(self) -> Tensor | None:
+        """[rows] int64, the target's id of each row of its tables, ascending; None where they are the same."""
+        return target_ids_of(self.model)
+
+    def set_vocabulary(self, target_ids: Tensor | None) -> None:
+        """Says which of the target's tokens the rows of its tables are, kept in its config as `draft_token_ids`.
+
+        Args:
+            target_ids: [rows] int64, ascending; None where they are the same.
+        """
+        if target_ids is None:
+            self.model.config.__dict__.pop("draft_token_ids", None)
+        else:
+            self.model.config.draft_token_ids = target_ids.tolist()
+
+    @property
     def options_config(self) -> PreTrainedConfig:
         return self.model.config
 
@@ -160,7 +177,8 @@ class CausalLMDrafter(PublishedDrafter):
             "Method": self.loaded_options().method,
             "Model": f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size "
             f"{config.hidden_size}",
-            "Vocabulary": str(self.model.get_input_embeddings().num_embeddings),
+            "Vocabulary": str(self.model.get_input_embeddings().num_embeddings)
+            + ("" if self.target_ids is None else " of the target's tokens"),
         }
 
     @property
@@ -183,12 +201,30 @@ class CausalLMDrafter(PublishedDrafter):
             check_supported(self.model)
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
+        self._check_vocabulary(model, target_name)
         if self._compared is None or self._compared() is not model:
             self._compare_once(model, target_name)
             self._compared = weakref.ref(model)
 
+    def _check_vocabulary(self, model: PreTrainedModel, target_name: str) -> None:
+        target_ids, rows = self.target_ids, self.model.get_input_embeddings().num_embeddings
+        if target_ids is None:
+            return
+        size = model.get_input_embeddings().num_embeddings
+        ascending = bool((target_ids.diff() > 0).all())
+        if len(target_ids) != rows or not ascending or int(target_ids[0]) < 0 or int(target_ids[-1]) >= size:
+            raise ValueError(
+                f"draft_token_ids in the config.json of draft model {self.name_or_path!r} must be {rows} ascending ids "
+                f"of target {target_name!r}, one for each row of its embedding, from 0 to {size - 1}; they are "
+                f"{len(target_ids)}, from {int(target_ids.min())} to {int(target_ids.max())}, "
+                f"{'' if ascending else 'not '}ascending. Save the draft model again with the vocabulary that it was "
+                "trained with, or use the target that it was trained for."
+            )
+
     def _compare_sizes(self, model: PreTrainedModel, target_name: str) -> None:
         """All there is to go by where a tokenizer is not at hand."""
+        if self.target_ids is not None:  # by its rows it is smaller anyway
+            return
         own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
         if not may_be_padding(own, other):
             raise ValueError(

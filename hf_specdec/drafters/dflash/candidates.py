@@ -32,7 +32,7 @@ class DFlashMarginals(BlockMarginals):
         self.block_size = drafter.num_slots
         own = drafter.config
         self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
-        self.lm_head = drafter.lm_head if own.own_head else target.model.get_output_embeddings()
+        self.lm_head = drafter.head(target.model.get_output_embeddings())
         self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
         self.slots = torch.arange(self.block_size, device=self.device)
         # A config takes its time to answer, too much for every round.

@@ -42,7 +42,8 @@ class DFlashConfig(Qwen3Config):
             `target_layer_ids` (0-based target layers whose outputs are joined in this order; -1 is what enters the
             first) and, in newer checkpoints, `block_size`; also `causal`, JetSpec's `causal_head`, `use_swa`,
             `swa_window_size`. Not z-lab's, but of drafters that come from other layouts: `sample_from_anchor`,
-            `own_embeddings`, `own_head`, `draft_vocab_size`.
+            `own_embeddings`, `own_head`. `draft_vocab_size` is how many tokens the drafter can say, where these are not
+            all: rows of its own head, or of the target's.
         block_size: slots of a block, the root's included, where it is not in `dflash_config`.
         num_target_layers: depth of the target, needed only where `target_layer_ids` is absent.
         is_causal: attention inside a block for every layer; None applies the rule of `block_is_causal`.
@@ -114,11 +115,10 @@ class DFlashConfig(Qwen3Config):
                     "This DFlash config has no vocab_size, and embeddings or a head of the drafter's own need it: add "
                     "the target's to its config.json."
                 )
-        elif not 1 <= (self.draft_vocab_size or 0) <= self.vocab_size or (self.maps_vocabulary and not self.own_head):
+        elif not 1 <= (self.draft_vocab_size or 0) <= self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}, own_head {self.own_head} and vocab_size "
-                f"{self.vocab_size} in this DFlash config; a draft vocabulary is a part of the target's, and "
-                "needs a head of its own."
+                f"draft_vocab_size is {self.draft_vocab_size} and vocab_size {self.vocab_size} in this DFlash config; "
+                "a draft vocabulary is a part of the target's."
             )
         if self.use_swa and self.window(0) is None:
             raise ValueError(
@@ -164,7 +164,7 @@ class DFlashConfig(Qwen3Config):
 
     @property
     def draft_vocab_size(self) -> Any:
-        """Rows of the head; None where it is the target's and the config has no vocabulary."""
+        """Tokens that it can say; None where these are the target's and the config has no vocabulary."""
         return self.dflash_config.get("draft_vocab_size", self.vocab_size)
 
     @property

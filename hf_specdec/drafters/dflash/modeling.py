@@ -33,7 +33,7 @@ from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS
 from hf_specdec.drafters.shapes import check_shapes, way_out
-from hf_specdec.drafters.vocabulary import check_draft_to_target, known_ids
+from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
 
 
 def block_embeddings(model: PreTrainedModel) -> nn.Module:
@@ -128,6 +128,8 @@ class DFlashDrafter(PretrainedDrafter):
         if config.maps_vocabulary:
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        # The rows of a target's head, kept from call to call, with what tells whether they are still those.
+        self._head_rows: tuple[Any, HeadRows] | None = None
         self.post_init()
 
     def forward(
@@ -150,7 +152,7 @@ class DFlashDrafter(PretrainedDrafter):
             embed_tokens: the embedding to read them with, the target's as a rule.
             masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no mask at all.
             cache: holds earlier features' keys and values; receives those of the new features and of the block.
-            lm_head: the head to apply, the target's as a rule.
+            lm_head: the head to apply, from `head()`.
 
         Returns:
             [batch, block, hidden] after the final norm, or with `lm_head` [batch, block - 1, vocab] float32 logits of
@@ -173,9 +175,33 @@ class DFlashDrafter(PretrainedDrafter):
         logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
         if self.config.maps_vocabulary:
             assert self.config.vocab_size is not None, "check() asks for it"
-            target_ids = torch.arange(self.config.draft_vocab_size, device=logits.device) + self.d2t.to(logits.device)
-            logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, target_ids)(None, logits)
+            logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, self.target_ids.to(logits.device))(
+                None, logits
+            )
         return NeverProposedLogitsProcessor(self.config.mask_token_id)(None, logits)
+
+    def head(self, target_head: nn.Module) -> nn.Module:
+        """What gives the logits of its slots: its own head, or the target's, or the rows of it that it can say."""
+        if self.config.own_head:
+            return self.lm_head
+        if not self.config.maps_vocabulary:
+            return target_head
+        weight: Any = getattr(target_head, "weight", self.d2t)
+        made_of = (id(target_head), weight.device, weight.data_ptr(), weight._version, self.d2t._version)
+        if self._head_rows is None or self._head_rows[0] != made_of:
+            self._head_rows = made_of, HeadRows(target_head, self.target_ids)
+        return self._head_rows[1]
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab] int64, the target's ids of the tokens that it can say."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
+        return ids + self.d2t if self.config.maps_vocabulary else ids
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Makes the drafter's vocabulary these ids of the target's, see `vocabulary.set_map`."""
+        assert self.config.vocab_size is not None, "check() asks for it"
+        set_map(self.d2t, target_ids, self.config.vocab_size, self.name_or_path or type(self).__name__)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)
@@ -209,7 +235,7 @@ class DFlashDrafter(PretrainedDrafter):
             "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
             "Block size": f"{config.block_size}, the root's slot included",
             "Target layers read": ", ".join(map(str, config.target_layer_ids)),
-            "Vocabulary": f"{config.vocab_size or 'of the target'}, mask token id {config.mask_token_id}",
+            "Vocabulary": f"{config.draft_vocab_size or 'of the target'}, mask token id {config.mask_token_id}",
         }
 
     def check_target(self, model: PreTrainedModel) -> None:

@@ -26,7 +26,7 @@ from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options, default_target_layer_ids
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
 
 
 class Eagle3Attention(HeadProjections):
@@ -165,7 +165,7 @@ class Eagle3Drafter(PretrainedDrafter):
             states: [batch, seq, hidden], of the position before each token: `fuse` of the target's features, or
                 `recurrent` of an earlier output.
             position_ids: [batch, seq] int64, of the states.
-            mask: additive [batch, 1, seq, cached + seq], or None.
+            mask: [batch, 1, seq, cached + seq], additive or bool, or None.
             is_causal: causal attention without a mask; only for an empty cache or none.
             cache: holds earlier pairs' keys and values; receives those of these pairs.
 
@@ -186,6 +186,10 @@ class Eagle3Drafter(PretrainedDrafter):
     def recurrent(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden], the state that goes into the next draft step."""
         return self.norm(outputs) if self.config.norm_output else outputs
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Makes the drafter's vocabulary these ids of the target's, see `vocabulary.set_map`."""
+        set_map(self.d2t, target_ids, self.config.vocab_size, self.name_or_path or type(self).__name__)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's."""

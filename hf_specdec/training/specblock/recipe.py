@@ -6,8 +6,8 @@ Source: SpecBlock, Section 4.1 and Appendix A.1; the vocabulary is chosen as in 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,35 +20,13 @@ from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
 from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
 from hf_specdec.training.specblock.step import SpecBlockStep
-
-
-def frequent_tokens(rows: Iterable[Mapping[str, Any]], size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The draft vocabulary: the most frequent tokens of the training text, as FR-Spec chooses them.
-
-    Args:
-        rows: with the columns of `data.py`; padding is not counted.
-        size: tokens wanted.
-        vocab_size: of the target. Ids that never occur fill up in order of their number.
-
-    Returns:
-        ids [size] int64, ascending, and the share of the text's tokens that they cover, from 0 to 1.
-
-    Raises:
-        ValueError: `size` is not between 1 and `vocab_size`.
-
-    Example:
-        >>> frequent_tokens([{"input_ids": [5, 5, 2, 7, 0], "length": 4}], 2, 10)
-        (tensor([2, 5]), 0.75)
-    """
-    if not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"A draft vocabulary of {size} tokens cannot be chosen from {vocab_size}; choose 1 to {vocab_size}."
-        )
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in rows:
-        counts += torch.bincount(torch.as_tensor(row["input_ids"])[: int(row["length"])], minlength=vocab_size)
-    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
-    return chosen, float(counts[chosen].sum() / counts.sum().clamp(min=1))
+from hf_specdec.training.vocabulary import (
+    DRAFT_VOCAB_SIZE,
+    add_vocabulary_argument,
+    checked_vocabulary_size,
+    choose_vocabulary,
+    head_weights,
+)
 
 
 def new_drafter(
@@ -118,8 +96,7 @@ def new_drafter(
 @torch.no_grad()
 def _copy_head(drafter: SpecBlockDrafter, target: PreTrainedModel) -> None:
     """The drafter's head becomes the rows of the target's head that it can say."""
-    rows = target.get_output_embeddings().weight
-    drafter.lm_head.weight.copy_(rows[drafter.target_ids(torch.arange(len(drafter.d2t))).to(rows.device)])
+    drafter.lm_head.weight.copy_(head_weights(target, drafter.target_ids(torch.arange(len(drafter.d2t)))))
 
 
 @torch.no_grad()
@@ -141,7 +118,7 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     switch = argparse.BooleanOptionalAction
     add_shape_arguments(group)
     group.add_argument("--block-size", type=positive_int, default=4, help="tokens that a block drafts")
-    group.add_argument("--draft-vocab", type=positive_int, default=32000, help="tokens that the drafter can say")
+    add_vocabulary_argument(group, DRAFT_VOCAB_SIZE)
     group.add_argument("--prefix-broadcast", action=switch, default=True)
     group.add_argument("--layer-wise-shift", action=switch, default=True)
     group.add_argument("--warm-start", action=switch, default=False, help="begin with the target's head")
@@ -162,10 +139,10 @@ def _prepare(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Sequence[int]],
 ) -> tuple[SpecBlockDrafter, SpecBlockStep]:
+    size = checked_vocabulary_size(arguments.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
     drafter = new_drafter(
         target,
-        # Which tokens these are, the rows tell.
-        torch.arange(min(arguments.draft_vocab, target.get_input_embeddings().num_embeddings)),
+        torch.arange(size or target.get_input_embeddings().num_embeddings),  # which tokens these are, the rows tell
         num_layers=arguments.layers,
         block_size=arguments.block_size,
         target_layer_ids=arguments.taps,
@@ -190,10 +167,7 @@ def _prepare(
 
 def _read_rows(arguments: argparse.Namespace, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
     """The vocabulary becomes the most frequent tokens of the rows."""
-    vocab_size = target.get_input_embeddings().num_embeddings
-    vocabulary, coverage = frequent_tokens(rows, len(drafter.d2t), vocab_size)
-    print(f"draft vocabulary: {len(vocabulary)} of {vocab_size} tokens, {coverage:.2%} of the training text")
-    drafter.set_vocabulary(vocabulary)
+    drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.d2t), target))
     if arguments.warm_start:
         _copy_head(drafter, target)
 
@@ -205,6 +179,7 @@ register_recipe(
         _prepare,
         read_rows=_read_rows,
         recorded=(
+            "draft_vocab_size",
             "blocks",
             "valid_prefix",
             "prefix_broadcast",

@@ -1,0 +1,166 @@
+"""Training a draft model: a few of the target's own layers, distilled on what the target writes.
+
+It begins as layers taken from the target, evenly spaced, under its embedding, norm and head, and learns the target's
+law of the next token in what the target wrote. With a draft vocabulary its tables have the rows of those tokens alone;
+any other token is then read as the last row. The drafter is in `hf_specdec/drafters/causal_lm/`; SpecBranch takes the
+same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.decoding.taps import decoder_layers
+from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.causal_lm.draft_model import DraftVocabulary, target_ids_of
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.option_types import positive_int
+from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.step import StepOutput, TrainingStep
+from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
+
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class DistillationStep(TrainingStep):
+    """Loss of one batch of rows for a draft model: cross entropy with the target's law at every written token.
+
+    Args:
+        draft_model: the language model in training, see `new_draft_model`.
+        target: the frozen target it drafts for.
+    """
+
+    def __init__(self, draft_model: PreTrainedModel, target: PreTrainedModel) -> None:
+        self.reader = TargetReader(target, [], last_hidden=True)
+        self.draft_model = draft_model
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        last_hidden = self.reader.of_batch(batch).last_hidden
+        assert last_hidden is not None
+        input_ids = batch["input_ids"]
+        places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)  # of the token after each
+        learned = (places >= batch["first_anchor"].unsqueeze(1)) & (places < batch["length"].unsqueeze(1))
+        # Of this moment: the rows of text, or earlier weights, bring another vocabulary.
+        target_ids = target_ids_of(self.draft_model)
+        vocabulary = DraftVocabulary(target_ids, self.draft_model.get_input_embeddings().num_embeddings)
+        with torch.no_grad():
+            law = self.reader.head(last_hidden[learned])
+            choice = law.argmax(-1)
+            if target_ids is not None:
+                law = law[:, target_ids.to(law.device)]
+                choice = choice.where(torch.isin(choice, target_ids.to(law.device)), -1)
+            law = law.softmax(-1)
+        output = model(input_ids=vocabulary.rows(input_ids), use_cache=False)
+        logits = output.logits[learned].float()
+        loss = -(law * logits.log_softmax(-1)).sum(-1).sum() / learned.sum().clamp(min=1)
+        said = logits.detach().argmax(-1)
+        said = said if target_ids is None else target_ids.to(said.device)[said]
+        correct = torch.zeros_like(learned).masked_scatter_(learned, said == choice)
+        return StepOutput(loss, correct.unsqueeze(-1), learned.unsqueeze(-1))
+
+    def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
+        """How often its likeliest token is the target's."""
+        return {"accuracy": float(correct[labelled].float().mean())} if labelled.any() else {}
+
+
+def new_draft_model(
+    target: PreTrainedModel, num_layers: int, *, draft_vocab_size: int | None = None
+) -> PreTrainedModel:
+    """A language model of some of the target's layers, first and last among them, in float32.
+
+    Args:
+        target: the model to draft for.
+        num_layers: decoder layers.
+        draft_vocab_size: tokens that it can say: the first ones, until `take_vocabulary`; None for all.
+
+    Raises:
+        ValueError: the target has fewer layers, or is of a family whose layers cannot be taken.
+    """
+    name, layers = target.name_or_path or type(target).__name__, decoder_layers(target)
+    if num_layers > len(layers):
+        raise ValueError(f"--layers {num_layers} are to be taken from target {name!r}, which has {len(layers)}.")
+    taken = [round(index * (len(layers) - 1) / max(1, num_layers - 1)) for index in range(num_layers)]
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[index] for index in taken]
+    if draft_vocab_size is not None:
+        text.vocab_size = draft_vocab_size
+        config.draft_token_ids = list(range(draft_vocab_size))
+    for special in _SPECIAL:  # an id behind the last row would be refused
+        setattr(text, special, None)
+    model: PreTrainedModel = type(target)(config).float()
+    try:
+        for layer, index in zip(decoder_layers(model), taken, strict=True):
+            layer.load_state_dict(layers[index].state_dict())
+        inner = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
+        of_target = dict(target.named_parameters())
+        with torch.no_grad():
+            for each, parameter in model.named_parameters():
+                if id(parameter) not in inner:
+                    parameter.copy_(of_target[each][: len(parameter)])
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"The layers of target {name!r} ({type(target).__name__}) cannot be taken into a smaller model of its "
+            f"kind: {error}. Draft with a language model of the same tokenizer that is there already."
+        ) from error
+    return model
+
+
+@torch.no_grad()
+def take_vocabulary(draft_model: PreTrainedModel, target: PreTrainedModel, target_ids: Tensor) -> None:
+    """Makes the rows of the draft model's tables those of these tokens, [rows] int64, ascending, in the target's."""
+    for own, theirs in (
+        (draft_model.get_input_embeddings(), target.get_input_embeddings()),
+        (draft_model.get_output_embeddings(), target.get_output_embeddings()),
+    ):
+        own.weight.copy_(theirs.weight[target_ids.to(theirs.weight.device)])
+    CausalLMDrafter(draft_model).set_vocabulary(target_ids)
+
+
+def _add_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--layers", type=positive_int, default=2, help="of the target, evenly spaced")
+    add_vocabulary_argument(group)
+
+
+def _prepare(
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Sequence[int]],
+) -> tuple[PreTrainedModel, DistillationStep]:
+    size = checked_vocabulary_size(arguments.draft_vocab_size, target)
+    model = new_draft_model(target, arguments.layers, draft_vocab_size=size)
+    return model, DistillationStep(model, target)
+
+
+def _read_rows(arguments: argparse.Namespace, model: PreTrainedModel, target: PreTrainedModel, rows: Rows) -> None:
+    target_ids = target_ids_of(model)
+    if target_ids is not None:
+        take_vocabulary(model, target, choose_vocabulary(rows, len(target_ids), target))
+
+
+def _finish(model: PreTrainedModel, target: PreTrainedModel, held_out: Rows) -> None:
+    model.config.use_cache = True  # the host's trainer turns it off
+    if model.generation_config is not None:
+        model.generation_config.use_cache = True
+
+
+register_recipe(
+    Recipe(
+        "causal_lm",
+        _add_arguments,
+        _prepare,
+        read_rows=_read_rows,
+        finish=_finish,
+        recorded=("layers", "draft_vocab_size"),
+        as_drafter=CausalLMDrafter,
+    )
+)

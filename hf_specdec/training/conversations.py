@@ -1,0 +1,123 @@
+"""Training on conversations: the target answers every user message in its chat template (`chat.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.training.chat import (
+    RECIPE_FILE,
+    AnswerSettings,
+    check_answers,
+    check_template,
+    is_answers,
+    read_answers,
+    read_conversations,
+    write_answers,
+)
+from hf_specdec.training.data import datasets_package, documents_hash
+from hf_specdec.training.recipe import Rows
+from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
+
+MODE_DOCUMENTS = 200  # that are looked at to tell the kind of text
+
+
+class ConversationSource(Source):
+    """Conversations, whose every user message the target answers, and answers that were written before."""
+
+    option = "data"
+
+    def __init__(self, arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_template(tokenizer)
+        self.tokenizer, self.description = tokenizer, " ".join(arguments.data)
+        self.settings = AnswerSettings(
+            temperature=arguments.temperature,
+            max_new_tokens=arguments.new_tokens,
+            max_length=arguments.max_length,
+            seed=arguments.seed,
+        )
+        self.work_dir: Path = arguments.work_dir
+        # Folders of answers, and conversations that are still to be answered into one.
+        self.written = [Path(source) for source in arguments.data if is_answers(source)]
+        self.asked = {source: read_conversations(source) for source in arguments.data if not is_answers(source)}
+        answers = [row for folder in self.written for row in read_answers(folder)]
+        self.documents = [row["prompt_ids"] + row["answer_ids"] for row in answers]
+        questions = [
+            tokenizer.apply_chat_template([dict(message)], return_dict=False)
+            for conversations in self.asked.values()
+            for conversation in conversations
+            for message in conversation.messages
+            if message["role"] == "user"
+        ]
+        self.documents += [list(ids) for ids in questions]
+        self.texts: list[str] = []  # some of what was written, with what was asked
+
+    @property
+    def identity(self) -> list[str]:
+        settings = hashlib.sha256(repr((self.settings, [*self.asked.values()])).encode()).hexdigest()
+        return [documents_hash(self.documents), settings]
+
+    @property
+    def mode(self) -> dict[str, Any]:
+        return trained_mode(self.tokenizer, self.texts) | {"chat_template": True}
+
+    def check(self, target: PreTrainedModel) -> None:
+        for folder in self.written:
+            check_answers(folder, target, self.tokenizer)
+        if self.asked:
+            check_width(self.settings.max_length, "--max-length", target)
+
+    def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
+        folders = list(self.written)
+        for source, conversations in self.asked.items():
+            name = hashlib.sha256(repr((source, conversations, self.settings)).encode()).hexdigest()[:12]
+            folders.append(self.work_dir / f"answers-{name}")
+            worker = (processes.process_index, processes.num_processes)
+            write_answers(target, self.tokenizer, conversations, folders[-1], self.settings, worker=worker)
+        processes.wait_for_everyone()
+        answers = [row for folder in folders for row in read_answers(folder)]
+        # All turns of a conversation, and all its answers at other temperatures, are on the same side.
+        openings = [json.dumps(row["messages"][: _opening_length(row["messages"])]) for row in answers]
+        kept_apart = set(list(dict.fromkeys(openings))[::HELD_OUT])
+        if len(kept_apart) == len(set(openings)):
+            raise ValueError(
+                f"{self.description} holds {len(kept_apart)} conversation, and every {HELD_OUT}th from the first on is "
+                "held out, so that nothing is left to train on: give more."
+            )
+        sides: tuple[list[Any], list[Any]] = [], []
+        for opening, row in zip(openings, answers, strict=True):
+            sides[opening in kept_apart].append(row)
+        self.texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
+        ended = sum(row["ended"] for row in answers) / len(answers)
+        record = {
+            "rows_written_by_target": len(answers),
+            "tokens_written_by_target": sum(len(row["answer_ids"]) for row in answers),
+            "share_of_rows_that_end": round(ended, 3),
+            "temperatures": sorted({json.loads((each / RECIPE_FILE).read_text())["temperature"] for each in folders}),
+        }
+        train, held_out = (_answer_rows(side) for side in sides)
+        return Written(train, held_out, record, ended)
+
+
+def _opening_length(messages: Sequence[dict[str, str]]) -> int:
+    """Messages up to the first question."""
+    return 1 + next(place for place, message in enumerate(messages) if message["role"] == "user")
+
+
+def _answer_rows(answers: Sequence[dict[str, Any]]) -> Rows:
+    """Answers behind their conversations, whose tokens nobody has to draft."""
+    rows: Rows = datasets_package().Dataset.from_dict(
+        {
+            "input_ids": [row["prompt_ids"] + row["answer_ids"] for row in answers],
+            "first_anchor": [len(row["prompt_ids"]) for row in answers],
+            "length": [len(row["prompt_ids"]) + len(row["answer_ids"]) for row in answers],
+        }
+    )
+    return rows

@@ -1,0 +1,200 @@
+"""The EAGLE-3 training step: the drafter reads its own outputs while it learns, as it will when it drafts.
+
+A pair is a token and the state before it. In the first pass over a row the states are the target's; in each further
+pass the token is the next one of the row and the state the drafter's output of the pass before, so that pass j learns
+what is drafted at depth j. A later pass sees what drafting sees: the pairs of the first pass up to its own, and its own
+chain since. The law to learn is the target's, over the tokens that the drafter can say.
+Source: EAGLE-3, arXiv 2503.01840, Section 3.2 (training-time test); for the weights of the passes SafeAILab/EAGLE. The
+drafter is in `hf_specdec/drafters/eagle3/`, the target's states in `features.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
+from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
+from hf_specdec.drafters.vocabulary import check_same_size, draft_ids_of
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.option_types import positive_float, positive_int
+from hf_specdec.training.passes import GradientStore, block_masks
+from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.step import StepOutput, TrainingStep
+from hf_specdec.training.vocabulary import (
+    DRAFT_VOCAB_SIZE,
+    add_vocabulary_argument,
+    checked_vocabulary_size,
+    choose_vocabulary,
+    head_weights,
+)
+
+
+class Eagle3Step(TrainingStep):
+    """Loss of one batch of rows for an `Eagle3Drafter`: cross entropy with the target's law, summed over the passes.
+
+    Args:
+        drafter: the drafter in training.
+        target: the frozen target it drafts for.
+        passes: depths that are learned.
+        decay: weight of each pass over the one before; 0.8 in the published code.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or an argument is out of range.
+    """
+
+    def __init__(self, drafter: Eagle3Drafter, target: PreTrainedModel, *, passes: int = 7, decay: float = 0.8) -> None:
+        drafter.check_target(target)
+        check_same_size(drafter, target, "training")
+        if drafter.config.own_embeddings:
+            raise ValueError(
+                f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has token embeddings of its own, which "
+                "are not trained here. Train a new one, see hf_specdec.training.eagle3.new_drafter."
+            )
+        if passes < 1:
+            raise ValueError(f"passes={passes} must be at least 1.")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
+        self.drafter, self.passes, self.decay = drafter, passes, decay
+        self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
+        self.table = target.get_input_embeddings().weight  # the table itself: classes that scale it are not asked
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        states = self.reader.of_batch(batch)
+        assert states.last_hidden is not None
+        drafter, input_ids = self.drafter, batch["input_ids"]
+        dtype, (_, width) = next(model.parameters()).dtype, input_ids.shape
+        target_law, labels = self._target_law(states.last_hidden)
+        # Place t holds the token after position t, from which somebody drafts if it was written and something follows.
+        starts = torch.arange(1, width + 1, device=input_ids.device)
+        counted = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
+        positions = torch.arange(width, device=input_ids.device)
+        stored = GradientStore(drafter.config.num_hidden_layers)
+        masks = block_masks(width, 1, [1] * (self.passes - 1), device=input_ids.device)
+        flowing, losses, correct, labelled = drafter.fuse(states.features.to(dtype)), [], [], []
+        for depth, mask in enumerate(masks):
+            following = (starts + depth).clamp(max=width - 1)
+            outputs = model(
+                nn.functional.embedding(input_ids[:, following], self.table).to(dtype),
+                flowing,
+                (positions + depth).expand(len(input_ids), -1),
+                mask=mask,
+                is_causal=mask is None,
+                cache=stored,
+            )
+            flowing = drafter.recurrent(outputs)
+            # The law of what follows the token that this pass has read.
+            law, label = target_law[:, following], labels[:, following]
+            seen = counted & (starts + depth + 1 < batch["length"].unsqueeze(1))
+            logits = drafter.logits(outputs[seen])
+            values = -(law[seen] * logits.log_softmax(-1)).sum(-1)
+            losses.append(self.decay**depth * values.sum() / seen.sum().clamp(min=1))
+            hits = torch.zeros_like(seen).masked_scatter_(seen, logits.detach().argmax(-1) == label[seen])
+            correct.append(hits)
+            labelled.append(seen)
+        return StepOutput(torch.stack(losses).sum(), torch.stack(correct, -1), torch.stack(labelled, -1))
+
+    @torch.no_grad()
+    def _target_law(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's law after each position over the draft vocabulary, and its choice in draft ids.
+
+        Returns:
+            probs [batch, positions, draft_vocab] float32; choice [batch, positions] int64, -1 where the drafter cannot
+            say it.
+        """
+        logits = self.reader.head(last_hidden)
+        choice = logits.argmax(-1)
+        if self.drafter.config.maps_vocabulary:
+            d2t = self.drafter.d2t.to(logits.device)
+            logits = logits[..., torch.arange(len(d2t), device=logits.device) + d2t]
+            choice = draft_ids_of(d2t, self.drafter.config.vocab_size)[choice]
+        return logits.softmax(-1), choice
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    *,
+    draft_vocab_size: int | None = None,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+) -> Eagle3Drafter:
+    """An EAGLE-3 drafter of one layer with random weights that fits a target; norm and head begin as the target's.
+
+    Args:
+        target: the model to draft for.
+        draft_vocab_size: tokens that it can say: the first ones, until `set_vocabulary` names others; None for all.
+        target_layer_ids: target layers to read; EAGLE's three where None.
+        intermediate_size: of the MLP; by default the target's.
+    """
+    config = target.config.get_text_config(decoder=True)
+    layers = default_target_layer_ids(config.num_hidden_layers) if target_layer_ids is None else target_layer_ids
+    drafter = Eagle3Drafter(
+        Eagle3Config(
+            draft_vocab_size=draft_vocab_size,
+            vocab_size=target.get_input_embeddings().num_embeddings,
+            target_layer_ids=list(layers),
+            target_name_or_path=target.name_or_path or None,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size if intermediate_size is None else intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+        )
+    )
+    drafter.check_target(target)
+    _begin_with_head(drafter, target)
+    return drafter
+
+
+@torch.no_grad()
+def _begin_with_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
+    """The drafter's head becomes the rows of the target's head that it can say, behind the target's final norm."""
+    sayable = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
+    drafter.lm_head.weight.copy_(head_weights(target, sayable))
+    norm = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)  # names differ between families
+    if norm is not None and norm.shape == drafter.norm.weight.shape:
+        drafter.norm.weight.copy_(norm)
+
+
+def _add_arguments(group: argparse._ArgumentGroup) -> None:
+    add_vocabulary_argument(group, DRAFT_VOCAB_SIZE)
+    group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: EAGLE's three")
+    group.add_argument("--intermediate-size", type=positive_int, help="default: the target's")
+    group.add_argument("--passes", type=positive_int, default=7, help="depths that are learned")
+    group.add_argument("--decay", type=positive_float, default=0.8, help="weight of each pass over the one before")
+
+
+def _prepare(
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Sequence[int]],
+) -> tuple[Eagle3Drafter, Eagle3Step]:
+    drafter = new_drafter(
+        target,
+        draft_vocab_size=checked_vocabulary_size(arguments.draft_vocab_size, target, DRAFT_VOCAB_SIZE),
+        target_layer_ids=arguments.taps,
+        intermediate_size=arguments.intermediate_size,
+    )
+    return drafter, Eagle3Step(drafter, target, passes=arguments.passes, decay=arguments.decay)
+
+
+def _read_rows(arguments: argparse.Namespace, drafter: Eagle3Drafter, target: PreTrainedModel, rows: Rows) -> None:
+    if drafter.config.maps_vocabulary:
+        drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
+        _begin_with_head(drafter, target)
+
+
+register_recipe(
+    Recipe("eagle3", _add_arguments, _prepare, read_rows=_read_rows, recorded=("draft_vocab_size", "passes", "decay"))
+)

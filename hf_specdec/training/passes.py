@@ -1,0 +1,66 @@
+"""Several passes over the same row in one training step: what each sees of the ones before.
+
+SpecBlock chains blocks, EAGLE-3 reads its own outputs: in both a later pass goes on from every place of the row at
+once, and must see at each of them what drafting from there would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def block_masks(
+    positions: int,
+    slots: int,
+    cuts: Sequence[int],
+    *,
+    cross_position: bool = False,
+    device: torch.device | None = None,
+) -> list[Tensor | None]:
+    """Per chained block what its slots see: [1, 1, positions * slots, blocks so far * positions * slots] bool.
+
+    The rules of drafting (Figure 3), for all positions at once: of the first block all slots of earlier positions; of
+    every block before, the slots up to the cut at the same position; of the own block, slots up to itself. None for
+    the first block, whose order is plainly causal.
+
+    Args:
+        positions: starts of a row.
+        slots: K.
+        cuts: slots kept of every block but the last.
+        cross_position: a later block also sees its own slots at earlier positions, which drafting never does.
+        device: of the masks.
+    """
+    order = torch.arange(positions * slots, device=device)
+    place, slot = order // slots, order % slots
+    earlier = place.unsqueeze(1) > place
+    same = place.unsqueeze(1) == place
+    own = same & (slot.unsqueeze(1) >= slot)
+    if cross_position:
+        own = own | earlier
+    masks: list[Tensor | None] = [None]
+    for block in range(1, len(cuts) + 1):
+        parts = [same & (slot < cut) for cut in cuts[:block]]
+        parts[0] = parts[0] | earlier
+        masks.append(torch.cat([*parts, own], 1)[None, None])
+    return masks
+
+
+class GradientStore:
+    """Keys and values of earlier blocks, joined with their gradients: what training has in place of a cache."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [_GradientLayer() for _ in range(num_layers)]
+
+
+class _GradientLayer:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys.append(keys)
+        self.values.append(values)
+        return torch.cat(self.keys, 2), torch.cat(self.values, 2)

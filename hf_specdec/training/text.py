@@ -1,0 +1,230 @@
+"""Training on plain text: the target continues beginnings of documents; some documents are trained on as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import reprlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specdec.training.data import (
+    check_documents,
+    documents_hash,
+    mix,
+    pack_text,
+    plain_rows,
+    write_continuations,
+)
+from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, load_target, trained_mode
+
+DOCUMENT_LENGTH = 2000  # characters of a .txt file
+ROWS_PER_BATCH = 128  # that the target continues
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to train on where no --text is given.
+
+    Attributes:
+        description: for the drafter's record.
+        read: gives training and held-out documents.
+    """
+
+    description: str
+    read: Callable[[], tuple[list[str], list[str]]]
+
+
+class TextSource(Source):
+    """Beginnings of documents, which the target continues, and a share of the documents themselves."""
+
+    option = "text"
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        corpus: Corpus | None,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+    ) -> None:
+        self.arguments, self.tokenizer, self.dtype = arguments, tokenizer, dtype
+        own = arguments.text is not None or corpus is None
+        self.description = str(arguments.text) if own or corpus is None else corpus.description
+        self.texts, held_out = read_text(arguments.text) if own or corpus is None else corpus.read()
+        self.train_ids, self.held_out_ids = tokenizer(self.texts)["input_ids"], tokenizer(held_out)["input_ids"]
+        self.documents = self.train_ids + self.held_out_ids
+        self.plain: Any = None
+
+    @property
+    def identity(self) -> list[str]:
+        return [documents_hash(each) for each in (self.train_ids, self.held_out_ids)]
+
+    @property
+    def mode(self) -> dict[str, Any]:
+        return trained_mode(self.tokenizer, self.texts)
+
+    def check(self, target: PreTrainedModel) -> None:
+        arguments = self.arguments
+        width = arguments.prompt_tokens[1] + arguments.new_tokens
+        check_width(width, "--prompt-tokens and --new-tokens together", target)
+        for documents in (self.train_ids, self.held_out_ids):
+            check_documents(documents, arguments.prompt_tokens[0])
+        if arguments.plain_share:
+            self.plain = pack_text(self.train_ids, width, separator_id=self.tokenizer.eos_token_id)
+            # As many as are written, in whole batches, if the time suffices.
+            plain_rows(-(-arguments.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(self.plain), arguments.plain_share)
+
+    def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
+        arguments, on_cpu = self.arguments, target.device.type == "cpu"
+        workers = arguments.writers or (torch.get_num_threads() if on_cpu else 1)
+        workers = min(workers, -(-arguments.rows // ROWS_PER_BATCH))
+        settings = {
+            "folder": arguments.work_dir,
+            "prompt_lengths": tuple(arguments.prompt_tokens),
+            "new_tokens": arguments.new_tokens,
+            "batch_size": ROWS_PER_BATCH,
+            "cache_implementation": "static" if on_cpu else None,
+        }
+        wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
+        with processes.main_process_first():
+            if not processes.is_main_process:
+                workers, wanted["max_minutes"] = 1, 0.0  # read what is there
+            own = _continuations(target, (arguments.target, self.dtype), self.train_ids, workers, settings | wanted)
+            held_out = write_continuations(
+                target, self.held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
+            )
+        rows = own if self.plain is None else mix(own, self.plain, arguments.plain_share)
+        ended = sum(row["input_ids"][row["length"] - 1] == self.tokenizer.eos_token_id for row in own) / len(own)
+        record = {
+            "rows_written_by_target": len(own),
+            "tokens_written_by_target": sum(own["length"]) - sum(own["first_anchor"]),
+            "share_of_rows_that_end": round(ended, 3),
+            "rows_of_plain_text": len(rows) - len(own),
+        }
+        return Written(rows, held_out, record, ended)
+
+
+def read_text(file: Path) -> tuple[list[str], list[str]]:
+    """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out.
+
+    Raises:
+        ValueError: the file is not UTF-8, a line is no JSON object with a text, or there is but one document, or none.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"Line {line} of {str(file)!r} is not UTF-8: byte 0x{error.object[error.start]:02x}. Convert the file "
+            "first, for example with iconv."
+        ) from error
+    if file.suffix == ".jsonl":
+        # Not splitlines(): JSON may hold what else that takes for the end of a line.
+        lines = enumerate(text.split("\n"), 1)
+        documents = [_document(line, f"Line {number} of {str(file)!r}") for number, line in lines if line.strip()]
+    else:
+        documents = [text[start : start + DOCUMENT_LENGTH] for start in range(0, len(text), DOCUMENT_LENGTH)]
+    if len(documents) < 2:
+        raise ValueError(
+            f"{str(file)!r} holds {len(documents)} documents (lines of .jsonl, {DOCUMENT_LENGTH} characters of .txt), "
+            "and the first is held out, so that nothing is left to train on: give more text."
+        )
+    held_out = documents[::HELD_OUT]
+    return [document for index, document in enumerate(documents) if index % HELD_OUT], held_out
+
+
+def _document(line: str, place: str) -> str:
+    """The text of a line of JSON; `place` is for errors."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg}, column {error.colno}.") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+        raise ValueError(f'{place} must be a JSON object with a string "text", not {reprlib.repr(entry)}.')
+    text: str = entry["text"]
+    return text
+
+
+def _write_share(
+    rank: int, workers: int, target: tuple[str, torch.dtype], documents: Path, settings: dict[str, Any]
+) -> None:
+    """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not inherited from `_ctrl_c_ignored`
+    signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # in order: what the progress bar holds is given back
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:  # a writer whose main process was killed must not go on for minutes
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    ids = json.loads(documents.read_text())
+    write_continuations(load_target(*target), ids, worker=(rank, workers), **settings)
+
+
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing to processes started here: it reaches their parent too, which ends them.
+
+    From their first instruction on: while they import, they could not yet say so themselves.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _continuations(
+    target: PreTrainedModel,
+    source: tuple[str, torch.dtype],
+    documents: list[list[int]],
+    workers: int,
+    settings: dict[str, Any],
+) -> Any:
+    """The target's continuations of the documents' beginnings, written by `workers` processes.
+
+    `source` is the path and the number type that each of several processes loads the target from.
+    """
+    if workers > 1:
+        context = multiprocessing.get_context("spawn")
+        # Through a file: a pipe that nobody reads would block this process should a writer fail to start.
+        file = settings["folder"] / "documents.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(documents))
+        shares = [
+            context.Process(target=_write_share, args=(rank, workers, source, file, settings), daemon=True)
+            for rank in range(workers)
+        ]
+        try:
+            with _ctrl_c_ignored():
+                for share in shares:
+                    share.start()
+            for share in shares:
+                share.join()
+        finally:  # stopped from the keyboard, some still write
+            for share in shares:
+                if share.is_alive():
+                    share.terminate()
+                    share.join()
+        if any(share.exitcode for share in shares):
+            raise SystemExit("A process that wrote continuations failed; its error is above.")
+        settings = settings | {"max_minutes": 0.0}  # read what is there
+    return write_continuations(target, documents, **settings)

@@ -1,0 +1,95 @@
+"""The draft vocabulary: the tokens that a drafter can say, the most frequent ones of what its target writes.
+
+A head over the whole vocabulary is most of what a small drafter costs. Source: FR-Spec, as SpecBlock (Section 4.1) and
+EAGLE-3 use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.training.option_types import positive_int
+from hf_specdec.training.recipe import Rows
+
+DRAFT_VOCAB_SIZE = 32000  # of published drafters that have a draft vocabulary
+
+
+def add_vocabulary_argument(group: argparse._ArgumentGroup, most: int | None = None) -> None:
+    """The option --draft-vocab-size; `most` is what the method takes at most where it is not given, None for all."""
+    default = "all" if most is None else f"all, but at most {most}"
+    group.add_argument(
+        "--draft-vocab-size",
+        type=positive_int,
+        help=f"most frequent tokens that the drafter can say; default: {default}",
+    )
+
+
+def checked_vocabulary_size(size: int | None, target: PreTrainedModel, most: int | None = None) -> int | None:
+    """The size; None for the whole vocabulary.
+
+    Args:
+        size: that was asked for, if any.
+        target: the model to draft for.
+        most: what is taken at most where none was asked for.
+
+    Raises:
+        ValueError: there are not as many tokens.
+    """
+    rows = target.get_input_embeddings().num_embeddings
+    if size is not None and size > rows:
+        raise ValueError(
+            f"--draft-vocab-size {size} is more than the {rows} tokens of target {target.name_or_path!r}: give less, "
+            "or leave it out for all."
+        )
+    size = min(rows, most or rows) if size is None else size
+    return None if size == rows else size
+
+
+def head_weights(target: PreTrainedModel, target_ids: Tensor) -> Tensor:
+    """[tokens, hidden] rows of the target's head: what a head over a draft vocabulary begins as."""
+    rows: Tensor = target.get_output_embeddings().weight
+    return rows[target_ids.to(rows.device)]
+
+
+def choose_vocabulary(rows: Rows, size: int, target: PreTrainedModel) -> Tensor:
+    """[size] int64: `frequent_tokens` of the rows; says how much of the text they cover."""
+    vocab_size = target.get_input_embeddings().num_embeddings
+    vocabulary, coverage = frequent_tokens(rows, size, vocab_size)
+    print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of what the target wrote", flush=True)
+    return vocabulary
+
+
+def frequent_tokens(rows: Iterable[Mapping[str, Any]], size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The most frequent tokens of what the target wrote.
+
+    Args:
+        rows: with the columns of `data.py`; neither prompts nor padding are counted.
+        size: tokens wanted.
+        vocab_size: of the target. Ids that never occur fill up in order of their number.
+
+    Returns:
+        ids [size] int64, ascending, and the share of the text's tokens that they cover, from 0 to 1.
+
+    Raises:
+        ValueError: `size` is not between 1 and `vocab_size`.
+
+    Example:
+        >>> frequent_tokens([{"input_ids": [7, 5, 5, 2, 8, 0], "first_anchor": 1, "length": 5}], 2, 10)
+        (tensor([2, 5]), 0.75)
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(
+            f"A draft vocabulary of {size} tokens cannot be chosen from {vocab_size}; choose 1 to {vocab_size}."
+        )
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        written = torch.as_tensor(row["input_ids"])[int(row["first_anchor"]) : int(row["length"])]
+        counts += torch.bincount(written, minlength=vocab_size)
+    chosen = counts.argsort(descending=True, stable=True)[:size].sort().values
+    return chosen, float(counts[chosen].sum() / counts.sum().clamp(min=1))
