@@ -17,6 +17,7 @@ from hf_specdec import load_drafter
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specblock import SpecBlockDrafter
+from hf_specdec.drafters.vocabulary import HeadRows
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock, make_specbound
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
@@ -57,6 +58,9 @@ OTHERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
     "dflash, own tables": lambda target: make_dflash(target, **whole_vocabulary()).to(target.dtype),
     "ddtree, own tables and map": lambda target: make_dflash(
         target, method="ddtree", **whole_vocabulary(draft_vocab_size=40)
+    ).to(target.dtype),
+    "ddtree, rows of the target's head": lambda target: make_dflash(
+        target, method="ddtree", dflash_config={"draft_vocab_size": 40}
     ).to(target.dtype),
     "eagle3, own tables": lambda target: make_eagle3(
         target, own_embeddings=True, draft_vocab_size=target.config.vocab_size
@@ -227,3 +231,28 @@ def test_learning_from_a_target_of_another_size_is_refused(models: dict[int, Pre
     for step, drafter in ((SpecBlockStep, make_specblock), (SpecBoundStep, make_specbound)):
         with pytest.raises(ValueError, match="vocabulary of 64, but target .* has 72 embeddings.*training compares"):
             step(drafter(models[SMALL]), models[LARGE])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["linear", "of another class"])
+def test_rows_of_a_head_say_what_the_whole_head_says_of_them(bias: bool, wrapped: bool) -> None:
+    head = torch.nn.Linear(8, 20, bias=bias)
+    ids, hidden = torch.tensor([1, 4, 19]), torch.randn(2, 3, 8)
+    rows = HeadRows(torch.nn.Sequential(head) if wrapped else head, ids)
+    torch.testing.assert_close(rows(hidden), head(hidden)[..., ids])
+
+
+def test_rows_of_a_targets_head_are_taken_anew_once_head_or_vocabulary_change(
+    models: dict[int, PreTrainedModel],
+) -> None:
+    drafter = make_dflash(models[LARGE], dflash_config={"draft_vocab_size": 3})
+    drafter.set_vocabulary(torch.tensor([2, 5, 9]))
+    head, hidden = torch.nn.Linear(8, LARGE), torch.randn(1, 8)
+    assert drafter.head(head) is drafter.head(head), "kept from call to call"
+    for change in (
+        lambda: torch.nn.init.ones_(head.weight),
+        lambda: drafter.set_vocabulary(torch.tensor([3, 4, 8])),
+        lambda: setattr(head, "weight", torch.nn.Parameter(torch.randn(LARGE, 8))),
+    ):
+        change()
+        torch.testing.assert_close(drafter.head(head)(hidden), head(hidden)[:, drafter.target_ids])

@@ -185,6 +185,36 @@ def test_loss_and_hits_equal_a_block_by_block_computation(loss):
     torch.testing.assert_close(output.loss.double(), total / weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_a_draft_vocabulary_learns_of_its_own_tokens_alone(loss):
+    """Every second token can be said: of the others nothing is learned, and they count as missed."""
+    target, drafter = make_pair(dflash_config={"draft_vocab_size": VOCAB // 2})
+    ids = torch.arange(0, VOCAB, 2)
+    drafter.set_vocabulary(ids)
+    step = DFlashStep(drafter, target, num_anchors=30, loss=loss, gamma=None)
+    batch = batch_of(random_ids(1, 14))
+    output = step(drafter, batch, training=False)
+    anchors, _ = choose_anchors(batch["first_anchor"], batch["length"], 30, random=False)
+    values = []
+    with torch.no_grad():
+        features, laws = step.reader.read(batch["input_ids"]).features, target(batch["input_ids"]).logits[0]
+        for block, anchor in enumerate(anchors[0].tolist()):
+            if not output.labelled[0, block].any():
+                continue
+            one = torch.tensor([[anchor]])
+            hidden = block_hidden(drafter, drafter.config, step.embed_tokens, batch["input_ids"], features, one)
+            said = target.lm_head(hidden[0])[:, ids].log_softmax(-1)
+            for k in range(1, min(BLOCK, 14 - anchor)):
+                token = int(batch["input_ids"][0, anchor + k])
+                law = laws[anchor + k - 1][ids].log_softmax(-1)
+                hit = token % 2 == 0 and int(said[k].argmax()) == token // 2
+                assert bool(output.correct[0, block, k - 1]) == hit
+                if token % 2 == 0:
+                    value = -said[k][token // 2] if loss == "ce" else (law.exp() * (law - said[k])).sum()
+                    values.append(value)
+    torch.testing.assert_close(output.loss.double(), torch.stack(values).mean(), rtol=1e-5, atol=1e-6)
+
+
 def plain_safe(plain, loss: str, draft: Tensor, target: Tensor, token: Tensor) -> Tensor:
     """The plain formula over all tokens but the mask, whose chance is 0 on both sides (0 log 0 counts as 0)."""
     keep = torch.arange(len(draft)) != 1
