@@ -50,18 +50,11 @@ class DistillationStep(TrainingStep):
         target_ids = target_ids_of(self.draft_model)
         vocabulary = DraftVocabulary(target_ids, self.draft_model.get_input_embeddings().num_embeddings)
         with torch.no_grad():
-            law = self.reader.head(last_hidden[learned])
-            choice = law.argmax(-1)
-            if target_ids is not None:
-                law = law[:, target_ids.to(law.device)]
-                choice = choice.where(torch.isin(choice, target_ids.to(law.device)), -1)
-            law = law.softmax(-1)
+            law, choice = self.reader.law(last_hidden[learned], target_ids, whole=not training)
         output = model(input_ids=vocabulary.rows(input_ids), use_cache=False)
         logits = output.logits[learned].float()
         loss = -(law * logits.log_softmax(-1)).sum(-1).sum() / learned.sum().clamp(min=1)
-        said = logits.detach().argmax(-1)
-        said = said if target_ids is None else target_ids.to(said.device)[said]
-        correct = torch.zeros_like(learned).masked_scatter_(learned, said == choice)
+        correct = torch.zeros_like(learned).masked_scatter_(learned, logits.detach().argmax(-1) == choice)
         return StepOutput(loss, correct.unsqueeze(-1), learned.unsqueeze(-1))
 
     def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
-from hf_specdec.drafters.vocabulary import check_same_size, draft_ids_of
+from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.option_types import positive_float, positive_int
 from hf_specdec.training.passes import GradientStore, block_masks
@@ -68,7 +68,11 @@ class Eagle3Step(TrainingStep):
         assert states.last_hidden is not None
         drafter, input_ids = self.drafter, batch["input_ids"]
         dtype, (_, width) = next(model.parameters()).dtype, input_ids.shape
-        target_law, labels = self._target_law(states.last_hidden)
+        # Of this moment: rows or earlier weights bring another vocabulary.
+        ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size, device=drafter.device))
+        with torch.no_grad():
+            sayable = ids if drafter.config.maps_vocabulary else None
+            target_law, labels = self.reader.law(states.last_hidden, sayable, whole=not training)
         # Place t holds the token after position t, from which somebody drafts if it was written and something follows.
         starts = torch.arange(1, width + 1, device=input_ids.device)
         counted = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
@@ -97,22 +101,6 @@ class Eagle3Step(TrainingStep):
             correct.append(hits)
             labelled.append(seen)
         return StepOutput(torch.stack(losses).sum(), torch.stack(correct, -1), torch.stack(labelled, -1))
-
-    @torch.no_grad()
-    def _target_law(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's law after each position over the draft vocabulary, and its choice in draft ids.
-
-        Returns:
-            probs [batch, positions, draft_vocab] float32; choice [batch, positions] int64, -1 where the drafter cannot
-            say it.
-        """
-        logits = self.reader.head(last_hidden)
-        choice = logits.argmax(-1)
-        if self.drafter.config.maps_vocabulary:
-            d2t = self.drafter.d2t.to(logits.device)
-            logits = logits[..., torch.arange(len(d2t), device=logits.device) + d2t]
-            choice = draft_ids_of(d2t, self.drafter.config.vocab_size)[choice]
-        return logits.softmax(-1), choice
 
 
 def new_drafter(

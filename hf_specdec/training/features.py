@@ -25,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
 from hf_specdec.decoding.taps import tap_layer
+from hf_specdec.drafters.vocabulary import HeadRows
 from hf_specdec.training.progress import TokenProgress
 
 if TYPE_CHECKING:
@@ -102,7 +103,33 @@ class TargetReader:
 
     def head(self, hidden: Tensor) -> Tensor:
         """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
-        logits = self.lm_head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
+        return self._logits(self.lm_head, hidden)
+
+    def law(self, hidden: Tensor, target_ids: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """What the target says over a draft vocabulary.
+
+        Args:
+            hidden: [..., hidden], what enters its head.
+            target_ids: [draft_vocab] int64, ascending; None for the whole vocabulary.
+            whole: its choice is among all tokens, which costs as much as its whole head; else among those.
+
+        Returns:
+            probs [..., draft_vocab] float32, and its choice [...] int64 in draft ids, -1 where that is none of them.
+        """
+        if target_ids is None:
+            logits = self.head(hidden)
+            return logits.softmax(-1), logits.argmax(-1)
+        target_ids = target_ids.to(hidden.device)
+        if not whole:
+            logits = self._logits(HeadRows(self.lm_head, target_ids), hidden)
+            return logits.softmax(-1), logits.argmax(-1)
+        logits = self.head(hidden)
+        choice, logits = logits.argmax(-1), logits[..., target_ids]
+        place = torch.searchsorted(target_ids, choice).clamp(max=len(target_ids) - 1)
+        return logits.softmax(-1), place.where(target_ids[place] == choice, -1)
+
+    def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
+        logits = head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
         return self._soft_cap(None, logits)
 
     def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
