@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec import chat_template
-from hf_specdec.chat_template import Thinking
+from hf_specdec.chat_template import Message, Thinking
 from hf_specdec.drafters.registry import unknown_name
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -24,10 +24,17 @@ SPEC_BENCH_GROUPS = ("mt_bench", "translation", "summarization", "qa", "math_rea
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and which group of the set it belongs to."""
+    """What is asked, and which group of the set it belongs to.
+
+    Attributes:
+        text: the question; of a conversation the last one.
+        group: its name.
+        before: what was said before it, where it is part of a conversation.
+    """
 
     text: str
     group: str
+    before: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 def read_jsonl(path: Path) -> list[Prompt]:
     """Lines of {"prompt": text}, with an optional "group"; "turns" and "category" are read too, "source" by its root.
 
+    A line may be a conversation instead, {"messages": [{"role": ..., "content": ...}, ...]}: its last question is the
+    prompt, and every question before it must have its answer.
+
     Raises:
         ValueError: a line is no JSON object or has no prompt, or there is none at all.
     """
@@ -129,18 +139,39 @@ def read_jsonl(path: Path) -> list[Prompt]:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where} is not JSON: {error}. Each line must be an object with a prompt.") from error
-        text = None
-        if isinstance(fields, dict):
+        text: str | None = None
+        before: tuple[Message, ...] = ()
+        if isinstance(fields, dict) and "messages" in fields:
+            text, before = _last_question(fields["messages"], where)
+        elif isinstance(fields, dict):
             text = _first(next((fields[key] for key in ("prompt", "turns", "text") if key in fields), None))
         if not isinstance(text, str) or not text:
             raise ValueError(
-                f'{where} has no prompt: {line[:80]!r}. Each line must be an object with a text "prompt" (or "turns").'
+                f'{where} has no prompt: {line[:80]!r}. Each line must be an object with a text "prompt" (or "turns"), '
+                'or with "messages".'
             )
         group = fields.get("group") or fields.get("category") or str(fields.get("source") or path.stem).split("/")[0]
-        prompts.append(Prompt(text, str(group)))
+        prompts.append(Prompt(text, str(group), before))
     if not prompts:
         raise ValueError(f"{path} holds no prompts; each line must be an object with a text 'prompt'.")
     return prompts
+
+
+def _last_question(messages: Any, where: str) -> tuple[str | None, tuple[Message, ...]]:
+    """The last message of a conversation up to its last question, and those before it."""
+    try:
+        said = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f'{where}: "messages" must be a list of objects with "role" and "content".') from error
+    while said and said[-1]["role"] != "user":
+        said.pop()
+    roles = [message["role"] for message in said if message["role"] != "system"]
+    if roles[::2].count("user") != len(roles[::2]) or roles[1::2].count("assistant") != len(roles[1::2]):
+        raise ValueError(
+            f"{where}: questions and answers must take turns, but the roles are {', '.join(roles)}. Let "
+            "`hf-specdec write` answer the questions first; it writes the messages with their answers."
+        )
+    return (said[-1]["content"], tuple(said[:-1])) if said else (None, ())
 
 
 def read_named(name: str, known: NamedSet) -> list[Prompt]:
@@ -191,4 +222,5 @@ def render(prompt: Prompt, tokenizer: Any, *, chat: bool, thinking: Thinking) ->
     """The text that is tokenised: the prompt as it is, or as the tokenizer's chat template wraps it."""
     if not chat:
         return prompt.text
-    return chat_template.render([{"role": "user", "content": prompt.text}], tokenizer, thinking=thinking)
+    question = {"role": "user", "content": prompt.text}
+    return chat_template.render([*prompt.before, question], tokenizer, thinking=thinking)

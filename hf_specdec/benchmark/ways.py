@@ -19,6 +19,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.registry import WEIGHTLESS
 from hf_specdec.hub.loading import load_drafter
@@ -67,7 +68,7 @@ def baselines(backend: str = "inductor") -> list[Way]:
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Way:
     """Transformers' own assisted generation with a draft model (Hub id or folder); batches of one only."""
-    model = whole_target(name, dtype=target.dtype).to(target.device).eval()
+    model = with_whole_vocabulary(whole_target(name, dtype=target.dtype).to(target.device).eval(), target)
     return Way(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
 
 

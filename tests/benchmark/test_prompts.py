@@ -44,6 +44,12 @@ def test_prompts_may_hold_any_character_that_json_allows(tmp_path: Path) -> None
         (['{"prompt": "x"}', "{"], "own.jsonl, line 2 is not JSON"),
         (['{"text": ""}'], "line 1 has no prompt"),
         (["[1]"], "line 1 has no prompt"),
+        (['{"messages": [{"role": "assistant", "content": "x"}]}'], "line 1 has no prompt"),
+        (['{"messages": "x"}'], 'line 1: "messages" must be a list of objects with "role" and "content"'),
+        (
+            ['{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}'],
+            "line 1: questions and answers must take turns, but the roles are user, user. Let `hf-specdec write`",
+        ),
         ([], "holds no prompts"),
     ],
 )
@@ -112,6 +118,16 @@ def test_a_prompt_is_used_as_it_is_or_in_the_chat_template() -> None:
     prompt = Prompt("ab", "own")
     assert render(prompt, tokenizer, chat=False, thinking="default") == "ab"
     assert render(prompt, tokenizer, chat=True, thinking="default") == "<ab>"
+
+
+def test_the_last_question_of_a_conversation_is_the_prompt_behind_what_was_said_before(tmp_path: Path) -> None:
+    said = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    (prompt,) = load_prompts(write(tmp_path / "own.jsonl", {"messages": messages, "group": "talk"}))
+    assert prompt == Prompt("c", "talk", tuple(messages[:3]))
+    tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer()._tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert render(prompt, tokenizer, chat=True, thinking="default") == "sabc"
 
 
 def test_text_of_a_chat_template_gets_no_second_begin_of_text() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import load_drafter
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.training.causal_lm import DistillationStep, new_draft_model, take_vocabulary
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
@@ -95,6 +96,20 @@ def test_a_draft_vocabulary_is_saved_and_loaded(cut: CausalLMDrafter, tmp_path: 
         target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert loaded.stats.per_step_accepted == cut.stats.per_step_accepted
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == len(SAYABLE)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_with_all_rows_again_it_says_the_same_of_its_tokens_and_assists_in_transformers(tied: bool) -> None:
+    target = fresh_target(dtype=torch.float64, attention="sdpa", tie_word_embeddings=tied)
+    model = new_draft_model(target, 2, draft_vocab_size=len(SAYABLE)).double().eval()
+    take_vocabulary(model, target, SAYABLE)
+    with torch.no_grad():  # as if it had been trained
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    whole = with_whole_vocabulary(model, target)
+    ids = SAYABLE[torch.randint(0, len(SAYABLE), (1, 9), generator=torch.Generator().manual_seed(0))]
+    torch.testing.assert_close(whole(ids).logits[..., SAYABLE], model(torch.searchsorted(SAYABLE, ids)).logits)
+    assert torch.equal(target.generate(ids, **GREEDY, assistant_model=whole), target.generate(ids, **GREEDY))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ has in its config `draft_token_ids`: the target's id of each row of its tables.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,36 @@ def target_ids_of(model: PreTrainedModel) -> Tensor | None:
     """[rows] int64: the target's id of each row of a draft model's tables, ascending; None where they are the same."""
     ids = getattr(model.config, "draft_token_ids", None)
     return None if ids is None else torch.tensor(ids)
+
+
+@torch.no_grad()
+def with_whole_vocabulary(draft_model: PreTrainedModel, target: PreTrainedModel) -> PreTrainedModel:
+    """The draft model with a row for each of the target's tokens, as transformers' own assisted generation needs it.
+
+    Rows that it was not trained with are the target's.
+
+    Args:
+        draft_model: returned itself where it was not cut to a draft vocabulary.
+        target: that it was trained for.
+    """
+    target_ids = target_ids_of(draft_model)
+    if target_ids is None:
+        return draft_model
+    config = copy.deepcopy(draft_model.config)
+    del config.draft_token_ids
+    config.get_text_config(decoder=True).vocab_size = target.get_input_embeddings().num_embeddings
+    whole: PreTrainedModel = type(draft_model)(config).to(draft_model.device, draft_model.dtype).eval()
+    whole.generation_config = copy.deepcopy(target.generation_config)
+    cut_down = set()
+    for tables_of in ("get_input_embeddings", "get_output_embeddings"):
+        table, rows, of_target = (getattr(model, tables_of)().weight for model in (whole, draft_model, target))
+        table.copy_(of_target)
+        table[target_ids.to(table.device)] = rows
+        cut_down.add(rows)
+    names = [name for name, part in draft_model.named_parameters(remove_duplicate=False) if part in cut_down]
+    others = {name: part for name, part in draft_model.state_dict().items() if name not in names}
+    whole.load_state_dict(others, strict=False)
+    return whole
 
 
 class DraftVocabulary:
