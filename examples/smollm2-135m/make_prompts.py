@@ -2,7 +2,8 @@
 
 The lists below are written for this project. The texts that are summarised, rewritten and searched are docstrings of
 Python's standard library (PSF licence) and short notes filled in by rule. The held-out prompts are written by hand and
-kept in `held_out.jsonl`; a prompt that is in that file is never written to the training file.
+kept in `held_out.jsonl`, where SmolLM2's own answers stand between the questions of a conversation; a prompt that is in
+that file is never written to the training file.
 
     python examples/smollm2-135m/make_prompts.py    # writes train.jsonl beside this file
 
@@ -475,7 +476,7 @@ def library_texts() -> tuple[list[str], list[str]]:
 def main() -> None:
     """Writes train.jsonl: groups in turn, no prompt twice, none that is held out."""
     held_out = [json.loads(line)["messages"] for line in (FOLDER / "held_out.jsonl").read_text().splitlines()]
-    seen = {json.dumps(messages) for messages in held_out}
+    seen = {json.dumps([message for message in each if message["role"] == "user"]) for each in held_out}
     rows = []
     for group, (make, wanted) in GROUPS.items():
         draw = random.Random(group)

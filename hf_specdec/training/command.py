@@ -127,7 +127,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from, target)
     step.reader.read(torch.tensor([[0, 1]], device=target.device))  # raises if the losses cannot use this target
     if drafter is model:
-        model.config.target_name_or_path = arguments.target
+        model.config.target_name_or_path = arguments.target_id or arguments.target
         model.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     processes.print(
         f"drafter: {model.num_parameters() / 1e6:.2f}M parameters, reads layers {step.reader.layers}", flush=True
@@ -207,7 +207,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
         drafter.training_record["license"] = arguments.license
     model.to(torch.bfloat16)
     if drafter is not model:  # its config has no place for them
-        drafter.training_record["target"] = arguments.target
+        drafter.training_record["target"] = arguments.target_id or arguments.target
         tokenizer.save_pretrained(arguments.output)
     drafter.save_pretrained(arguments.output)
     print(json.dumps(drafter.training_record, indent=2))
@@ -215,7 +215,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
 
 def _options(arguments: argparse.Namespace) -> str:
     """JSON of what the drafter's weights depend on."""
-    beside = ("output", "work_dir", "resume", "license", "writers")
+    beside = ("output", "work_dir", "resume", "license", "target_id", "writers")
     options = {name: value for name, value in vars(arguments).items() if name not in beside}
     return json.dumps(options, indent=2, sort_keys=True, default=str) + "\n"
 
@@ -377,6 +377,7 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
         help="caches and checkpoints; where several machines train, a folder that all of them see",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of these options")
+    parser.add_argument("--target-id", help="Hub id of the target, for the drafter's card; default: what --target says")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
     parser.add_argument("--seed", type=seed_number, default=0)
     _add_source_arguments(parser, corpus)

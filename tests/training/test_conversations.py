@@ -94,8 +94,9 @@ def test_a_drafter_is_trained_on_answers_and_drafts(method: str, place: Path) ->
     main(arguments(method, "--resume"))
     assert [file.stat().st_mtime_ns for file in answers] == written, "what was written is not written again"
     assert (place / "drafter/model.safetensors").read_bytes() == weights, "all steps were done"
-    main([*arguments(method, "--start-from", "drafter", "--output", "further")])
+    main([*arguments(method, "--start-from", "drafter", "--output", "further", "--target-id", "us/target")])
     assert record(place / "further")["started_from"]["drafter"] == "drafter"
+    assert load_drafter(place / "further").target_name_or_path == "us/target"
 
 
 @pytest.mark.one_in(5)
