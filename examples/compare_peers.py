@@ -1,0 +1,195 @@
+"""Plain decoding, transformers' own ways and two other libraries beside this one, on one target and draft model.
+
+    pip install flashspec economize    # optional: those that are not installed are left out, and it says so
+    python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
+
+Every prompt goes through all of them in turn, in one process; a ratio is taken prompt by prompt, and its median is
+reported. All get the same draft model; each drafts with its own default settings. `--json` keeps the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_specdec.benchmark import ways
+from hf_specdec.benchmark.prompts import load_prompts, render
+from hf_specdec.benchmark.run import tokenise
+from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
+
+# From a prompt [1, seq], new tokens and temperature to the tokens that were written.
+Decode: TypeAlias = Callable[[Tensor, int, float], Tensor]
+PLAIN = "plain"
+
+
+def of_transformers(model: Any, **arguments: Any) -> Decode:
+    """`generate` of the target with these arguments."""
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        output = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, **sampling, **arguments
+        )
+        return output[0, prompt.shape[1] :]
+
+    return decode
+
+
+def of_drafter(model: Any, way: ways.Way) -> Decode:
+    """One of this library's methods."""
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        assert way.drafter is not None
+        way.drafter.set_options(**way.settings)
+        return of_transformers(model, assistant_model=way.drafter)(prompt, new_tokens, temperature)
+
+    return decode
+
+
+def of_flashspec(model: Any, draft_model: Any) -> Decode:
+    """FlashSpec with its default strategy: a look-up where the text repeats itself, else the draft model."""
+    from flashspec import FlashSpecConfig, SamplingConfig, SpeculativeEngine
+    from flashspec.engine import HuggingFaceDrafter, TargetModel
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        where = (model.device, model.dtype)
+        target = TargetModel("target", *where, model=model)
+        drafter = HuggingFaceDrafter("draft model", *where, model=draft_model)
+        if temperature:
+            drafter.set_temperature(temperature)
+        ends = model.generation_config.eos_token_id
+        config = FlashSpecConfig(device=str(model.device), sampling=SamplingConfig(temperature=temperature))
+        result = SpeculativeEngine(config, [drafter], target).generate(
+            prompt, max_new_tokens=new_tokens, eos_token_ids=ends if isinstance(ends, list) else [ends]
+        )
+        return result.output_ids[0, : result.n_tokens_generated].cpu()
+
+    return decode
+
+
+def of_economize(model: Any, draft_folder: str) -> Decode:
+    """Economize with a draft model; drafts of four tokens, its default."""
+    import economize
+    from economize.techniques.draft_model import DraftModelConfig
+
+    assisted = economize.apply(model, DraftModelConfig(model=draft_folder, attn_implementation="sdpa"))
+    sampled = economize.DecodeConfig(verifier="rejection")
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        if temperature:
+            output = assisted.generate(
+                prompt, max_new_tokens=new_tokens, do_sample=True, temperature=temperature, top_k=0, decoding=sampled
+            )
+        else:
+            output = assisted.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+        return output[0, prompt.shape[1] :].cpu()
+
+    return decode
+
+
+def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> dict[str, Decode]:
+    """All that can be compared here, plain decoding first."""
+    found: dict[str, Decode] = {PLAIN: of_transformers(model)}
+    own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
+    draft_model = with_whole_vocabulary(own, model)
+    found["transformers, assisted"] = of_transformers(model, assistant_model=draft_model)
+    found["transformers, prompt look-up"] = of_transformers(model, prompt_lookup_num_tokens=10)
+    folder = tempfile.mkdtemp(prefix="draft-model-")
+    draft_model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for package, make in (
+        ("flashspec", lambda: of_flashspec(model, draft_model)),
+        ("economize", lambda: of_economize(model, folder)),
+    ):
+        try:
+            found[f"{package} {importlib.metadata.version(package)}"] = make()
+        except ImportError as error:
+            console.print(f"{package} is left out: {error}")
+    loaded = [way for spec in arguments.drafter for way in ways.load(spec, model)]
+    return found | {f"hf_specdec, {way.name}": of_drafter(model, way) for way in ways.distinct(loaded)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="Hub id or folder")
+    parser.add_argument("--draft-model", required=True, help="small language model: Hub id or folder")
+    parser.add_argument("--drafter", action="append", default=[], help="of this library, as in `hf-specdec bench`")
+    parser.add_argument("--prompts", required=True, help="JSONL file or set, as in `hf-specdec bench`")
+    parser.add_argument("--num-prompts", type=int, help="groups taking turns; default: all")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7])
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    console = Console()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    chat = bool(tokenizer.chat_template)
+    prompts = [
+        tokenise(tokenizer, [render(prompt, tokenizer, chat=chat, thinking="default")], chat=chat)["input_ids"]
+        for prompt in load_prompts(arguments.prompts, arguments.num_prompts)
+    ]
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    compared = contestants(arguments, model, tokenizer, console)
+    rates: dict[tuple[float, str], list[float]] = {(t, name): [] for t in arguments.temperature for name in compared}
+    identical = dict.fromkeys(compared, True)
+    for decode in compared.values():
+        decode(prompts[0], 8, 0.0)  # warms up
+    for prompt in track(prompts, console=console, transient=True):
+        for temperature in arguments.temperature:
+            plain: Tensor | None = None
+            for name, decode in compared.items():
+                torch.manual_seed(0)
+                started = time.perf_counter()
+                written = decode(prompt, arguments.new_tokens, temperature)
+                rates[temperature, name].append(len(written) / (time.perf_counter() - started))
+                plain = written if plain is None else plain
+                identical[name] &= temperature > 0 or torch.equal(written, plain)
+    figures = []
+    for temperature in arguments.temperature:
+        table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
+        for heading in ("way", "speed over plain", "quartiles", "identical"):
+            table.add_column(heading, justify="left" if heading == "way" else "right")
+        for name in compared:
+            ratios = [own / base for own, base in zip(rates[temperature, name], rates[temperature, PLAIN], strict=True)]
+            low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            same = "" if temperature else "yes" if identical[name] else "NO"
+            table.add_row(name, f"{median:.2f}x", f"{low:.2f}-{high:.2f}", same)
+            figures.append(
+                {"way": name, "temperature": temperature, "speedup": round(median, 3), "identical": same or None}
+                | {"quartiles": [round(low, 3), round(high, 3)]}
+            )
+        console.print(table)
+    if arguments.json:
+        record = {
+            "figures": figures,
+            "prompts": f"{len(prompts)}, {arguments.new_tokens} new tokens",
+            "command": shlex.join(["python", *sys.argv]),
+            "hardware": f"CPU, {platform.machine()}, {torch.get_num_threads()} threads",
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "date": date.today().isoformat(),
+        }
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
