@@ -1,19 +1,18 @@
 """The training command: from a target and text to a drafter in the layout in which such drafters are published.
 
-`hf-specdec train` and `examples/train_drafter.py` run it; `main(argv)` is the same as a Python call. Four stages; what
-the first and the third give is kept in --work-dir, where a second run finds it, and --resume goes on with the fourth:
+`hf-specdec train` runs it; `main(argv)` is the same as a Python call. Three stages; what the first two give is kept in
+--work-dir, where a second run finds it, and --resume goes on with the third:
 
-1. the target continues prompts cut from text: what a drafter must foresee is what its target writes;
-2. rows of the plain text itself are mixed in;
-3. the frozen target's hidden states for all rows are computed once;
-4. the drafter trains on them, pass after pass, with new random choices (anchors, cuts, positions) in each.
+1. the target writes: it answers the conversations of --data in its chat template, or continues prompts cut from --text,
+   where rows of the plain text itself are mixed in. What a drafter must foresee is what its target writes;
+2. the frozen target's hidden states for all rows are computed once;
+3. the drafter trains on them, pass after pass, with new random choices (anchors, cuts, positions) in each.
 
 What target, tokenizer, text and options tell is checked before the first stage, which takes minutes to hours. Training
-takes --minutes, from its first step to the end of its last evaluation; --write-minutes bounds the first stage, to the
-end of a batch.
+takes --minutes, from its first step to the end of its last evaluation.
 
-Started as several processes (`torchrun`, `accelerate launch`), the first one writes and saves, and all train together,
---batch-size rows each. What differs from method to method is its `Recipe`, at the foot of its module.
+Started as several processes (`torchrun`, `accelerate launch`), all answer and train together, --batch-size rows each;
+the first one saves. What differs from method to method is its `Recipe`, at the foot of its module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `hf-specdec write`: training text for drafters, from conversations that the target answers.
 
-What it writes is JSONL with the answered `messages` and their token ids, for a training script of your own: `hf-specdec
-train --text` takes plain text. A stopped run goes on where it was; several processes (`torchrun`, `accelerate launch`)
+What it writes is JSONL with the answered `messages` and their token ids; `hf-specdec train --data` takes the folder, for
+as many drafters as are wanted. A stopped run goes on where it was; several processes (`torchrun`, `accelerate launch`)
 share the conversations.
 """
 
