@@ -1,6 +1,7 @@
 """Training H-RAD: data from running the pair, classes brought to balance, and a small network fitted to them.
 
-`python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does all of it for any pair:
+`python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does all of it for any pair, with
+--data in place of --text for an assistant:
 
 1. The pair generates in turn, with drafts of a fixed length; every draft gives one example: the target's last K layers
    at the last verified token and the embedding of the token after it, and whether none, some or all of the draft was
@@ -29,7 +30,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
@@ -41,6 +42,7 @@ from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDra
 from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
+from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.command import check_output
 from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.progress import TokenProgress
@@ -359,7 +361,11 @@ def main(
     parser = argparse.ArgumentParser(prog=program, description="Train H-RAD for a target and a draft model.")
     parser.add_argument("--target", required=True, help="folder or Hub id")
     parser.add_argument("--draft-model", required=True, help="folder or Hub id of a model with the target's tokenizer")
-    parser.add_argument("--text", type=Path, required=corpus is None, help='.jsonl with a field "text", or .txt')
+    source = parser.add_mutually_exclusive_group(required=corpus is None)
+    source.add_argument("--text", type=Path, help='.jsonl with a field "text", or .txt')
+    source.add_argument(
+        "--data", nargs="+", help="conversations, or folders of answers: what the target was asked is the prompt"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(
         "--refer-to", help="how the checkpoint names the draft model: a Hub id, or a path from --output"
@@ -367,7 +373,7 @@ def main(
     parser.add_argument("--with-draft-model", action="store_true", help="save the draft model inside the checkpoint")
     parser.add_argument("--push-to-hub", metavar="REPO", help="publish it too")
     parser.add_argument("--license", help="Hub licence id for the drafter's card")
-    parser.add_argument("--prompt-tokens", type=positive_int, default=48)
+    parser.add_argument("--prompt-tokens", type=positive_int, default=48, help="with --text")
     parser.add_argument("--new-tokens", type=positive_int, default=128)
     parser.add_argument("--num-prompts", type=positive_int, default=400)
     parser.add_argument(
@@ -396,17 +402,25 @@ def main(
     target, draft_model = (
         whole_target(name, dtype=dtype).to(device).eval() for name in (arguments.target, arguments.draft_model)
     )
-    texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
-    documents = tokenizer(texts)["input_ids"]
-    prompts = cut_prompts(documents, arguments.prompt_tokens, arguments.num_prompts, arguments.seed)
-    if len(prompts) < 2:
-        raise ValueError(
-            f"{len(documents)} documents gave {len(prompts)} prompts of --prompt-tokens {arguments.prompt_tokens} "
-            f"tokens (--num-prompts {arguments.num_prompts}), but one is trained on and another held out: give more or "
-            "longer documents, or shorter prompts."
-        )
+    if arguments.data is not None:
+        prompts = asked_prompts(arguments.data, tokenizer, arguments.num_prompts, arguments.seed)
+        if len(prompts) < 2:
+            raise ValueError(
+                f"{' '.join(arguments.data)} holds {len(prompts)} conversation, but one is trained on and another held "
+                "out: give more."
+            )
+    else:
+        texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
+        documents = tokenizer(texts)["input_ids"]
+        prompts = cut_prompts(documents, arguments.prompt_tokens, arguments.num_prompts, arguments.seed)
+        if len(prompts) < 2:
+            raise ValueError(
+                f"{len(documents)} documents gave {len(prompts)} prompts of --prompt-tokens {arguments.prompt_tokens} "
+                f"tokens (--num-prompts {arguments.num_prompts}), but one is trained on and another held out: give "
+                "more or longer documents, or shorter prompts."
+            )
     for model in (target, draft_model):
-        check_width(arguments.prompt_tokens + arguments.new_tokens, "--prompt-tokens and --new-tokens together", model)
+        check_width(max(map(len, prompts)) + arguments.new_tokens, "prompts and --new-tokens together", model)
     drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
     drafter.attach(draft_model)
     drafter.check_target(target)
@@ -481,6 +495,30 @@ def _read_examples(file: Path) -> tuple[Examples, Examples]:
         Examples(tensors[f"{name}.inputs"], tensors[f"{name}.classes"]) for name in ("held_out", "train")
     )
     return held_out, examples
+
+
+def asked_prompts(sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, most: int, seed: int) -> list[list[int]]:
+    """At most `most` prompts, chosen at random: what the target is asked, in its chat template.
+
+    Args:
+        sources: folders of answers (`chat.write_answers`), whose every turn is a prompt, or conversations
+            (`chat.read_conversations`), whose first question is one.
+        tokenizer: the target's.
+        most: prompts.
+        seed: of the choice.
+    """
+    check_template(tokenizer)
+    found: list[list[int]] = []
+    for source in sources:
+        if is_answers(source):
+            found += [row["prompt_ids"] for row in read_answers(Path(source))]
+            continue
+        for conversation in read_conversations(source):
+            first = next(place for place, each in enumerate(conversation.messages) if each["role"] == "user")
+            asked = list(conversation.messages[: first + 1])
+            found.append(list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)))
+    chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
+    return [found[index] for index in chosen.tolist()]
 
 
 def cut_prompts(documents: Sequence[Sequence[int]], prompt_tokens: int, most: int, seed: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """The command `hf-specdec write`: training text for drafters, from conversations that the target answers.
 
-What it writes is JSONL with the answered `messages` and their token ids; `hf-specdec train --data` takes the folder, for
-as many drafters as are wanted. A stopped run goes on where it was; several processes (`torchrun`, `accelerate launch`)
-share the conversations.
+What it writes is JSONL with the answered `messages` and their token ids; `hf-specdec train --data` takes the folder,
+for as many drafters as are wanted. A stopped run goes on where it was; several processes (`torchrun`, `accelerate
+launch`) share the conversations.
 """
 
 from __future__ import annotations

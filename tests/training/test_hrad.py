@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig
+from hf_specdec.training.chat import AnswerSettings, read_conversations, write_answers
 from hf_specdec.training.hrad import (
     Examples,
     Settings,
     _read_examples,
     _write_examples,
+    asked_prompts,
     balance,
     collect,
     confusion,
@@ -30,7 +32,9 @@ from hf_specdec.training.hrad import (
 )
 from tests.methods import make_causal_lm
 from tests.targets import fresh_target, make_target, tiny_tokenizer
+from tests.training.test_chat import TEMPLATE, talk
 
+ROOT = Path(__file__).parents[2]
 CONFIG = SpecBranchConfig(target_hidden_size=8, num_target_layers=4)
 
 
@@ -205,3 +209,34 @@ def test_numbers_that_cannot_be_meant_are_refused_with_their_option(
     with pytest.raises(SystemExit):
         main(["--target", "no", "--draft-model", "no", "--output", "no", "--text", "no.txt", *options])
     assert message in capsys.readouterr().err
+
+
+def test_prompts_are_what_an_assistant_is_asked(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-code/target")
+    tokenizer.chat_template = TEMPLATE
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk(f"x = {n}", "why")) + "\n" for n in range(5)))
+    asked = asked_prompts([str(tmp_path / "talks.jsonl")], tokenizer, 9, 0)
+    first = [tokenizer.apply_chat_template(talk(f"x = {n}")["messages"], add_generation_prompt=True) for n in range(5)]
+    assert sorted(asked) == sorted(list(each["input_ids"]) for each in first)
+
+    target = fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=len(tokenizer))
+    data = read_conversations(str(tmp_path / "talks.jsonl"))
+    write_answers(target, tokenizer, data, tmp_path / "answers", AnswerSettings(max_new_tokens=4))
+    turns = asked_prompts([str(tmp_path / "answers")], tokenizer, 100, 0)
+    assert len(turns) == 10, "every turn, with what was answered before"
+    assert all(each in turns for each in asked)
+    assert len(asked_prompts([str(tmp_path / "answers")], tokenizer, 3, 0)) == 3
+
+    for name, model in (("target", target), ("draft", make_causal_lm(target).model)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    main(
+        ["--target", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft"), "--refer-to", "../draft",
+         "--data", str(tmp_path / "answers"), "--output", str(tmp_path / "drafter"), "--new-tokens", "12",
+         "--draft-length", "3", "--epochs", "1"],
+    )  # fmt: skip
+    assert load_drafter(tmp_path / "drafter", target).training_record["epochs"] == 1
+    (tmp_path / "talks.jsonl").write_text(json.dumps(talk("x")) + "\n")
+    with pytest.raises(ValueError, match=r"talks.jsonl holds 1 conversation, but one is trained on and another held"):
+        main(["--target", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft"), "--output", "no",
+              "--data", str(tmp_path / "talks.jsonl")])  # fmt: skip
