@@ -1,6 +1,6 @@
 """A live race in the browser: the same prompt, plain and speculative decoding side by side.
 
-`pip install "hf_specdec[gradio]"`, then `python examples/gradio_demo.py`: the bundled model, no network. The two take
+`pip install "hf_specdec[gradio]"`, then `python examples/gradio_demo.py`: a small assistant (`bundle.py`). The two take
 turns on the machine, the one behind always next, so neither slows the other down; each clock counts its own turns
 only, the time of whole calls up to the token shown.
 """
@@ -8,25 +8,23 @@ only, the time of whole calls up to the token shown.
 from __future__ import annotations
 
 import argparse
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from bundle import bundle_of, inputs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec import load_drafter
-from hf_specdec.benchmark.prompts import read_jsonl
+from hf_specdec.benchmark.prompts import Prompt, load_prompts
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.visualize.page import pictures
 from hf_specdec.visualize.style import COLOURS, PICTURES
 
-BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 REFRESH_S = 0.05
 
 
@@ -130,7 +128,7 @@ def race(
     Yields:
         plain and speculative, every now and then and at the end.
     """
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs = inputs_of(tokenizer, Prompt(prompt, "")).to(model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     sides = Side("plain"), Side("speculative", drafter=drafter)
     turns = Turns(list(sides))
@@ -168,7 +166,7 @@ def draw(model: Any, tokenizer: Any, drafter: Any, prompt: str, new_tokens: int)
     """The greedy continuation with accepted tokens shaded and the trees of its first rounds, as HTML."""
     drafter.trace = trace = Trace()
     try:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        inputs = inputs_of(tokenizer, Prompt(prompt, "")).to(model.device)
         model.generate(**inputs, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False)
     finally:
         drafter.trace = None
@@ -198,11 +196,12 @@ def page(model: Any, tokenizer: Any, drafter: Any, prompts: list[str]) -> Any:
     def show(prompt: str, new_tokens: float, temperature: float) -> Iterator[tuple[str, str, str, str]]:
         for plain, speculative in race(model, tokenizer, drafter, prompt, int(new_tokens), temperature):
             own, other = plain, speculative
+            shown = f"{prompt}\n\n" if tokenizer.chat_template else prompt
             yield (
                 own.caption(),
-                prompt + tokenizer.decode(own.token_ids),
+                shown + tokenizer.decode(own.token_ids),
                 other.caption(),
-                prompt + tokenizer.decode(other.token_ids),
+                shown + tokenizer.decode(other.token_ids),
             )
 
     with gradio.Blocks(title="Speculative decoding, side by side") as app:
@@ -236,10 +235,10 @@ def page(model: Any, tokenizer: Any, drafter: Any, prompts: list[str]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(BUNDLED / "target"), help="target: Hub id or folder")
-    parser.add_argument("--drafter", default=str(BUNDLED / "dflash"), help="drafter: Hub id or folder")
+    parser.add_argument("--model", help="target: Hub id or folder (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--drafter", help="drafter: Hub id or folder; default: the target's, where it is bundled")
     parser.add_argument("--tree-budget", type=int, default=15)
-    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
+    parser.add_argument("--prompts", help='lines of {"prompt": ...} or {"messages": ...}; default: of the target')
     parser.add_argument("--port", type=int, help="of the page; a free one where omitted")
     arguments = parser.parse_args(argv)
     try:
@@ -249,10 +248,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
-    drafter = load_drafter(arguments.drafter, target=model, tree_budget=arguments.tree_budget)
-    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)[:6]]
+    bundle = bundle_of(arguments.model, print)
+    if bundle is None and None in (arguments.drafter, arguments.prompts):
+        parser.error(f"--model {arguments.model} needs a drafter that was made for it (--drafter), and --prompts.")
+    name = arguments.model if bundle is None else bundle.target
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    drafter_folder = arguments.drafter or str(bundle.folder / "dflash")
+    drafter = load_drafter(drafter_folder, target=model, tree_budget=arguments.tree_budget)
+    asked = load_prompts(arguments.prompts or str(bundle.prompts))
+    prompts = [prompt.text for prompt in asked if not prompt.before][:8]
     for _ in race(model, tokenizer, drafter, prompts[0], 8, 0.0):  # warms up
         pass
     page(model, tokenizer, drafter, prompts).launch(server_port=arguments.port)

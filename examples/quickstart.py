@@ -1,7 +1,7 @@
 """Plain decoding against drafters on a small assistant, greedy and at temperature 0.7: `make demo` runs this.
 
-The assistant is SmolLM2-135M-Instruct, downloaded and converted once (`smollm2.py`); where it is neither there nor to
-be had, the small bundled model stands in. Prompts are of all groups in turn. The same prompts go through every way of
+The assistant is SmolLM2-135M-Instruct, or the small bundled model where it cannot be had (`bundle.py`). Prompts are of
+all groups in turn. The same prompts go through every way of
 decoding in turn, so that a busy machine slows all of them alike; speedups are taken prompt by prompt and reported as
 medians. As many prompts are measured as fit into `--minutes`, or `--num-prompts` of them; Ctrl-C ends with what was
 measured. `--model` and `--drafter` take any Hub ids or folders, `--prompts` a file or a set by name:
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import shlex
 import statistics
@@ -30,21 +29,19 @@ from typing import Any
 
 STARTED = time.perf_counter()  # the imports below take seconds, which count too
 
-import smollm2
 import torch
 import transformers
+from bundle import ASSISTANT, TINY, bundle_of, inputs_of
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import ways
-from hf_specdec.benchmark.prompts import load_prompts, render
-from hf_specdec.benchmark.run import tokenise
+from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.benchmark.ways import Way
 from hf_specdec.visualize import Trace, terminal_text
 
-EXAMPLES = Path(os.path.relpath(Path(__file__).parent))  # relative: paths go into records
 # A row each; trees on a CPU pay at small budgets, since every node costs.
 DRAFTERS = (
     "dflash:method=dflash",
@@ -62,48 +59,6 @@ WARM_UP_TOKENS = 8
 # Of what is shown: at 0 a small model repeats itself, at 1 it errs.
 SHOWN_TEMPERATURE, SHOWN_SAMPLES, SHOWN_NGRAM = 0.5, 8, 4
 ANSWER_TOKENS = 160  # most of the answer that is shown
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """A target with drafters and prompts that come with a checkout.
-
-    Attributes:
-        target: folder or Hub id.
-        folder: of the drafters.
-        prompts: JSONL.
-    """
-
-    target: str
-    folder: Path
-    prompts: Path
-
-
-TINY = Bundle(str(EXAMPLES / "tiny-code/target"), EXAMPLES / "tiny-code", EXAMPLES / "tiny-code/prompts.jsonl")
-ASSISTANT = Bundle(smollm2.HUB_ID, EXAMPLES / "smollm2-135m", EXAMPLES / "smollm2-135m/held_out.jsonl")
-
-
-def bundle_of(model: str | None, line: Callable[[str], None]) -> Bundle | None:
-    """What belongs to the target that was asked for; None where that is one of the user's own.
-
-    Args:
-        model: as given; None for the assistant, or the small model where that cannot be had.
-        line: told why it cannot.
-
-    Raises:
-        ValueError: the download is damaged.
-    """
-    if model in (TINY.target, ASSISTANT.target):
-        return TINY if model == TINY.target else ASSISTANT
-    if model is not None:
-        return None
-    if not (ASSISTANT.folder / "dflash").is_dir():
-        return TINY
-    try:
-        return replace(ASSISTANT, target=str(smollm2.model_folder()))
-    except OSError as error:
-        line(f"{error} The small bundled model stands in.")
-        return TINY
 
 
 @dataclass(frozen=True)
@@ -394,12 +349,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = load_prompts(arguments.prompts or str(bundle.prompts), arguments.num_prompts or None)
         tokenizer = AutoTokenizer.from_pretrained(name)
         chat = bool(tokenizer.chat_template)
-        texts = [render(prompt, tokenizer, chat=chat, thinking="default") for prompt in asked]
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
         found = ways_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
         sys.exit(f"quickstart.py: {error}")
-    prompts = [tokenise(tokenizer, [text], chat=chat).to(device) for text in texts]
+    prompts = [inputs_of(tokenizer, prompt).to(device) for prompt in asked]
     line(f"loaded target {name} and {len(found)} ways of decoding, {device}")
     if device == "cpu" and torch.get_num_threads() > 1:
         threads = choose_threads(lambda: generate(model, prompts[0], Way(PLAIN, "plain"), 0.0, 2)[1])

@@ -22,6 +22,7 @@ PROMPT, NEW = "abcabc", 12
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     path = Path(__file__).parents[1] / "examples" / "gradio_demo.py"
+    sys.path.insert(0, str(path.parent))  # as where it is run, for what lies beside it
     spec = importlib.util.spec_from_file_location("gradio_demo", path)
     assert spec is not None
     assert spec.loader is not None

