@@ -19,6 +19,7 @@ import argparse
 import io
 import json
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_specdec.chat import Conversation
     from hf_specdec.drafters.base import Drafter
+
+ASSISTANT = "SmolLM2-135M-Instruct"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         "talk with a target in the terminal, or answer the lines of stdin; drafted tokens are green",
         "model.generate(**tokenizer.apply_chat_template(messages, ...), assistant_model=drafter)",
     )
-    _pair(chat)
+    _pair(chat, default=f" (default: {ASSISTANT} with the drafter of a checkout)")
     _writing(chat, max_new_tokens=512)
 
     for name, text in (
@@ -211,9 +214,11 @@ def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-files-only", action="store_true", help="take it from the Hub cache")
 
 
-def _pair(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="Hub id or folder")
-    parser.add_argument("drafter", help="Hub id or folder, or ngram")
+def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Target and drafter; `default` says what they are where neither is named, which else is refused."""
+    given: dict[str, Any] = {"nargs": "?"} if default else {}
+    parser.add_argument("target", help=f"Hub id or folder{default}", **given)
+    parser.add_argument("drafter", help="Hub id or folder, or ngram", **given)
     parser.add_argument("--dtype", help="of the target; float32 on a CPU, else the checkpoint's")
     parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), else cpu")
     parser.add_argument(
@@ -333,6 +338,10 @@ def _chat(arguments: argparse.Namespace) -> None:
     from hf_specdec.chat import converse
     from hf_specdec.chat_template import uses_template
 
+    if arguments.target is None:
+        arguments.target, arguments.drafter = _assistant()
+    elif arguments.drafter is None:
+        raise ValueError(f"Target {arguments.target!r} needs a drafter: name one that was made for it, or ngram.")
     tokenizer = _load_tokenizer(arguments)
     if not uses_template(tokenizer, arguments.target, chat="auto", thinking=arguments.thinking):
         raise ValueError(
@@ -340,6 +349,19 @@ def _chat(arguments: argparse.Namespace) -> None:
             "target that was trained to, or continue texts with `hf-specdec generate`."
         )
     converse(_conversation(arguments, tokenizer))
+
+
+def _assistant() -> tuple[str, str]:
+    """The assistant and its drafter, which come with a checkout; the assistant itself is downloaded once."""
+    examples = Path(__file__).parents[1] / "examples"
+    drafter = examples / "smollm2-135m" / "dflash"
+    if not drafter.is_dir():
+        raise ValueError(
+            f"Where no target is named, chat talks with {ASSISTANT}, whose drafter comes with a checkout of the "
+            "repository and not with the installed package: name a target and a drafter."
+        )
+    folder = runpy.run_path(str(examples / "smollm2.py"))["model_folder"]()
+    return str(folder), os.path.relpath(drafter)
 
 
 def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation:

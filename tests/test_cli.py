@@ -302,6 +302,11 @@ def test_a_prompt_from_stdin_must_be_utf8(
     assert "hf-specdec: --prompt - reads UTF-8 from stdin, and byte 4 of it is 0xe9" in capsys.readouterr().err
 
 
+def test_a_target_alone_needs_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "someone/target"]) == 1
+    assert "Target 'someone/target' needs a drafter: name one that was made for it, or ngram." in capsys.readouterr().err
+
+
 def test_a_seed_that_torch_cannot_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "target", "ngram", "--prompt", "a", "--seed", "99999999999999999999"])
