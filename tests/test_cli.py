@@ -304,7 +304,9 @@ def test_a_prompt_from_stdin_must_be_utf8(
 
 def test_a_target_alone_needs_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "someone/target"]) == 1
-    assert "Target 'someone/target' needs a drafter: name one that was made for it, or ngram." in capsys.readouterr().err
+    assert (
+        "Target 'someone/target' needs a drafter: name one that was made for it, or ngram." in capsys.readouterr().err
+    )
 
 
 def test_a_seed_that_torch_cannot_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,9 +137,11 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     processes.print(written.summary(written_minutes), flush=True)
     if recipe.read_rows is not None and earlier is None:
         recipe.read_rows(arguments, model, target, written.rows)
-    with processes.main_process_first():
-        train_rows = cache_states(step.reader, written.rows, arguments.work_dir)
-        held_out_rows = cache_states(step.reader, written.held_out, arguments.work_dir)
+    worker = (processes.process_index, processes.num_processes)
+    train_rows, held_out_rows = (
+        cache_states(step.reader, rows, arguments.work_dir, worker=worker) for rows in (written.rows, written.held_out)
+    )
+    processes.wait_for_everyone()
 
     if processes.is_main_process:
         checkpoints.mkdir(parents=True, exist_ok=True)

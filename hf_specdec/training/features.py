@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -184,6 +185,7 @@ def cache_states(
     batch_size: int = 16,
     rows_per_file: int = 256,
     dtype: torch.dtype = torch.bfloat16,
+    worker: tuple[int, int] = (0, 1),
 ) -> CachedStates:
     """Writes the target's states of every row to `folder`, or finds them there, and returns the rows with them.
 
@@ -198,6 +200,8 @@ def cache_states(
         batch_size: rows per target forward, those of a file in the order of their length.
         rows_per_file: rows per safetensors file.
         dtype: of the states on disk.
+        worker: (rank, number of workers); this call writes every n-th file. What it returns can be read once all have
+            written theirs.
     """
     token_ids = [list(row["input_ids"][: int(row["length"])]) for row in rows]
     identity = {
@@ -212,11 +216,12 @@ def cache_states(
     own.mkdir(parents=True, exist_ok=True)
     (own / "identity.json").write_text(json.dumps(identity, indent=2) + "\n")
     cached = CachedStates(rows, own, reader.layers, reader.wants_last_hidden, rows_per_file)
-    starts = range(0, len(token_ids), rows_per_file)
+    rank, workers = worker
+    starts = range(rank * rows_per_file, len(token_ids), workers * rows_per_file)
     missing = {start: lacking for start in starts if (lacking := cached.missing(start))}
-    with TokenProgress(
-        "target states", sum(len(ids) for start in missing for ids in token_ids[start : start + rows_per_file])
-    ) as progress:
+    total = sum(len(ids) for start in missing for ids in token_ids[start : start + rows_per_file])
+    stream = None if rank == 0 else io.StringIO()  # one process tells of its share
+    with TokenProgress("target states", total, stream=stream) as progress:
         for start, layers in missing.items():
             tapped = [layer for layer in layers if layer is not None]
             part = TargetReader(reader.model, tapped, last_hidden=None in layers)

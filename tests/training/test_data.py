@@ -265,5 +265,8 @@ def test_cached_states_are_those_of_each_row_alone_and_are_computed_once(target,
     assert sum(reads) == 12, "the layer that nobody has read yet; the other one is shared"
     torch.testing.assert_close(other[1]["features"][:, :32], cached[1]["features"][:, 32:])
     assert len(list(tmp_path.glob("states-*"))) == 1
+    shares = [cache_states(reader, rows, tmp_path / "shared", worker=(rank, 2), **settings) for rank in (1, 0)]
+    assert len(list(tmp_path.glob("shared/states-*/last-hidden-*"))) == 3
+    torch.testing.assert_close(shares[0][11]["features"], cached[11]["features"])
     cache_states(reader, rows[1:], tmp_path, **settings)
     assert len(list(tmp_path.glob("states-*"))) == 2, "other rows"
