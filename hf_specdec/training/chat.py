@@ -11,14 +11,14 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TopPLogitsWarper
 
 from hf_specdec.chat_template import Message
 from hf_specdec.training.data import datasets_package
@@ -26,6 +26,8 @@ from hf_specdec.training.features import fingerprint
 from hf_specdec.training.progress import TokenProgress
 
 RECIPE_FILE = "recipe.json"
+BATCH = 64  # questions that are made up together
+QUESTION_TOKENS, QUESTION_TOP_P = 160, 0.95
 ROLES = ("system", "user", "assistant")
 
 
@@ -102,6 +104,77 @@ def _conversation(fields: Any, where: str, default_group: str) -> Conversation:
     if not any(message["role"] == "user" for message in kept):
         raise ValueError(f"{where} has no user message, so there is no answer to write.")
     return Conversation(tuple(kept), str(fields.get("group", default_group)))
+
+
+def write_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    worker: tuple[int, int] = (0, 1),
+) -> None:
+    """Lets the target make up questions, and keeps them on disk: where a user's message would begin, it writes one.
+
+    An assistant was trained on conversations, and writes such as it was trained on, of all kinds. Questions that come
+    to no end are dropped. Files depend on their number and the seed alone, as those of `write_answers`.
+    Source: Magpie, arXiv 2406.08464, Section 2.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, with a chat template.
+        count: to ask for, rounded up to whole files; a few less are kept.
+        folder: where the files go; `read_questions` reads them.
+        seed: of sampling.
+        worker: (rank, number of workers); this call writes every n-th file.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one in which a question has no beginning or end.
+    """
+    check_template(tokenizer)
+    opening, ends = _around_question(tokenizer)
+    own, (rank, workers) = Path(folder), worker
+    own.mkdir(parents=True, exist_ok=True)
+    files = {
+        number: own / f"questions-{seed}-{number:06d}.jsonl" for number in range(rank, -(-count // BATCH), workers)
+    }
+    missing = {number: file for number, file in files.items() if not file.exists()}
+    stream = None if rank == 0 else io.StringIO()
+    with TokenProgress("target asks", len(missing) * BATCH * QUESTION_TOKENS, stream=stream) as progress:
+        for number, file in missing.items():
+            draw = torch.Generator(model.device).manual_seed(seed * 1_000_003 + number)
+            room = [QUESTION_TOKENS] * BATCH
+            written = answers(
+                model, [opening] * BATCH, room, 1.0, draw, progress, top_p=QUESTION_TOP_P, ends=ends | end_ids(model)
+            )
+            progress.skip(sum(room) - sum(map(len, written)))
+            texts = [tokenizer.decode(ids[:-1]).strip() for ids in written if ids[-1] in ends | end_ids(model)]
+            lines = [{"messages": [{"role": "user", "content": text}], "group": "own"} for text in texts if text]
+            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            unfinished.rename(file)
+
+
+def read_questions(folder: str | Path, count: int, *, seed: int = 0) -> list[Conversation]:
+    """The questions that `write_questions` wrote when it was asked for as many, none twice."""
+    files = [Path(folder) / f"questions-{seed}-{number:06d}.jsonl" for number in range(-(-count // BATCH))]
+    read = [each for file in files if file.stat().st_size for each in read_conversations(str(file))]
+    return list({each.messages[0]["content"]: each for each in read}.values())
+
+
+def _around_question(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], set[int]]:
+    """The tokens before a user's first message, and those that may end it."""
+    mark = "(mark)"
+    text = str(tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
+    before, _, after = text.partition(mark)
+    opening, ending = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+    if not opening or not ending:
+        raise ValueError(
+            f"In the chat template of {tokenizer.name_or_path!r} a question has no "
+            f"{'end' if opening else 'beginning'} of its own, so its model cannot make one up. Give conversations."
+        )
+    return list(opening), {ending[0]}
 
 
 @dataclass(frozen=True)
@@ -293,6 +366,9 @@ def answers(
     temperature: float,
     draw: torch.Generator,
     progress: TokenProgress,
+    *,
+    top_p: float = 1.0,
+    ends: Set[int] | None = None,
 ) -> list[list[int]]:
     """Continues prompts of different lengths to the end of text; rows that have ended leave the batch.
 
@@ -303,11 +379,13 @@ def answers(
         temperature: 0 is greedy.
         draw: on the model's device, for sampling.
         progress: told of every token.
+        top_p: of sampling, the share of the likeliest tokens that is drawn from.
+        ends: tokens that end an answer; those of the model where None.
 
     Returns:
         The tokens of each answer, with the end-of-text token where it came.
     """
-    ends = end_ids(model)
+    ends = end_ids(model) if ends is None else ends
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
@@ -319,7 +397,7 @@ def answers(
         logits = model(
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
-        chosen = _choose(logits, temperature, draw).tolist()
+        chosen = _choose(logits, temperature, top_p, draw).tolist()
         for row, token in zip(rows, chosen, strict=True):
             written[row].append(token)
         progress.add(len(rows))
@@ -345,7 +423,10 @@ def end_ids(model: PreTrainedModel) -> set[int]:
     return {end} if isinstance(end, int) else set(end or ())
 
 
-def _choose(logits: Tensor, temperature: float, draw: torch.Generator) -> Tensor:
+def _choose(logits: Tensor, temperature: float, top_p: float, draw: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax(-1)
-    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=draw).squeeze(1)
+    logits = logits.float() / temperature
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(None, logits)
+    return torch.multinomial(logits.softmax(-1), 1, generator=draw).squeeze(1)

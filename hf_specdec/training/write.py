@@ -1,8 +1,8 @@
 """The command `hf-specdec write`: training text for drafters, from conversations that the target answers.
 
 What it writes is JSONL with the answered `messages` and their token ids; `hf-specdec train --data` takes the folder,
-for as many drafters as are wanted. A stopped run goes on where it was; several processes (`torchrun`, `accelerate
-launch`) share the conversations.
+for as many drafters as are wanted. Where no conversations are at hand, --questions has the target make them up. A
+stopped run goes on where it was; several processes (`torchrun`, `accelerate launch`) share the conversations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import torch
 from accelerate import PartialState
 from transformers import AutoTokenizer
 
-from hf_specdec.training.chat import AnswerSettings, check_template, read_conversations, write_answers
+from hf_specdec.training.chat import (
+    AnswerSettings,
+    check_template,
+    read_conversations,
+    read_questions,
+    write_answers,
+    write_questions,
+)
 from hf_specdec.training.command import check_output
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.option_types import not_negative_float, positive_int, seed_number
@@ -37,7 +44,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     """
     arguments = _parser(program).parse_args(argv)
     check_output(arguments.output)
-    conversations = read_conversations(arguments.data)
+    conversations = [] if arguments.data is None else read_conversations(arguments.data)
     # The one that is done first waits for the others, hours where many long answers are left.
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
@@ -48,6 +55,11 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
         arguments.temperature, arguments.max_new_tokens, arguments.max_length, arguments.batch_size, arguments.seed
     )
     worker = (processes.process_index, processes.num_processes)
+    if arguments.data is None:
+        folder = arguments.output / "questions"
+        write_questions(target, tokenizer, arguments.questions, folder, seed=arguments.seed, worker=worker)
+        processes.wait_for_everyone()
+        conversations = read_questions(folder, arguments.questions, seed=arguments.seed)
     write_answers(target, tokenizer, conversations, arguments.output, settings, worker=worker)
     processes.wait_for_everyone()
     processes.print(summary(arguments.output))
@@ -72,7 +84,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--target", required=True, help="folder or Hub id of the model that answers")
-    parser.add_argument("--data", required=True, help='JSONL with "messages", or the id of such a dataset on the Hub')
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--data", help='JSONL with "messages", or the id of such a dataset on the Hub')
+    asked.add_argument("--questions", type=positive_int, help="have the target make up as many questions itself")
     parser.add_argument("--output", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--temperature", type=not_negative_float, default=0.0, help="0 is greedy")
     parser.add_argument("--max-new-tokens", type=positive_int, default=384, help="of one answer")

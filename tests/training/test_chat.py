@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -10,7 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_specdec.training.chat import AnswerSettings, answers, read_conversations, write_answers
+from hf_specdec.training.chat import (
+    AnswerSettings,
+    answers,
+    read_conversations,
+    read_questions,
+    write_answers,
+    write_questions,
+)
 from hf_specdec.training.progress import TokenProgress
 from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
@@ -140,6 +148,65 @@ def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_pat
     assert (recipe["dtype"], recipe["temperature"]) == ("float32", 0.0)
     with pytest.raises(FileNotFoundError, match=r"no file '.*none.jsonl'. Give a JSONL file, or the id of a dataset"):
         main([*arguments, "--data", str(tmp_path / "none.jsonl")])
+
+
+ASKING = "[q]{{ messages[0]['content'] }}[/q]{% if add_generation_prompt %}[a]{% endif %}"
+
+
+def test_a_target_makes_up_its_questions_and_answers_them(tokenizer, tmp_path, capsys):
+    """Random text: what ends a question is a token that the target says often."""
+    asking = copy.deepcopy(tokenizer)
+    asking.chat_template = ASKING
+    target = fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=len(asking))
+    target.generation_config.eos_token_id = list(range(0, len(asking), 9))
+    target.save_pretrained(tmp_path / "target")
+    asking.save_pretrained(tmp_path / "target")
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--questions", "100",
+                 "--max-new-tokens", "4", "--no-bf16"]  # fmt: skip
+    main(arguments)
+    assert "target asks" in capsys.readouterr().err
+    files = sorted((tmp_path / "out/questions").glob("*.jsonl"))
+    assert [file.name for file in files] == ["questions-0-000000.jsonl", "questions-0-000001.jsonl"]
+    asked = read_questions(tmp_path / "out/questions", 100)
+    texts = [each.messages[0]["content"] for each in asked]
+    assert len(texts) == len(set(texts)) > 64
+    rows = written_rows(sorted((tmp_path / "out").glob("answers-*.jsonl")))
+    assert [row["messages"][0]["content"] for row in rows] == texts
+
+    whole = [file.read_bytes() for file in files]
+    files[0].unlink()
+    write_questions(target, asking, 100, tmp_path / "out/questions", worker=(0, 2))
+    assert [file.read_bytes() for file in files] == whole, "a file depends on its number and the seed alone"
+
+
+def test_questions_follow_the_target(tokenizer, tmp_path):
+    """The first token of a question, among the likeliest that make up 95%, against the target's own law."""
+    asking = copy.deepcopy(tokenizer)
+    asking.chat_template = ASKING
+    target = fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=len(asking), initializer_range=0.5)
+    opening = asking("[q]", add_special_tokens=False)["input_ids"]
+    probs = target(torch.tensor([opening])).logits[0, -1].softmax(-1)
+    ordered, ids = probs.sort(descending=True)
+    kept = ids[ordered.cumsum(0) - ordered < 0.95]
+    with TokenProgress("asks", 10_000, stream=io.StringIO()) as progress:
+        draw = torch.Generator().manual_seed(0)
+        drawn = answers(target, [opening] * 10_000, [1] * 10_000, 1.0, draw, progress, top_p=0.95)
+    counts = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=len(probs))
+    assert counts.sum() == counts[kept].sum()
+    expected = probs[kept] / probs[kept].sum()
+    assert ((counts[kept] - 10_000 * expected).abs() <= 5 * (10_000 * expected * (1 - expected)).sqrt() + 1).all()
+
+
+@pytest.mark.parametrize(
+    ("template", "lacks"),
+    [("{{ messages[0]['content'] }}[/q]", "beginning"), ("[q]{{ messages[0]['content'] }}", "end")],
+)
+def test_a_template_without_marks_around_a_question_is_refused(target, tokenizer, tmp_path, template, lacks):
+    asking = copy.deepcopy(tokenizer)
+    asking.chat_template = template
+    with pytest.raises(ValueError, match=f"a question has no {lacks} of its own"):
+        write_questions(target, asking, 4, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_target_without_a_chat_template_is_refused(target, tmp_path):
