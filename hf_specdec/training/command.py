@@ -50,13 +50,14 @@ from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.training import DrafterTrainer  # the package: it registers all recipes
 from hf_specdec.training.conversations import ConversationSource
 from hf_specdec.training.data import check_plain_share, check_wanted, datasets_package
-from hf_specdec.training.features import cache_states, fingerprint, settings_of
+from hf_specdec.training.features import CachedStates, cache_states, fingerprint, settings_of
 from hf_specdec.training.number_type import chosen_bfloat16
 from hf_specdec.training.optimizer import MuonWithAdamW
 from hf_specdec.training.option_types import not_negative_float, positive_float, positive_int, seed_number, share_of_all
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
 from hf_specdec.training.schedule import UNBOUNDED, Schedule, StepsProgress
 from hf_specdec.training.source import Source, load_target
+from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
 
 SHARED_SETTINGS = ("batch_size", "optimizer", "learning_rate", "schedule", "clip", "bf16", "seed")
@@ -109,15 +110,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     source = _source_of(arguments, corpus, tokenizer, target_dtype)
     target = load_target(arguments.target, target_dtype)
     inputs = _inputs(target, source) | {"bf16": arguments.bf16}
-    if last is not None and begun_with != inputs:
-        named = {source.option: f"{source.option} {source.description!r}", "target": f"target {arguments.target!r}"}
-        changed = " or the ".join(words for name, words in named.items() if begun_with.get(name) != inputs[name])
-        raise ValueError(
-            f"--resume, but {str(checkpoints)!r} was begun with "
-            + (f"something else in place of the {changed}" if begun_with else f"no {INPUTS_FILE} to tell by")
-            + ": its weights might not be those of a drafter for what is there now. Put back what was there, or leave "
-            "--resume out to begin anew."
-        )
+    if last is not None:
+        _check_resumed(arguments, checkpoints, source, begun_with, inputs)
 
     # Whatever can be known before the target writes is found out here: writing takes minutes to hours.
     source.check(target)
@@ -144,17 +138,91 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     processes.wait_for_everyone()
 
     if processes.is_main_process:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        if begun_with != inputs:
-            # A later --resume would take them for this run's.
-            for stale in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-                shutil.rmtree(stale)
-        (checkpoints / "options.json").write_text(given)
-        (checkpoints / INPUTS_FILE).write_text(json.dumps(inputs, indent=2) + "\n")
+        _note_inputs(checkpoints, given, inputs, anew=begun_with != inputs)
+    trainer, schedule = _trainer(arguments, host_settings, model, step, train_rows, held_out_rows, last)
+    training_started = time.time()
+    trainer.train(resume_from_checkpoint=last)
+    losses = _losses(trainer)
+    training_minutes = (time.time() - training_started) / 60
+    if not trainer.is_world_process_zero():
+        return
+    if recipe.finish is not None:
+        recipe.finish(model, target, written.held_out)
+
+    record = {
+        "data": {
+            source.option: source.description,
+            **written.record,
+            "rows_trained_on": schedule.num_steps * arguments.batch_size * processes.num_processes,
+        },
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
+        "losses": losses,
+        "command": f"{program} {shlex.join(argv)}",
+        "settings": {name: getattr(arguments, name) for name in ("method", *recipe.recorded, *SHARED_SETTINGS)}
+        | {"steps": schedule.num_steps},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
+    }  # fmt: skip
+    record |= source.mode
+    if earlier is not None:
+        record["started_from"] = earlier
+    if arguments.license:
+        record["license"] = arguments.license
+    model.to(torch.bfloat16)
+    if drafter is not model:  # its config has no place for them
+        record["target"] = arguments.target_id or arguments.target
+        tokenizer.save_pretrained(arguments.output)
+    drafter.training_record = record
+    drafter.save_pretrained(arguments.output)
+    print(json.dumps(record, indent=2))
+
+
+def _check_resumed(
+    arguments: argparse.Namespace,
+    checkpoints: Path,
+    source: Source,
+    begun_with: dict[str, Any],
+    inputs: dict[str, Any],
+) -> None:
+    """Raises ValueError if a run that goes on was begun with other inputs."""
+    if begun_with == inputs:
+        return
+    named = {source.option: f"{source.option} {source.description!r}", "target": f"target {arguments.target!r}"}
+    changed = " or the ".join(words for name, words in named.items() if begun_with.get(name) != inputs[name])
+    raise ValueError(
+        f"--resume, but {str(checkpoints)!r} was begun with "
+        + (f"something else in place of the {changed}" if begun_with else f"no {INPUTS_FILE} to tell by")
+        + ": its weights might not be those of a drafter for what is there now. Put back what was there, or leave "
+        "--resume out to begin anew."
+    )
+
+
+def _note_inputs(checkpoints: Path, options: str, inputs: dict[str, Any], *, anew: bool) -> None:
+    """Writes beside the checkpoints what they depend on; those of a run on other inputs go."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    if anew:
+        # A later --resume would take them for this run's.
+        for stale in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            shutil.rmtree(stale)
+    (checkpoints / "options.json").write_text(options)
+    (checkpoints / INPUTS_FILE).write_text(json.dumps(inputs, indent=2) + "\n")
+
+
+def _trainer(
+    arguments: argparse.Namespace,
+    host_settings: TrainingArguments,
+    model: PreTrainedModel,
+    step: TrainingStep,
+    train_rows: CachedStates,
+    held_out_rows: CachedStates,
+    last: str | None,
+) -> tuple[DrafterTrainer, Schedule]:
+    """The trainer of a run, and how long it goes on; `last` is the checkpoint that it goes on from."""
     schedule = Schedule(
         arguments.schedule,
         arguments.warmup,
-        evaluation_steps=-(-len(held_out_rows) // (arguments.batch_size * processes.num_processes)),
+        evaluation_steps=-(-len(held_out_rows) // (arguments.batch_size * host_settings.world_size)),
         # A run that goes on takes the steps that were estimated before it was stopped.
         num_steps=arguments.steps if last is None else _steps_of(last),
         minutes=arguments.minutes,
@@ -174,44 +242,19 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     )
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(StepsProgress)
-    training_started = time.time()
-    trainer.train(resume_from_checkpoint=last)
+    return trainer, schedule
+
+
+def _losses(trainer: DrafterTrainer) -> dict[str, float]:
+    """Of the held-out rows at the end of the run."""
     history, last_step = trainer.state.log_history, trainer.state.global_step
     at_the_end = [entry for entry in history if "eval_loss" in entry and entry["step"] == last_step]
     evaluation = at_the_end[-1] if at_the_end else trainer.evaluate()
-    training_minutes = (time.time() - training_started) / 60
-    if not trainer.is_world_process_zero():
-        return
-    if recipe.finish is not None:
-        recipe.finish(model, target, written.held_out)
-
-    drafter.training_record = {
-        "data": {
-            source.option: source.description,
-            **written.record,
-            "rows_trained_on": schedule.num_steps * arguments.batch_size * processes.num_processes,
-        },
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-        "time": {"minutes_writing": round(written_minutes, 1), "minutes_training": round(training_minutes, 1)},
-        "losses": {name.removeprefix("eval_"): round(value, 4) for name, value in evaluation.items()
-                   if name.startswith(("eval_loss", "eval_acc"))},
-        "command": f"{program} {shlex.join(argv)}",
-        "settings": {name: getattr(arguments, name) for name in ("method", *recipe.recorded, *SHARED_SETTINGS)}
-        | {"steps": schedule.num_steps},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "transformers": transformers.__version__, "hf_specdec": hf_specdec.__version__},
-    }  # fmt: skip
-    drafter.training_record |= source.mode
-    if earlier is not None:
-        drafter.training_record["started_from"] = earlier
-    if arguments.license:
-        drafter.training_record["license"] = arguments.license
-    model.to(torch.bfloat16)
-    if drafter is not model:  # its config has no place for them
-        drafter.training_record["target"] = arguments.target_id or arguments.target
-        tokenizer.save_pretrained(arguments.output)
-    drafter.save_pretrained(arguments.output)
-    print(json.dumps(drafter.training_record, indent=2))
+    return {
+        name.removeprefix("eval_"): round(value, 4)
+        for name, value in evaluation.items()
+        if name.startswith(("eval_loss", "eval_acc"))
+    }
 
 
 def _options(arguments: argparse.Namespace) -> str:
