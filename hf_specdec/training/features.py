@@ -7,6 +7,7 @@ row, for runs that pass over the same text several times. Rows are kept without 
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import io
@@ -64,6 +65,13 @@ class TargetReader:
         cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         self._soft_cap = SoftCapLogitsProcessor(cap)
         self._head_checked = False
+
+    def only(self, layers: Sequence[int | None]) -> TargetReader:
+        """A reader of these layers of the same target; None among them is what enters the head."""
+        other = copy.copy(self)
+        other.layers = tuple(layer for layer in layers if layer is not None)
+        other.wants_last_hidden = None in layers
+        return other
 
     def of_batch(self, batch: Mapping[str, Tensor]) -> TargetStates:
         """The cached states that the batch carries, or those of a forward over its `input_ids`.
@@ -189,9 +197,9 @@ def cache_states(
 ) -> CachedStates:
     """Writes the target's states of every row to `folder`, or finds them there, and returns the rows with them.
 
-    Each layer has files of its own: drafters that read some of the same layers share them. Files appear one by one
-    under their final name, so an interrupted run goes on where it stopped. Those made for other rows or another target
-    lie in a folder of another name; `folder` may hold several.
+    A file holds one layer for some rows, and is named after these: drafters that read some of the same layers share
+    them, and where rows were added only those are read. Files appear one by one under their final name, so an
+    interrupted run goes on where it stopped. Each target has a folder of its own in `folder`.
 
     Args:
         reader: the target's.
@@ -204,30 +212,20 @@ def cache_states(
             written theirs.
     """
     token_ids = [list(row["input_ids"][: int(row["length"])]) for row in rows]
-    identity = {
-        "target": fingerprint(reader.model),
-        "dtype": str(dtype),
-        "rows": len(token_ids),
-        "tokens": hashlib.sha256(json.dumps(token_ids).encode()).hexdigest(),
-        "rows_per_file": rows_per_file,
-    }
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    own = Path(folder) / f"states-{name}"
+    parts = [token_ids[start : start + rows_per_file] for start in range(0, len(token_ids), rows_per_file)]
+    names = [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:16] for part in parts]
+    own = Path(folder) / f"states-{fingerprint(reader.model)}-{str(dtype).removeprefix('torch.')}"
     own.mkdir(parents=True, exist_ok=True)
-    (own / "identity.json").write_text(json.dumps(identity, indent=2) + "\n")
-    cached = CachedStates(rows, own, reader.layers, reader.wants_last_hidden, rows_per_file)
+    cached = CachedStates(rows, own, reader.layers, reader.wants_last_hidden, rows_per_file, names)
     rank, workers = worker
-    starts = range(rank * rows_per_file, len(token_ids), workers * rows_per_file)
-    missing = {start: lacking for start in starts if (lacking := cached.missing(start))}
-    total = sum(len(ids) for start in missing for ids in token_ids[start : start + rows_per_file])
+    missing = {number: lacking for number in range(rank, len(parts), workers) if (lacking := cached.missing(number))}
+    total = sum(len(ids) for number in missing for ids in parts[number])
     stream = None if rank == 0 else io.StringIO()  # one process tells of its share
     with TokenProgress("target states", total, stream=stream) as progress:
-        for start, layers in missing.items():
-            tapped = [layer for layer in layers if layer is not None]
-            part = TargetReader(reader.model, tapped, last_hidden=None in layers)
-            found = _read_rows(part, token_ids[start : start + rows_per_file], batch_size, dtype, progress)
+        for number, layers in missing.items():
+            found = _read_rows(reader.only(layers), parts[number], batch_size, dtype, progress)
             for layer, states in found.items():
-                file = cached.file(layer, start)
+                file = cached.file(layer, number)
                 unfinished = file.with_suffix(f".{os.getpid()}.tmp")
                 save_file(states, unfinished)
                 unfinished.replace(file)
@@ -265,6 +263,7 @@ class CachedStates(Dataset):
         layers: whose states are `features`, joined in this order.
         last_hidden: whether rows have `last_hidden`.
         rows_per_file: in which the files were written.
+        names: of the files, after their rows.
     """
 
     def __init__(
@@ -274,21 +273,22 @@ class CachedStates(Dataset):
         layers: Sequence[int],
         last_hidden: bool,
         rows_per_file: int,
+        names: Sequence[str],
     ) -> None:
-        self.rows, self.folder, self.layers, self.rows_per_file = rows, folder, tuple(layers), rows_per_file
-        self.last_hidden = last_hidden
+        self.rows, self.folder, self.layers, self.last_hidden = rows, folder, tuple(layers), last_hidden
+        self.rows_per_file, self.names = rows_per_file, list(names)
         self.lengths = [int(row["length"]) for row in rows]
         self._open: dict[Path, Any] = {}
 
-    def file(self, layer: int | None, start: int) -> Path:
-        """Of the rows from `start` on; a layer of None is what enters the head."""
+    def file(self, layer: int | None, number: int) -> Path:
+        """Of the rows with this number of a file; a layer of None is what enters the head."""
         kind = "last-hidden" if layer is None else f"layer-{layer}"
-        return self.folder / f"{kind}-{start:08d}.safetensors"
+        return self.folder / f"{kind}-{self.names[number]}.safetensors"
 
-    def missing(self, start: int) -> list[int | None]:
-        """The layers that have no file of the rows from `start` on."""
+    def missing(self, number: int) -> list[int | None]:
+        """The layers that have no file of this number."""
         wanted: list[int | None] = [*dict.fromkeys(self.layers), *([None] if self.last_hidden else [])]
-        return [kind for kind in wanted if not self.file(kind, start).exists()]
+        return [layer for layer in wanted if not self.file(layer, number).exists()]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -301,8 +301,8 @@ class CachedStates(Dataset):
         return row | ({"last_hidden": self._read(None, index)} if self.last_hidden else {})
 
     def _read(self, layer: int | None, index: int) -> Tensor:
-        place = index % self.rows_per_file
-        file = self.file(layer, index - place)
+        number, place = divmod(index, self.rows_per_file)
+        file = self.file(layer, number)
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         states: Tensor = self._open[file].get_tensor(str(place))  # the file is mapped: only this row is read
