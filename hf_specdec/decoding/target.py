@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ from transformers.cache_utils import Cache
 from hf_specdec.decoding import host
 from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.devices import inference_on_cpu
+from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.masks import node_mask, whole_prefix_mask
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
+from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
@@ -102,6 +103,7 @@ class TargetModel:
         # Attention code of a family's own may need contiguous keys; a product over several rows copies them anyway.
         self.copies_entries = host.has_own_attention(model)
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
+        self.packed: AbstractContextManager[None] = nullcontext()
         self.compiles = compile_mode == "reduce-overhead"
         self.static: StaticVerify | None = None
         self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
@@ -253,6 +255,8 @@ class TargetModel:
                 self.cache.workspace = workspace
                 capacity = capacity_for(capacity)
         self.cache.begin_rounds(capacity, contiguous=self.copies_entries)
+        if abilities(self.cache.device).host_memory:
+            self.packed = packed_linears(self.model, self.last_entry - self.cache.longest)
 
     def keep_rows(self, rows: Sequence[int], *, for_good: bool = False) -> None:
         """Goes on with these rows, counted among those that are left.
@@ -382,7 +386,7 @@ class TargetModel:
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
-        with inference_on_cpu(position_ids.device), self.own_attention:
+        with inference_on_cpu(position_ids.device), self.own_attention, self.packed:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,

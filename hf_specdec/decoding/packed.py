@@ -1,0 +1,86 @@
+"""A target's linear layers in the layout that a CPU multiplies a few rows with fastest.
+
+A matrix product over the nodes of a tree has few rows. torch's own brings the whole weight into another layout first,
+in each forward anew, which takes longer than the product; oneDNN can keep it in that layout. So the weights are copied
+into it once per `generate` call, and rounds run on the copies. Within rounding the products are the same.
+
+Copies are made anew in each call, since weights may change in between in ways that nobody is told of, and only of
+models that are small enough for a second copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+MOST_BYTES = 2 << 30  # of all copies
+ROWS = 16  # that the layout is chosen for; others run on it too
+LEAST_TOKENS = 24  # copying takes about as long as it saves in a few rounds
+
+
+@functools.cache
+def _works() -> bool:
+    """Whether this build of torch has what is needed, and gives with it what a linear layer gives."""
+    weight, rows = torch.linspace(-1, 1, 96 * 64).view(96, 64), torch.linspace(-2, 2, 128).view(1, 2, 64)
+    try:
+        found = _multiply(_pack(weight), None, rows)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return torch.allclose(found, nn.functional.linear(rows, weight), rtol=1e-4, atol=1e-4)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+    return packed
+
+
+def _multiply(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
+
+
+def packed_linears(model: PreTrainedModel, num_tokens: int) -> AbstractContextManager[None]:
+    """A context in which linear layers of `model` run on packed copies; one that does nothing where that is no use.
+
+    Args:
+        model: its linear layers in float32 on a CPU are packed, if all their copies together fit into `MOST_BYTES`.
+            Layers whose forward something else has replaced are left alone, as are those of other classes.
+        num_tokens: that the call may still write.
+    """
+    layers = [
+        layer
+        for layer in model.modules()
+        if type(layer) is nn.Linear
+        and "forward" not in layer.__dict__
+        and layer.weight.device.type == "cpu"
+        and layer.weight.dtype == torch.float32
+    ]
+    num_bytes = sum(layer.weight.numel() * 4 for layer in layers)
+    if num_tokens < LEAST_TOKENS or not 0 < num_bytes <= MOST_BYTES or not _works():
+        return nullcontext()
+    forwards = {layer: functools.partial(_multiply, _pack(layer.weight), layer.bias) for layer in layers}
+    return _Running(forwards)
+
+
+class _Running(AbstractContextManager[None]):
+    """May be opened again and again.
+
+    Another thread that runs the same model meanwhile multiplies with the copies too, or does so no longer: either way
+    it gets the same product, within rounding.
+    """
+
+    def __init__(self, forwards: dict[nn.Linear, Any]) -> None:
+        self.forwards = forwards
+
+    def __enter__(self) -> None:
+        for layer, forward in self.forwards.items():
+            layer.__dict__["forward"] = forward
+
+    def __exit__(self, *raised: Any) -> None:
+        for layer in self.forwards:
+            layer.__dict__.pop("forward", None)
