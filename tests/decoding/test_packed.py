@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import packed
@@ -110,6 +111,8 @@ def test_what_cannot_or_need_not_be_packed_is_left_alone(
     assert not is_packed(target, packed.LEAST_TOKENS - 1)
     for dtype in (torch.float64, torch.bfloat16):
         assert not is_packed(copy.deepcopy(target).to(dtype))
+    with FlopCounterMode(display=False):  # watches every operation, and knows none of oneDNN's
+        assert not is_packed(target)
     monkeypatch.setattr(packed, "MOST_BYTES", 1000)
     assert not is_packed(target)
 
