@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
@@ -30,6 +31,7 @@ from hf_specdec.decoding.chains import HostChains
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import EXPECTED, check_host
 from hf_specdec.decoding.loop import SpeculativeDecoding
+from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
@@ -217,7 +219,7 @@ def _decode_trees(
         output_attentions=records.keeps_attentions,
         output_hidden_states=records.keeps_hidden_states,
     )
-    return SpeculativeDecoding(
+    decoding = SpeculativeDecoding(
         target,
         drafter.candidate_generator,
         input_ids,
@@ -230,7 +232,11 @@ def _decode_trees(
         policy=drafter.drafting_policy(model, len(input_ids), stats),
         observers=() if drafter.trace is None else (drafter.trace,),
         streamer=streamer,
-    ).run()
+    )
+    if not isinstance(drafter, nn.Module):
+        return decoding.run()
+    with packed_linears(drafter, generation_config.max_length - input_ids.shape[1]):
+        return decoding.run()
 
 
 def _decode_chains(

@@ -1,4 +1,4 @@
-"""A target's linear layers in the layout that a CPU multiplies a few rows with fastest.
+"""Linear layers of a target or drafter in the layout that a CPU multiplies a few rows with fastest.
 
 A matrix product over the nodes of a tree has few rows. torch's own brings the whole weight into another layout first,
 in each forward anew, which takes longer than the product; oneDNN can keep it in that layout. So the weights are copied
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import PreTrainedModel
 
 MOST_BYTES = 2 << 30  # of all copies
 ROWS = 16  # that the layout is chosen for; others run on it too
@@ -45,7 +44,7 @@ def _multiply(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
     return product
 
 
-def packed_linears(model: PreTrainedModel, num_tokens: int) -> AbstractContextManager[None]:
+def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[None]:
     """A context in which linear layers of `model` run on packed copies; one that does nothing where that is no use.
 
     Args:

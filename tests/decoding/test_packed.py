@@ -62,10 +62,15 @@ def test_rounds_run_on_the_copies_and_nothing_else_does(target: PreTrainedModel)
     seen = []
     layer = target.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, inputs, output: seen.append("forward" in module.__dict__))
-    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=make_ddtree(target).float())
+    drafter, drafting = make_ddtree(target).float(), []
+    drafter.fc.register_forward_hook(lambda module, inputs, output: drafting.append("forward" in module.__dict__))
+    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
     assert seen[0] is False
     assert len(seen) > 2
     assert all(seen[1:])
+    assert drafting
+    assert all(drafting)
+    assert not replaced(drafter)
 
 
 @pytest.mark.parametrize("how", ["in place", "by data", "another tensor"])
