@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specdec.benchmark import ways
 from hf_specdec.benchmark.prompts import load_prompts, render
 from hf_specdec.benchmark.run import tokenise
+from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 
 # From a prompt [1, seq], new tokens and temperature to the tokens that were written.
@@ -50,6 +51,17 @@ def of_transformers(model: Any, **arguments: Any) -> Decode:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, **sampling, **arguments
         )
         return output[0, prompt.shape[1] :]
+
+    return decode
+
+
+def of_packed(model: Any) -> Decode:
+    """Plain decoding on packed weights, as rounds run here on a CPU: what of a speedup is not drafting."""
+    plain = of_transformers(model)
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        with packed_linears(model, new_tokens):
+            return plain(prompt, new_tokens, temperature)
 
     return decode
 
@@ -108,7 +120,7 @@ def of_economize(model: Any, draft_folder: str) -> Decode:
 
 def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> dict[str, Decode]:
     """All that can be compared here, plain decoding first."""
-    found: dict[str, Decode] = {PLAIN: of_transformers(model)}
+    found: dict[str, Decode] = {PLAIN: of_transformers(model), f"{PLAIN}, packed weights": of_packed(model)}
     own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
     draft_model = with_whole_vocabulary(own, model)
     found["transformers, assisted"] = of_transformers(model, assistant_model=draft_model)

@@ -32,6 +32,12 @@ def test_peers_that_are_not_installed_are_left_out_and_named(tmp_path: Path) -> 
     assert "economize is left out" in done.stdout
     record = json.loads((tmp_path / "figures.json").read_text())
     names = [row["way"] for row in record["figures"] if row["temperature"] == 0]
-    assert names == ["plain", "transformers, assisted", "transformers, prompt look-up", "hf_specdec, ngram"]
-    assert [row["identical"] for row in record["figures"] if row["temperature"] == 0] == ["yes"] * 4
+    assert names == [
+        "plain",
+        "plain, packed weights",
+        "transformers, assisted",
+        "transformers, prompt look-up",
+        "hf_specdec, ngram",
+    ]
+    assert [row["identical"] for row in record["figures"] if row["temperature"] == 0] == ["yes"] * 5
     assert record["figures"][0]["speedup"] == pytest.approx(1)
