@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-MOST_BYTES = 2 << 30  # of all copies
+LEAST_BYTES, MOST_BYTES = 8 << 20, 2 << 30  # of all copies
+LEAST_WEIGHT_BYTES = 400 << 10  # smaller weights lie in a core's cache, where torch's own product is as fast
 ROWS = 16  # that the layout is chosen for; others run on it too
 LEAST_TOKENS = 24  # copying takes about as long as it saves in a few rounds
 
@@ -48,7 +49,7 @@ def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[
     """A context in which linear layers of `model` run on packed copies; one that does nothing where that is no use.
 
     Args:
-        model: its linear layers in float32 on a CPU are packed, if all their copies together fit into `MOST_BYTES`.
+        model: its larger linear layers in float32 on a CPU are packed, if that is worth it and fits into `MOST_BYTES`.
             Layers whose forward something else has replaced are left alone, as are those of other classes.
         num_tokens: that the call may still write.
     """
@@ -59,9 +60,10 @@ def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[
         and "forward" not in layer.__dict__
         and layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.float32
+        and layer.weight.numel() * 4 >= LEAST_WEIGHT_BYTES
     ]
     num_bytes = sum(layer.weight.numel() * 4 for layer in layers)
-    if num_tokens < LEAST_TOKENS or not 0 < num_bytes <= MOST_BYTES or not _works():
+    if num_tokens < LEAST_TOKENS or not LEAST_BYTES <= num_bytes <= MOST_BYTES or not _works():
         return nullcontext()
     if _get_current_dispatch_mode() is not None:  # the self-test, for one, has every operation run in float64
         return nullcontext()
@@ -77,12 +79,13 @@ class _Running(AbstractContextManager[None]):
     """
 
     def __init__(self, forwards: dict[nn.Linear, Any]) -> None:
-        self.forwards = forwards
+        # Opened in every round, for hundreds of layers.
+        self.places = [(layer.__dict__, forward) for layer, forward in forwards.items()]
 
     def __enter__(self) -> None:
-        for layer, forward in self.forwards.items():
-            layer.__dict__["forward"] = forward
+        for place, forward in self.places:
+            place["forward"] = forward
 
     def __exit__(self, *raised: Any) -> None:
-        for layer in self.forwards:
-            layer.__dict__.pop("forward", None)
+        for place, _ in self.places:
+            place.pop("forward", None)

@@ -23,6 +23,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "LEAST_WEIGHT_BYTES", 0)
+    monkeypatch.setattr(packed, "LEAST_BYTES", 0)
+
+
 @pytest.fixture
 def target() -> PreTrainedModel:
     return fresh_target("qwen2", "sdpa", torch.float32)  # its projections have biases
@@ -117,6 +123,11 @@ def test_what_cannot_or_need_not_be_packed_is_left_alone(
     for dtype in (torch.float64, torch.bfloat16):
         assert not is_packed(copy.deepcopy(target).to(dtype))
     with FlopCounterMode(display=False):  # watches every operation, and knows none of oneDNN's
+        assert not is_packed(target)
+    with monkeypatch.context() as small:
+        small.setattr(packed, "LEAST_WEIGHT_BYTES", 1 << 12)
+        assert not is_packed(target.model.layers[0].self_attn.k_proj)
+        small.setattr(packed, "LEAST_BYTES", 1 << 20)
         assert not is_packed(target)
     monkeypatch.setattr(packed, "MOST_BYTES", 1000)
     assert not is_packed(target)
