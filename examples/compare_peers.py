@@ -4,12 +4,15 @@
     python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
 
 Every prompt goes through all of them in turn, in one process; a ratio is taken prompt by prompt, and its median is
-reported. All get the same draft model; each drafts with its own default settings. `--json` keeps the figures.
+reported. All get the same draft model; each drafts with its own default settings. A draft model of this library that
+was cut to a part of the vocabulary gets the target's rows for the others, since nobody else reads such a one. `--json`
+keeps the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import platform
@@ -82,15 +85,20 @@ def of_flashspec(model: Any, draft_model: Any) -> Decode:
     from flashspec import FlashSpecConfig, SamplingConfig, SpeculativeEngine
     from flashspec.engine import HuggingFaceDrafter, TargetModel
 
-    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
-        where = (model.device, model.dtype)
+    where = (model.device, model.dtype)
+    ends = model.generation_config.eos_token_id
+
+    @functools.cache  # built once for each temperature, when it warms up
+    def engine(temperature: float) -> Any:
         target = TargetModel("target", *where, model=model)
         drafter = HuggingFaceDrafter("draft model", *where, model=draft_model)
         if temperature:
             drafter.set_temperature(temperature)
-        ends = model.generation_config.eos_token_id
         config = FlashSpecConfig(device=str(model.device), sampling=SamplingConfig(temperature=temperature))
-        result = SpeculativeEngine(config, [drafter], target).generate(
+        return SpeculativeEngine(config, [drafter], target)
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        result = engine(temperature).generate(
             prompt, max_new_tokens=new_tokens, eos_token_ids=ends if isinstance(ends, list) else [ends]
         )
         return result.output_ids[0, : result.n_tokens_generated].cpu()
@@ -98,12 +106,15 @@ def of_flashspec(model: Any, draft_model: Any) -> Decode:
     return decode
 
 
-def of_economize(model: Any, draft_folder: str) -> Decode:
+def of_economize(model: Any, draft_model: Any, tokenizer: Any) -> Decode:
     """Economize with a draft model; drafts of four tokens, its default."""
     import economize
     from economize.techniques.draft_model import DraftModelConfig
 
-    assisted = economize.apply(model, DraftModelConfig(model=draft_folder, attn_implementation="sdpa"))
+    with tempfile.TemporaryDirectory() as folder:  # it loads the draft model itself
+        draft_model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        assisted = economize.apply(model, DraftModelConfig(model=folder, attn_implementation="sdpa"))
     sampled = economize.DecodeConfig(verifier="rejection")
 
     def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
@@ -118,24 +129,27 @@ def of_economize(model: Any, draft_folder: str) -> Decode:
     return decode
 
 
-def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> dict[str, Decode]:
-    """All that can be compared here, plain decoding first."""
-    found: dict[str, Decode] = {PLAIN: of_transformers(model), f"{PLAIN}, packed weights": of_packed(model)}
-    own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
-    draft_model = with_whole_vocabulary(own, model)
-    found["transformers, assisted"] = of_transformers(model, assistant_model=draft_model)
-    found["transformers, prompt look-up"] = of_transformers(model, prompt_lookup_num_tokens=10)
-    folder = tempfile.mkdtemp(prefix="draft-model-")
-    draft_model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def with_draft_model(draft_model: Any, model: Any, tokenizer: Any, console: Console) -> dict[str, Decode]:
+    """All that draft with a language model, which has a row for each of the target's tokens, since they need that."""
+    found = {"transformers, assisted": of_transformers(model, assistant_model=draft_model)}
     for package, make in (
         ("flashspec", lambda: of_flashspec(model, draft_model)),
-        ("economize", lambda: of_economize(model, folder)),
+        ("economize", lambda: of_economize(model, draft_model, tokenizer)),
     ):
         try:
             found[f"{package} {importlib.metadata.version(package)}"] = make()
         except ImportError as error:
             console.print(f"{package} is left out: {error}")
+    return found
+
+
+def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> dict[str, Decode]:
+    """All that can be compared here, plain decoding first."""
+    found: dict[str, Decode] = {PLAIN: of_transformers(model), f"{PLAIN}, packed weights": of_packed(model)}
+    found["transformers, prompt look-up"] = of_transformers(model, prompt_lookup_num_tokens=10)
+    if arguments.draft_model is not None:
+        own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
+        found |= with_draft_model(with_whole_vocabulary(own, model), model, tokenizer, console)
     loaded = [way for spec in arguments.drafter for way in ways.load(spec, model)]
     return found | {f"hf_specdec, {way.name}": of_drafter(model, way) for way in ways.distinct(loaded)}
 
@@ -143,7 +157,7 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Hub id or folder")
-    parser.add_argument("--draft-model", required=True, help="small language model: Hub id or folder")
+    parser.add_argument("--draft-model", help="small language model: Hub id or folder; what needs one is else left out")
     parser.add_argument("--drafter", action="append", default=[], help="of this library, as in `hf-specdec bench`")
     parser.add_argument("--prompts", required=True, help="JSONL file or set, as in `hf-specdec bench`")
     parser.add_argument("--num-prompts", type=int, help="groups taking turns; default: all")
@@ -165,7 +179,8 @@ def main() -> None:
     rates: dict[tuple[float, str], list[float]] = {(t, name): [] for t in arguments.temperature for name in compared}
     identical = dict.fromkeys(compared, True)
     for decode in compared.values():
-        decode(prompts[0], 8, 0.0)  # warms up
+        for temperature in arguments.temperature:
+            decode(prompts[0], 8, temperature)  # warms up
     for prompt in track(prompts, console=console, transient=True):
         for temperature in arguments.temperature:
             plain: Tensor | None = None

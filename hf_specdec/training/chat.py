@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hf_specdec.training.features import fingerprint
 from hf_specdec.training.progress import TokenProgress
 
 RECIPE_FILE = "recipe.json"
-BATCH = 64  # questions that are made up together
+QUESTIONS_PER_FILE = 64  # made up together
 QUESTION_TOKENS, QUESTION_TOP_P = 160, 0.95
 ROLES = ("system", "user", "assistant")
 
@@ -134,31 +134,28 @@ def write_questions(
     """
     check_template(tokenizer)
     opening, ends = _around_question(tokenizer)
+    ends |= end_ids(model)
     own, (rank, workers) = Path(folder), worker
     own.mkdir(parents=True, exist_ok=True)
-    files = {
-        number: own / f"questions-{seed}-{number:06d}.jsonl" for number in range(rank, -(-count // BATCH), workers)
-    }
+    numbers = range(rank, -(-count // QUESTIONS_PER_FILE), workers)
+    files = {number: own / f"questions-{seed}-{number:06d}.jsonl" for number in numbers}
     missing = {number: file for number, file in files.items() if not file.exists()}
     stream = None if rank == 0 else io.StringIO()
-    with TokenProgress("target asks", len(missing) * BATCH * QUESTION_TOKENS, stream=stream) as progress:
+    with TokenProgress("target asks", len(missing) * QUESTIONS_PER_FILE * QUESTION_TOKENS, stream=stream) as progress:
         for number, file in missing.items():
             draw = torch.Generator(model.device).manual_seed(seed * 1_000_003 + number)
-            room = [QUESTION_TOKENS] * BATCH
-            written = answers(
-                model, [opening] * BATCH, room, 1.0, draw, progress, top_p=QUESTION_TOP_P, ends=ends | end_ids(model)
-            )
+            room = [QUESTION_TOKENS] * QUESTIONS_PER_FILE
+            prompts = [opening] * QUESTIONS_PER_FILE
+            written = answers(model, prompts, room, 1.0, draw, progress, top_p=QUESTION_TOP_P, ends=ends)
             progress.skip(sum(room) - sum(map(len, written)))
-            texts = [tokenizer.decode(ids[:-1]).strip() for ids in written if ids[-1] in ends | end_ids(model)]
+            texts = [tokenizer.decode(ids[:-1]).strip() for ids in written if ids[-1] in ends]
             lines = [{"messages": [{"role": "user", "content": text}], "group": "own"} for text in texts if text]
-            unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-            unfinished.rename(file)
+            _write_lines(file, lines)
 
 
 def read_questions(folder: str | Path, count: int, *, seed: int = 0) -> list[Conversation]:
     """The questions that `write_questions` wrote when it was asked for as many, none twice."""
-    files = [Path(folder) / f"questions-{seed}-{number:06d}.jsonl" for number in range(-(-count // BATCH))]
+    files = [Path(folder) / f"questions-{seed}-{number:06d}.jsonl" for number in range(-(-count // QUESTIONS_PER_FILE))]
     read = [each for file in files if file.stat().st_size for each in read_conversations(str(file))]
     return list({each.messages[0]["content"]: each for each in read}.values())
 
@@ -249,10 +246,15 @@ def write_answers(
         for number in missing:
             draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
             rows = _answer_batch(model, tokenizer, batches[number], settings, draw, progress)
-            unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
-            unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            unfinished.rename(files[number])
+            _write_lines(files[number], rows)
     return list(files.values())
+
+
+def _write_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Writes JSONL under its final name only when it is whole."""
+    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    unfinished.rename(file)
 
 
 def is_answers(source: str) -> bool:

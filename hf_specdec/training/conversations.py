@@ -57,16 +57,11 @@ class ConversationSource(Source):
             if message["role"] == "user"
         ]
         self.documents += [list(ids) for ids in questions]
-        self.texts: list[str] = []  # some of what was written, with what was asked
 
     @property
     def identity(self) -> list[str]:
         settings = hashlib.sha256(repr((self.settings, [*self.asked.values()])).encode()).hexdigest()
         return [documents_hash(self.documents), settings]
-
-    @property
-    def mode(self) -> dict[str, Any]:
-        return trained_mode(self.tokenizer, self.texts) | {"chat_template": True}
 
     def check(self, target: PreTrainedModel) -> None:
         for folder in self.written:
@@ -94,7 +89,8 @@ class ConversationSource(Source):
         sides: tuple[list[Any], list[Any]] = [], []
         for opening, row in zip(openings, answers, strict=True):
             sides[opening in kept_apart].append(row)
-        self.texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
+        texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
+        mode = trained_mode(self.tokenizer, texts) | {"chat_template": True}
         ended = sum(row["ended"] for row in answers) / len(answers)
         record = {
             "rows_written_by_target": len(answers),
@@ -103,7 +99,7 @@ class ConversationSource(Source):
             "temperatures": sorted({json.loads((each / RECIPE_FILE).read_text())["temperature"] for each in folders}),
         }
         train, held_out = (_answer_rows(side) for side in sides)
-        return Written(train, held_out, record, ended)
+        return Written(train, held_out, record, mode, ended)
 
 
 def _opening_length(messages: Sequence[dict[str, str]]) -> int:

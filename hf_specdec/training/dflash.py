@@ -34,7 +34,7 @@ from hf_specdec.training.losses import (
     position_weights,
 )
 from hf_specdec.training.option_types import not_negative_float, positive_int
-from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
+from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, decoder_shape, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
 
@@ -109,7 +109,8 @@ class DFlashStep(TrainingStep):
         # there is nothing to learn from it.
         sayable = token_ids != self.config.mask_token_id
         if self.config.maps_vocabulary:
-            token_ids = self._draft_ids()[token_ids]
+            assert self.config.vocab_size is not None, "a draft vocabulary is a part of it"
+            token_ids = draft_ids_of(self.drafter.d2t, self.config.vocab_size)[token_ids]
             sayable &= token_ids >= 0
             token_ids = token_ids.clamp(min=0)
         losses, hits = draft_losses(
@@ -139,17 +140,11 @@ class DFlashStep(TrainingStep):
             logits = logits[..., self.drafter.target_ids.to(logits.device)]
         return self._without_mask(logits)
 
-    def _draft_ids(self) -> Tensor:
-        """[vocab] int64, of this moment: rows or earlier weights bring another vocabulary."""
-        assert self.config.vocab_size is not None, "a draft vocabulary is a part of it"
-        return draft_ids_of(self.drafter.d2t, self.config.vocab_size)
-
     def _without_mask(self, logits: Tensor) -> Tensor:
         """Until it has learned that the mask is never drafted, a drafter that reads masks answers with masks."""
-        mask = self.config.mask_token_id
         if self.config.maps_vocabulary:
-            mask = int(self._draft_ids()[mask])
-        return logits if mask < 0 else NeverProposedLogitsProcessor(mask, NEVER)(None, logits)
+            return logits.masked_fill(self.drafter.target_ids.to(logits.device) == self.config.mask_token_id, NEVER)
+        return NeverProposedLogitsProcessor(self.config.mask_token_id, NEVER)(None, logits)
 
 
 def new_drafter(
@@ -185,20 +180,9 @@ def new_drafter(
             **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
         },
         num_target_layers=config.num_hidden_layers,
-        target_name_or_path=target.name_or_path or None,
         final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
-        vocab_size=target.get_input_embeddings().num_embeddings,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size if intermediate_size is None else intermediate_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=config.rope_parameters,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
+        **decoder_shape(target, intermediate_size),
     )
     drafter = DFlashDrafter(draft_config)
     drafter.check_target(target)

@@ -23,7 +23,7 @@ from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.option_types import positive_float, positive_int
 from hf_specdec.training.passes import GradientStore, block_masks
-from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.recipe import Recipe, Rows, decoder_shape, register_recipe
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
@@ -75,7 +75,7 @@ class Eagle3Step(TrainingStep):
             target_law, labels = self.reader.law(states.last_hidden, sayable, whole=not training)
         # Place t holds the token after position t, from which somebody drafts if it was written and something follows.
         starts = torch.arange(1, width + 1, device=input_ids.device)
-        counted = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
+        counted = starts >= batch["first_anchor"].unsqueeze(1)
         positions = torch.arange(width, device=input_ids.device)
         stored = GradientStore(drafter.config.num_hidden_layers)
         masks = block_masks(width, 1, [1] * (self.passes - 1), device=input_ids.device)
@@ -118,25 +118,14 @@ def new_drafter(
         target_layer_ids: target layers to read; EAGLE's three where None.
         intermediate_size: of the MLP; by default the target's.
     """
-    config = target.config.get_text_config(decoder=True)
-    layers = default_target_layer_ids(config.num_hidden_layers) if target_layer_ids is None else target_layer_ids
+    if target_layer_ids is None:
+        target_layer_ids = default_target_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
     drafter = Eagle3Drafter(
         Eagle3Config(
             draft_vocab_size=draft_vocab_size,
-            vocab_size=target.get_input_embeddings().num_embeddings,
-            target_layer_ids=list(layers),
-            target_name_or_path=target.name_or_path or None,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size if intermediate_size is None else intermediate_size,
+            target_layer_ids=list(target_layer_ids),
             num_hidden_layers=1,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=config.rope_parameters,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
+            **decoder_shape(target, intermediate_size),
         )
     )
     drafter.check_target(target)

@@ -242,8 +242,8 @@ def _read_rows(
         batch = {place: torch.tensor(token_ids[place]) for place in order[first : first + batch_size]}
         padded = nn.utils.rnn.pad_sequence(list(batch.values()), batch_first=True)
         states = reader.read(padded.to(reader.model.device))
-        width = max(1, states.features.shape[-1] // max(1, len(reader.layers)))
-        read: dict[int | None, Tensor] = dict(zip(reader.layers, states.features.split(width, dim=-1), strict=False))
+        parts = states.features.chunk(max(1, len(reader.layers)), dim=-1)
+        read: dict[int | None, Tensor] = dict(zip(reader.layers, parts, strict=False))  # without layers: one empty part
         if states.last_hidden is not None:
             read[None] = states.last_hidden
         for layer, values in read.items():

@@ -83,6 +83,30 @@ def recipe_of(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def decoder_shape(target: PreTrainedModel, intermediate_size: int | None) -> dict[str, Any]:
+    """Fields of a drafter's config that make its decoder layers like the target's.
+
+    Args:
+        target: the model to draft for.
+        intermediate_size: of the MLPs; None for the target's.
+    """
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "vocab_size": target.get_input_embeddings().num_embeddings,
+        "target_name_or_path": target.name_or_path or None,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size if intermediate_size is None else intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": config.rope_parameters,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+    }
+
+
 def add_shape_arguments(group: argparse._ArgumentGroup) -> None:
     """The options of drafters that are a stack of decoder layers over tapped states of the target."""
     group.add_argument("--layers", type=positive_int, default=2)

@@ -31,12 +31,14 @@ class Written:
         rows: to train on.
         held_out: rows to evaluate on.
         record: facts about the rows, for the drafter's record.
+        mode: what the record says of the kind of text, see `trained_mode`.
         share_ended: of the written texts those that reached their end, from 0 to 1.
     """
 
     rows: Rows
     held_out: Rows
     record: dict[str, Any]
+    mode: dict[str, bool]
     share_ended: float
 
     def summary(self, minutes: float) -> str:
@@ -67,11 +69,6 @@ class Source(ABC):
     @abstractmethod
     def identity(self) -> list[str]:
         """Hashes that tell these rows from others."""
-
-    @property
-    @abstractmethod
-    def mode(self) -> dict[str, Any]:
-        """What the record says of the kind of text, see `trained_mode`."""
 
     @abstractmethod
     def check(self, target: PreTrainedModel) -> None:

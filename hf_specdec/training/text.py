@@ -60,9 +60,10 @@ class TextSource(Source):
         dtype: torch.dtype,
     ) -> None:
         self.arguments, self.tokenizer, self.dtype = arguments, tokenizer, dtype
-        own = arguments.text is not None or corpus is None
-        self.description = str(arguments.text) if own or corpus is None else corpus.description
-        self.texts, held_out = read_text(arguments.text) if own or corpus is None else corpus.read()
+        if arguments.text is not None or corpus is None:
+            self.description, (self.texts, held_out) = str(arguments.text), read_text(arguments.text)
+        else:
+            self.description, (self.texts, held_out) = corpus.description, corpus.read()
         self.train_ids, self.held_out_ids = tokenizer(self.texts)["input_ids"], tokenizer(held_out)["input_ids"]
         self.documents = self.train_ids + self.held_out_ids
         self.plain: Any = None
@@ -70,10 +71,6 @@ class TextSource(Source):
     @property
     def identity(self) -> list[str]:
         return [documents_hash(each) for each in (self.train_ids, self.held_out_ids)]
-
-    @property
-    def mode(self) -> dict[str, Any]:
-        return trained_mode(self.tokenizer, self.texts)
 
     def check(self, target: PreTrainedModel) -> None:
         arguments = self.arguments
@@ -113,7 +110,7 @@ class TextSource(Source):
             "share_of_rows_that_end": round(ended, 3),
             "rows_of_plain_text": len(rows) - len(own),
         }
-        return Written(rows, held_out, record, ended)
+        return Written(rows, held_out, record, trained_mode(self.tokenizer, self.texts), ended)
 
 
 def read_text(file: Path) -> tuple[list[str], list[str]]:

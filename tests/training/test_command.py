@@ -22,8 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from hf_specdec.training import dflash, specbound
-from hf_specdec.training.command import go_on_from, main
+from hf_specdec.training.command import main
 from hf_specdec.training.specblock import new_drafter
+from hf_specdec.training.start_from import go_on_from
 from hf_specdec.training.text import read_text
 from tests.targets import fresh_target, make_target, tiny_tokenizer
 

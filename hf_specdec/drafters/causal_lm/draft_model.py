@@ -40,20 +40,14 @@ def with_whole_vocabulary(draft_model: PreTrainedModel, target: PreTrainedModel)
     target_ids = target_ids_of(draft_model)
     if target_ids is None:
         return draft_model
-    config = copy.deepcopy(draft_model.config)
-    del config.draft_token_ids
-    config.get_text_config(decoder=True).vocab_size = target.get_input_embeddings().num_embeddings
-    whole: PreTrainedModel = type(draft_model)(config).to(draft_model.device, draft_model.dtype).eval()
+    whole: PreTrainedModel = copy.deepcopy(draft_model)
+    del whole.config.draft_token_ids
     whole.generation_config = copy.deepcopy(target.generation_config)
-    cut_down = set()
+    whole.resize_token_embeddings(target.get_input_embeddings().num_embeddings, mean_resizing=False)
     for tables_of in ("get_input_embeddings", "get_output_embeddings"):
-        table, rows, of_target = (getattr(model, tables_of)().weight for model in (whole, draft_model, target))
+        table, own, of_target = (getattr(model, tables_of)().weight for model in (whole, draft_model, target))
         table.copy_(of_target)
-        table[target_ids.to(table.device)] = rows
-        cut_down.add(rows)
-    names = [name for name, part in draft_model.named_parameters(remove_duplicate=False) if part in cut_down]
-    others = {name: part for name, part in draft_model.state_dict().items() if name not in names}
-    whole.load_state_dict(others, strict=False)
+        table[target_ids.to(table.device)] = own
     return whole
 
 

@@ -17,7 +17,7 @@ from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.training.option_types import positive_int
-from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, register_recipe
+from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, decoder_shape, register_recipe
 from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
 from hf_specdec.training.specblock.step import SpecBlockStep
 from hf_specdec.training.vocabulary import (
@@ -56,31 +56,23 @@ def new_drafter(
             projections that pass states on: means of the taps and of condition, token and query, a slot's own state in
             place of the shift. The paper trains all from scratch (A.1), which short trainings cannot afford.
     """
-    config = target.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if target_layer_ids is None:
+        target_layer_ids = default_target_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
+    shape = decoder_shape(target, intermediate_size)
+    head_dim = shape.pop("head_dim")
     modules = dict(decoder_layers(target)[0].named_modules())
     query_norm = modules.get("self_attn.q_norm")
     draft_config = SpecBlockConfig(
         diffspec_draft_token_num=block_size,
         draft_vocab_size=len(vocabulary),
-        vocab_size=target.get_input_embeddings().num_embeddings,
-        target_layer_ids=list(target_layer_ids or default_target_layer_ids(config.num_hidden_layers)),
-        target_name_or_path=target.name_or_path or None,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size if intermediate_size is None else intermediate_size,
+        target_layer_ids=list(target_layer_ids),
         num_hidden_layers=num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
         draft_head_dim=head_dim,
         # Norms per head, as in Qwen3; others have none, or one over all heads.
         qk_norm=query_norm is not None and list(query_norm.weight.shape) == [head_dim],
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=config.rope_parameters,
         prefix_broadcast=prefix_broadcast,
         layer_wise_shift=layer_wise_shift,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
+        **shape,
     )
     drafter = SpecBlockDrafter(draft_config)
     drafter.set_vocabulary(vocabulary)
