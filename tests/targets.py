@@ -94,6 +94,133 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "starcoder2-sliding": ("Starcoder2Config", {"sliding_window": WINDOW}, ("eager", "sdpa")),
 }
 
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_DELTA = {
+    "head_dim": 8,
+    "layer_types": _LINEAR,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {
+    "mamba_chunk_size": 16,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+}
+_KDA = {"kda_layers": [1, 3], "full_attn_layers": [2, 4], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
+_LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "head_dim": 8}
+_PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "sliding_window": WINDOW}
+
+# Of layers that are no attention, or share what others store: in the same form.
+HYBRIDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24},
+        ("eager", "sdpa"),
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", _DELTA, ("eager", "sdpa")),
+    "olmo-hybrid": ("OlmoHybridConfig", {**_DELTA, "linear_num_key_heads": 4}, ("eager", "sdpa")),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {
+            **_EXPERTS,
+            **_LATENT,
+            "layer_types": _LINEAR,
+            "linear_attn_config": _KDA,
+            "num_experts_per_token": 2,
+            "num_key_value_heads": 4,
+        },
+        ("eager", "sdpa"),
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            "chunk_size": 16,
+            "conv_kernel": 4,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "mlp"],
+            "mamba_head_dim": 16,
+            "mamba_num_heads": 4,
+            "n_groups": 1,
+            "ssm_state_size": 8,
+        },
+        ("eager", "sdpa"),
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA,
+            "layer_types": _LINEAR,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 32,
+        },
+        ("eager", "sdpa"),
+    ),
+    "bamba": ("BambaConfig", {**_MAMBA, "attn_layer_indices": [1, 3]}, ("eager", "sdpa")),
+    "falcon-h1": ("FalconH1Config", {**_MAMBA, "head_dim": 8, "mamba_d_ssm": 64}, ("eager", "sdpa")),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "attention_head_dim": 16,
+            "attention_hidden_size": 64,
+            "chunk_size": 16,
+            "hybrid_layer_ids": [1, 3],
+            "layer_types": ["linear_attention", "hybrid"] * 2,
+            "mamba_d_state": 8,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 1,
+            "n_mamba_heads": 4,
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 1,
+        },
+        ("eager", "sdpa"),
+    ),
+    "jamba": (
+        "JambaConfig",
+        {
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "expert_layer_offset": 1,
+            "expert_layer_period": 2,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "mamba_expand": 2,
+            "num_experts": 4,
+            "use_mamba_kernels": False,
+        },
+        ("eager", "sdpa"),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"block_auto_adjust_ff_dim": False, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2},
+        ("eager", "sdpa"),
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_SHARING,
+            **_PER_LAYER,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "altup_active_idx": 0,
+            "altup_num_inputs": 2,
+            "laurel_rank": 4,
+        },
+        ("eager", "sdpa"),
+    ),
+    "gemma4": ("Gemma4TextConfig", {**_SHARING, **_PER_LAYER, "global_head_dim": 8}, ("eager", "sdpa")),
+}
+# Those that keep states, and one or two of each kind: a delta rule, Mamba-2, Mamba, convolutions.
+STATEFUL = [name for name in HYBRIDS if not name.startswith("gemma")]
+
 
 @functools.cache
 def make_target(
@@ -115,7 +242,7 @@ def fresh_target(
     **settings: Any,
 ) -> PreTrainedModel:
     """A tiny random target of one's own."""
-    config_class, own, _ = FAMILIES[family]
+    config_class, own, _ = (FAMILIES | HYBRIDS)[family]
     config = getattr(transformers, config_class)(**{**_SHAPE, **own, **settings})
     config._attn_implementation = attention
     config._experts_implementation = "eager"  # the grouped kernels know no float64

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_specdec.decoding.graphs import Workspace
+from hf_specdec.decoding.host import DummyLayer
 from hf_specdec.decoding.layers.base import Extent
 from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer
+from hf_specdec.decoding.layers.kinds import KINDS, own_layer
+from hf_specdec.decoding.layers.recurrent import Recurrent
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.support import TreesRefusedError
 from hf_specdec.decoding.tree import from_host
@@ -28,16 +31,21 @@ class TreeCache(Cache):
     """A cache for rounds of draft trees, in two phases: `prefill` (rows grow together), then rounds (rows diverge).
 
     Args:
-        num_layers: attention layers that will write here.
+        num_layers: of the model that will write here.
+        like: layers of a cache that the host has made for the model, whose kinds tell those of ours; attention layers
+            where omitted.
 
     Attributes:
         entries: keys and values; empty before the first round.
+        recurrent: states of a recurrence; empty where there are none.
         workspace: where buffers come from, if they outlive the call; to be set before the first round.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, like: Sequence[object] = ()) -> None:
         self._extent = Extent()
-        super().__init__(layers=[EntriesLayer(self._extent) for _ in range(num_layers)])
+        kinds = [*like, *[None] * (num_layers - len(like))]
+        super().__init__(layers=[own_layer(layer, self._extent) for layer in kinds])
+        self.recurrent = Recurrent(self.layers, self._extent)
         self.workspace: Workspace | None = None
         self.entries = Entries([], self._extent, None)
         self._row_lengths: list[int] = []
@@ -53,17 +61,18 @@ class TreeCache(Cache):
             TreesRefusedError: it is offloaded.
         """
         kinds = {type(layer) for layer in getattr(cache, "layers", ())}
-        if not isinstance(cache, DynamicCache) or kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+        if not isinstance(cache, DynamicCache) or kinds - set(KINDS):
             raise ValueError(
                 f"past_key_values is a {type(cache).__name__} with layers {sorted(kind.__name__ for kind in kinds)}; "
-                "speculative decoding can continue only a DynamicCache of full or sliding-window attention layers. "
-                "Pass a DynamicCache, or leave past_key_values out."
+                "speculative decoding can continue only a DynamicCache with layers of these kinds: "
+                f"{sorted(kind.__name__ for kind in KINDS)}. Pass a DynamicCache, or leave past_key_values out."
             )
         if cache.offloading:
             raise TreesRefusedError("past_key_values is a DynamicCache with offloading, which draft trees do not do")
-        own = cls(num_layers)
+        own = cls(num_layers, cache.layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):
-            layer.take_over(source)
+            if not isinstance(layer, DummyLayer):
+                layer.take_over(source)
         return own
 
     @classmethod
@@ -94,7 +103,7 @@ class TreeCache(Cache):
         During prefill.
         """
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, EntriesLayer) and layer.is_initialized:
                 target = order.to(layer.device)[:, None, :, None]
                 seen = mask.to(layer.device)[:, None, :, None]
                 for name in ("keys", "values"):
@@ -112,6 +121,7 @@ class TreeCache(Cache):
         self.entries = Entries(self.layers, self._extent, self.workspace)
         length = self.get_seq_length()
         self.entries.begin_rounds(capacity, contiguous=contiguous)
+        self.recurrent.begin_rounds(capacity, contiguous=contiguous)
         self._set_lengths([length] * self.entries.batch)
 
     # How long the rows are.
@@ -154,6 +164,11 @@ class TreeCache(Cache):
             self._row_lengths = [length + count for length, count in zip(self._row_lengths, counts, strict=True)]
             del self._unread[0]
             self._extent.longest = max(self._row_lengths) + sum(counts.most for counts in self._unread)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep states, which cannot be cut back behind a commit."""
+        return bool(self.recurrent.layers)
 
     @property
     def batch(self) -> int:
@@ -201,6 +216,7 @@ class TreeCache(Cache):
     def reserve(self, nodes: int) -> None:
         """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
         self.entries.reserve(max(self.longest, self.node_start) + nodes)
+        self.recurrent.reserve(nodes)
 
     def hold(self, nodes: int) -> None:
         """Lets the round go on: its next forward writes behind the `nodes` nodes of the last one, and sees them.
@@ -227,7 +243,9 @@ class TreeCache(Cache):
             counts: how many entries of `path` each row keeps.
         """
         # What earlier rounds came to may be known by now; nodes lie where they were written before it was.
-        self.entries.commit(path.to(self.device), self.lengths)
+        path = path.to(self.device)
+        self.entries.commit(path, self.lengths, counts.tensor)
+        self.recurrent.commit(path, self.lengths, counts.tensor)
         self._add(counts)
 
     def commit_first(self, counts: Counts) -> None:
@@ -235,7 +253,7 @@ class TreeCache(Cache):
 
         Where all rows have one length, the nodes already lie where they belong.
         """
-        if not self._unread and min(self.row_lengths) == self.node_start:
+        if not self.keeps_states and not self._unread and min(self.row_lengths) == self.node_start:
             self._add(counts)
         else:
             self.commit(torch.arange(counts.most, device=self.device).expand(self.batch, -1), counts)
@@ -255,6 +273,7 @@ class TreeCache(Cache):
         start = self.node_start + count
         if count:
             self.commit_first(Counts.of([count] * self.batch, self.device))
+            self.recurrent.keep_nodes(count)
             self._extent.nodes_at = None if start == self.longest else start
 
     def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
@@ -276,6 +295,14 @@ class TreeCache(Cache):
                 target += [start + first + place for place in range(len(nodes))]
         if source != target:
             self.entries.move(from_host(source, self.device), from_host(target, self.device))
+        if self.keeps_states:
+            path, nodes = (
+                from_host([[*row, *[0] * (max(map(len, rows)) - len(row))] for row in rows], self.device).long()
+                for rows in (kept, held)  # of which there may be none
+            )
+            if path.numel():
+                self.recurrent.commit(path, self.lengths, from_host(list(map(len, kept)), self.device))
+            self.recurrent.keep_nodes(nodes)
         self._set_lengths(row_lengths)
         self._extent.held = most
 
@@ -283,12 +310,14 @@ class TreeCache(Cache):
         """Forgets the nodes of the round; and all entries of each row beyond `row_lengths`, if these are given."""
         if row_lengths is not None:
             assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))
+            assert not self.keeps_states or list(row_lengths) == self.row_lengths, "states cannot be cut back"
             self._set_lengths(list(row_lengths))
         self._end_round()
 
     def wipe(self) -> None:
         """Forgets the nodes of the round, so that nothing of them is left, NaN least of all."""
         self.entries.wipe(self.row_lengths)
+        self.recurrent.wipe(self.row_lengths)
         self.rollback()
 
     # Rows, and the end of the call.
@@ -296,12 +325,22 @@ class TreeCache(Cache):
     def take_row(self, row: int) -> tuple[int, Any]:
         """A copy of a row's committed entries, for `put_rows`."""
         length = self.row_lengths[row]
-        return length, self.entries.take_row(row, length)
+        return length, (self.entries.take_row(row, length), self.recurrent.take_row(row, length))
+
+    def take_states(self, row: int) -> Any:
+        """A copy of a row's states, for `return_to`."""
+        return self.recurrent.take_row(row, self.row_lengths[row])
+
+    def return_to(self, row: int, length: int, states: Any) -> None:
+        """Goes back to when a row had `length` entries and these states."""
+        self.recurrent.return_to(row, states)
+        self._set_lengths([length if place == row else each for place, each in enumerate(self.row_lengths)])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Goes on with these rows only, in this order; between rounds."""
         row_lengths = [self.row_lengths[row] for row in rows]
         self.entries.keep_rows(rows, max(row_lengths))
+        self.recurrent.keep_rows(rows, max(row_lengths))
         self._set_lengths(row_lengths)
 
     def put_rows(self, aside: dict[int, tuple[int, Any]]) -> None:
@@ -309,7 +348,8 @@ class TreeCache(Cache):
         batch = self.batch + len(aside)
         own = iter(self.row_lengths)
         row_lengths = [aside[row][0] if row in aside else next(own) for row in range(batch)]
-        self.entries.put_rows({row: entries for row, (_, entries) in aside.items()}, max(row_lengths))
+        for place, states in enumerate((self.entries, self.recurrent)):
+            states.put_rows({row: each[place] for row, (_, each) in aside.items()}, max(row_lengths))
         self._set_lengths(row_lengths)
 
     def hand_back(self, like: Cache, length: int) -> None:
@@ -318,6 +358,7 @@ class TreeCache(Cache):
         It is as plain decoding would have left it. The cache is of no use afterwards.
         """
         self.entries.hand_back(like, length)
+        self.recurrent.hand_back(like, length)
         self.release()
 
     def release(self) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.generation import GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.pipelines import base as pipelines
+
+# A layer of the host's cache that keeps nothing; 5.17 has none.
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
 
 # What we wrap or call, and the leading parameters that each must have.
 EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -59,6 +62,11 @@ def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwar
     arguments = model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **arguments)
     return inputs
+
+
+def cache_layers(model: PreTrainedModel) -> list[Any]:
+    """The layers of the cache that the host would make for a model."""
+    return list(DynamicCache(config=model.config).layers)
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:

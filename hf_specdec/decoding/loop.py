@@ -26,7 +26,7 @@ from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.sequences import Sequences
-from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -91,6 +91,7 @@ class SpeculativeDecoding:
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
         self.flying: Flying | None = None
+        self.kept: list[int] = []  # tokens of the last round that was read, per row of the batch
         self.nan_rows: list[bool] | None = None  # live rows for whose root the target gave NaN; None for none
         root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may come as embeddings alone
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
@@ -211,10 +212,14 @@ class SpeculativeDecoding:
     def commit(self, flying: Flying) -> None:
         """Keeps root and accepted nodes in the target's cache, and tells the generator what was kept."""
         verdict, cache = flying.verdict, self.target.cache
+        counts = verdict.counts
+        if cache.keeps_states:  # which cannot be cut back where a text has ended within the round
+            counts = Counts.of(self.sequences.live(self.sequences.lasting(self.kept)), counts.tensor.device)
+            self.target.note_states(self.sequences.overrun)
         if verdict.host is not None and verdict.host.leading:  # they may lie where they belong already
-            cache.commit_first(verdict.counts)
+            cache.commit_first(counts)
         else:
-            cache.commit(verdict.path, verdict.counts)
+            cache.commit(verdict.path, counts)
         committed = Committed.of_round(flying.tree, flying.output, verdict, self.state)
         self.state = self.state.next(verdict.bonus_ids, verdict.counts)
         self.generator.observe(committed)
@@ -231,7 +236,7 @@ class SpeculativeDecoding:
         host = flying.verdict.read()
         self.stats.count_target(self.target)
         self.nan_rows = host.nan if any(host.nan) else None
-        kept = self.sequences.append(host.tokens, self.records.scores_including(flying.verdict.scores))
+        self.kept = kept = self.sequences.append(host.tokens, self.records.scores_including(flying.verdict.scores))
         each = Round(
             flying.tree, flying.output, flying.verdict, host, self.sequences, kept, self.target.cache,
             self.generator.describe,

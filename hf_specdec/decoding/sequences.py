@@ -97,6 +97,23 @@ class Sequences:
         """Of one value per row of the batch those of live rows."""
         return [values[row] for row in self.rows]
 
+    def lasting(self, kept: Sequence[int]) -> list[int]:
+        """Of the tokens that rows kept in the last round, as many as are known to be in the output.
+
+        More than `append` said they cannot be; fewer are where the last round has gone past the end of all rows.
+        """
+        if not self.done:
+            return list(kept)
+        end = self._settled_length()
+        return [max(0, min(count, end - (length - count))) for count, length in zip(kept, self.lengths, strict=True)]
+
+    @property
+    def overrun(self) -> list[int]:
+        """Rows that have stopped and go on, since plain decoding would, for as long as others do."""
+        if self.pads_finished or self.done:
+            return []
+        return [row for row, stop in enumerate(self.finished_at) if stop is not None]
+
     @property
     def live_ids(self) -> Tensor:
         """[live rows, capacity] int64 tokens; columns beyond a row's length hold anything."""

@@ -6,13 +6,14 @@ import functools
 import inspect
 
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_specdec.decoding.attention import own_implementation
-from hf_specdec.decoding.host import attention_of, is_recurrent
+from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent
+from hf_specdec.decoding.layers.kinds import KINDS
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-CHAIN_TYPES = (*LAYER_TYPES, "chunked_attention")  # whose entries the host's own cache can cut back
 
 
 class TreesRefusedError(ValueError):
@@ -30,13 +31,14 @@ def check_supported(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
-    types = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if set(types) - set(CHAIN_TYPES) or is_recurrent(model):
+    types = sorted(set(getattr(config, "layer_types", None) or ()))
+    unknown = sorted({type(layer).__name__ for layer in cache_layers(model) if type(layer) not in KINDS})
+    if unknown or (is_recurrent(model) and not keeps_states(model)):
         raise ValueError(
-            f"Target {name} has layers of type {types or ['recurrent']}, which are not yet supported: draft trees "
-            f"are verified on layers of type {list(LAYER_TYPES)}. Generate without assistant_model."
+            f"Target {name} keeps {unknown or ['recurrent states']} of layers of type {types}, which are not yet "
+            "supported. Generate without assistant_model."
         )
-    if types:
+    if "chunked_attention" in types:
         raise TreesRefusedError(
             f"Target {name} has layers of type {types}; draft trees are verified on layers of type {list(LAYER_TYPES)}"
         )
@@ -55,11 +57,6 @@ def check_supported(model: PreTrainedModel) -> None:
             f"Target {name} has alibi positions, which count entries of the cache, where siblings of a draft tree "
             "lie between a node and its past"
         )
-    if getattr(config, "num_kv_shared_layers", None):
-        raise TreesRefusedError(
-            f"Target {name} has {config.num_kv_shared_layers} layers that share the keys and values of others "
-            "(num_kv_shared_layers)"
-        )
     if getattr(config, "keep_window_size", None):
         raise ValueError(
             f"Target {name} has sparse attention that keeps {config.keep_window_size} keys of all entries "
@@ -70,6 +67,11 @@ def check_supported(model: PreTrainedModel) -> None:
         raise TreesRefusedError(
             f"Target {name} takes no position_ids, so that the nodes of a draft tree cannot be placed"
         )
+
+
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Whether layers of a target keep states of a recurrence or convolution, which cannot be cut back."""
+    return any(isinstance(layer, LinearAttentionLayer) for layer in cache_layers(model))
 
 
 def bound_rows(model: PreTrainedModel) -> int | None:

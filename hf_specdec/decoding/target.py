@@ -24,6 +24,8 @@ from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
+from hf_specdec.decoding.layers import rules
+from hf_specdec.decoding.layers.nodes import on_nodes
 from hf_specdec.decoding.masks import node_mask, whole_prefix_mask
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.packed import packed_linears
@@ -56,6 +58,17 @@ class TargetOutput:
     attentions: tuple[Tensor, ...] | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     drawn: DrawnCandidates | None = None
+
+    def without_padding(self, nodes: int) -> TargetOutput:
+        """The same of the first `nodes` nodes; those behind them are no entries either."""
+        surplus = self.logits.shape[1] - nodes
+        return TargetOutput(
+            self.logits[:, :nodes],
+            None if self.features is None else self.features[:, :nodes],
+            self.attentions and tuple(each[:, :, :nodes, : each.shape[-1] - surplus] for each in self.attentions),
+            self.hidden_states and tuple(each[:, :nodes] for each in self.hidden_states),
+            self.drawn,
+        )
 
 
 class TargetModel:
@@ -96,6 +109,7 @@ class TargetModel:
         self.output_options = {name: True for name, wanted in asked.items() if wanted}
         self.bound_rows = bound_rows(model)
         self.windows = _windows(model)
+        self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.windows]
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
@@ -121,6 +135,7 @@ class TargetModel:
         self._aside: dict[int, tuple[int, Any]] = {}
         self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None, NextStep] | None = None
         self._rows: list[int] = []
+        self._noted: dict[int, tuple[int, Any]] = {}  # by row of the batch its length and states, see `note_states`
         self.num_forwards = self.num_layers_run = 0
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
         self._tap_hooks: list[int] = []  # their ids
@@ -189,7 +204,9 @@ class TargetModel:
         """
         check_supported(self.model)
         given = model_kwargs.get("past_key_values")
-        self.cache = TreeCache.continuing(given, self.num_layers) if given is not None else TreeCache(self.num_layers)
+        self.cache = self._new_cache() if given is None else TreeCache.continuing(given, self.num_layers)
+        if self.cache.keeps_states:
+            rules.install(self.model)
         attention_mask = model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() != 2:
@@ -236,6 +253,9 @@ class TargetModel:
         arguments = {"attention_mask": torch.ones_like(token_ids), "position_ids": positions, "use_cache": True}
         return self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
 
+    def _new_cache(self) -> TreeCache:
+        return TreeCache(self.num_layers, host.cache_layers(self.model))
+
     def set_prompt_mask(self, mask: Tensor) -> None:
         """Notes which prompt entries may be seen, [batch, entries] bool, and where each row's prompt begins."""
         if bool(mask.all()):
@@ -248,7 +268,7 @@ class TargetModel:
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
-        if self.compiles and self.prompt_starts is not None and self.step.is_plain:
+        if self.compiles and self.prompt_starts is not None and self.step.is_plain and not self.cache.keeps_states:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
@@ -283,6 +303,17 @@ class TargetModel:
             self.position_offset, self.prompt_mask, self.prompt_starts, self.step = self._whole_batch
             self.cache.put_rows(self._aside)
             self._whole_batch, self._aside = None, {}
+
+    def note_states(self, rows: Sequence[int]) -> None:
+        """Keeps the states that these rows of the batch have, from the first time on, for `hand_back` to return to.
+
+        For rows that may go past the end of the output, which is not known yet: states cannot be cut back.
+        """
+        live = self._rows or list(range(self.cache.batch))
+        for row in rows:
+            if row not in self._noted and row in live:
+                place = live.index(row)
+                self._noted[row] = self.cache.row_lengths[place], self.cache.take_states(place)
 
     def prompt_positions(self) -> tuple[Tensor, Tensor | None]:
         """Position ids [batch, entries] of the entries that the prefill added, and which are no padding (None: all)."""
@@ -354,7 +385,7 @@ class TargetModel:
         )
         if anew.get("past_key_values") is not None:
             return
-        cache = TreeCache(self.num_layers)
+        cache = self._new_cache()
         self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.begin_rounds(self.cache.capacity, contiguous=self.copies_entries)
         cache.rollback([at])  # the root is run with its tree
@@ -373,6 +404,9 @@ class TargetModel:
             lead: the first nodes, as many, are committed next, and the round goes on from the one after them
                 (`TreeCache.commit_lead`). A captured forward puts that one where roots always lie.
         """
+        nodes, padding = tree.num_nodes - first, 0
+        if nodes == 1 and self.cache.keeps_states:  # a single token would take the host's own way, and change states
+            tree, padding = tree.with_padding(1), 1
         self.cache.reserve(tree.num_nodes)
         self.num_forwards += 1
         self.num_layers_run += self.num_layers
@@ -386,7 +420,8 @@ class TargetModel:
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
-        with inference_on_cpu(position_ids.device), self.own_attention, self.packed:
+        stepping = on_nodes(tree, first) if self.cache.keeps_states else nullcontext()
+        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, stepping:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -398,9 +433,10 @@ class TargetModel:
                 **extra,
                 **self.output_options,
             )
-        return TargetOutput(
+        output = TargetOutput(
             outputs.logits.to(torch.float32), self.read_taps(), outputs.get("attentions"), outputs.get("hidden_states")
         )
+        return output.without_padding(nodes) if padding else output
 
     def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, Tensor]:
         """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on.
@@ -420,7 +456,10 @@ class TargetModel:
 
     def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Masks by the keys of `windows` in the form that the host takes."""
-        return masks if len(masks) > 1 or "sliding_attention" in masks else masks["all"]
+        if "all" in masks:
+            return masks["all"]
+        # Layers without attention have a key of their own, and nothing to mask: padding lies before the first node.
+        return masks | dict.fromkeys(self.unmasked)
 
     def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int]) -> None:
         """Leaves the caller's cache as plain decoding would: all output tokens of every row but the last.
@@ -434,6 +473,9 @@ class TargetModel:
         cache, entry_offset = self.cache, self.entry_offset
         entries = output_ids.shape[1] - 1 + entry_offset
         known = [min(length - 1 + entry_offset, entries) for length in lengths]
+        for row, (length, states) in self._noted.items():
+            if cache.row_lengths[row] > known[row]:
+                cache.return_to(row, length, states)
         cache.rollback([min(have, length) for have, length in zip(known, cache.row_lengths, strict=True)])
         missing = [entries - length for length in cache.row_lengths]
         if any(missing):

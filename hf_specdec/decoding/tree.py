@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import abilities
 
@@ -198,6 +198,29 @@ class DraftTree:
             max_depth=min(self.max_depth, count),
             draft_probs=None if self.draft_probs is None else self.draft_probs[:, :count],
             path_logprobs=None if self.path_logprobs is None else self.path_logprobs[:, :nodes],
+        )
+
+    def with_padding(self, nodes: int) -> DraftTree:
+        """The same tree with this many nodes more, which are no nodes: they hang below the root and repeat it.
+
+        Example:
+            >>> DraftTree.root_only(torch.tensor([7])).with_padding(1).valid
+            tensor([[ True, False]])
+        """
+        rows, before = self.token_ids[:, :1].expand(-1, nodes), self.num_nodes
+        mask = nn.functional.pad(self.ancestor_mask, (0, nodes, 0, nodes))
+        own = torch.arange(before, before + nodes, device=rows.device)
+        mask[:, own, own] = mask[:, own, 0] = True
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, rows], 1),
+            parents=torch.cat([self.parents, torch.zeros_like(rows)], 1),
+            depths=torch.cat([self.depths, torch.ones_like(rows)], 1),
+            ancestor_mask=mask,
+            valid=torch.cat([self.valid, torch.zeros_like(rows, dtype=torch.bool)], 1),
+            max_depth=max(1, self.max_depth) if nodes else self.max_depth,
+            draft_probs=None,
+            path_logprobs=None,
         )
 
     def up_to_depth(self, depths: Tensor) -> DraftTree:

@@ -12,7 +12,7 @@ from transformers import GPTNeoXJapaneseConfig, GPTNeoXJapaneseForCausalLM, PreT
 
 from tests.methods import METHODS
 from tests.scripted import random_trees, right_for
-from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, tiny_tokenizer
+from tests.targets import FAMILIES, HYBRIDS, PROMPTS, fresh_target, make_target, tiny_tokenizer
 
 NEW = 20
 
@@ -70,7 +70,7 @@ def test_attention_that_a_family_writes_itself_takes_batches() -> None:
 
 CASES = [
     pytest.param(family, attention, batch, setting, id=f"{family}-{attention}-{batch}-{setting}")
-    for family, (_, _, implementations) in FAMILIES.items()
+    for family, (_, _, implementations) in (FAMILIES | HYBRIDS).items()
     for attention in implementations
     for batch in PROMPTS
     for setting in SETTINGS
@@ -118,10 +118,10 @@ def test_padding_that_eager_attention_turns_into_nan_changes_no_token(family: st
     assert assisted.tolist() == alone.tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
 def test_targets_of_this_suite_say_different_things(family: str) -> None:
     # A target that repeats one token would agree with any wrong mask.
-    for attention in FAMILIES[family][2]:
+    for attention in (FAMILIES | HYBRIDS)[family][2]:
         for batch in PROMPTS:
             _, alone = plain(family, attention, batch, "greedy")
             for row in alone[:, -NEW:].tolist():

@@ -16,7 +16,8 @@ from tests.targets import PROMPTS, fresh_target, make_target
 
 NEW = 14
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
-CACHE_FAMILIES = ["llama", "mistral-sliding", "qwen3-mixed", "gemma3", "gpt2"]
+CACHE_FAMILIES = ["llama", "mistral-sliding", "qwen3-mixed", "gemma3", "gpt2", "gemma4"]
+CACHE_FAMILIES += ["qwen3-next", "nemotron-h", "falcon-h1", "jamba", "lfm2"]
 
 
 def drafter_for(script: Tensor) -> StubDrafter:
@@ -34,9 +35,19 @@ def assert_same_cache(ours: DynamicCache, theirs: DynamicCache, mask: Tensor | N
     assert len(ours.layers) == len(theirs.layers)
     for own, other in zip(ours.layers, theirs.layers, strict=True):
         assert type(own) is type(other)
-        assert own.get_seq_length() == other.get_seq_length()
-        torch.testing.assert_close(own.keys, other.keys)
-        torch.testing.assert_close(own.values, other.values)
+        for name in ("conv_states", "recurrent_states"):  # computed in float32, whatever the model is in
+            torch.testing.assert_close(getattr(own, name, {}), getattr(other, name, {}), rtol=1e-4, atol=1e-4)
+        assert getattr(own, "has_previous_state", None) == getattr(other, "has_previous_state", None)
+        if getattr(other, "keys", None) is not None:
+            assert own.get_seq_length() == other.get_seq_length()
+            torch.testing.assert_close(own.keys, other.keys, **tolerance(ours))
+            torch.testing.assert_close(own.values, other.values, **tolerance(ours))
+
+
+def tolerance(cache: DynamicCache) -> dict[str, float]:
+    """What layers behind states may differ by."""
+    keeps_states = any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+    return {"rtol": 1e-4, "atol": 1e-4} if keeps_states else {}
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
@@ -128,7 +139,7 @@ def extended(prompts: dict[str, Tensor], sequences: Tensor, new: int = 5) -> dic
 
 
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("family", CACHE_FAMILIES)
+@pytest.mark.parametrize("family", [name for name in CACHE_FAMILIES if name != "jamba"])  # its own turns start anew
 def test_plain_and_speculative_turns_continue_each_others_cache(family: str, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
     first = target.generate(**prompts, **GREEDY)

@@ -48,12 +48,21 @@ class LayerStates(ABC):
         """Makes room for rows, or nodes behind them, up to this many entries."""
 
     @abstractmethod
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
+    def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
         """Keeps nodes of the round at the end of each row.
 
         Args:
             path: [batch, steps] int64 nodes in ascending order. What lies behind a row's own count is never read.
             lengths: [batch] int64, entries of each row before.
+            counts: [batch] int64, nodes of the path that each row keeps.
+        """
+
+    @abstractmethod
+    def keep_nodes(self, nodes: Tensor | int) -> None:
+        """After a commit: the next round begins with nodes of the last one, as its nodes 0, 1, ...
+
+        Args:
+            nodes: [batch, nodes] int64; a number: all from this one on.
         """
 
     @abstractmethod

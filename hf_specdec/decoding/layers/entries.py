@@ -85,8 +85,8 @@ class Entries(LayerStates):
         workspace: where buffers come from, if they outlive the call.
     """
 
-    def __init__(self, layers: Sequence[EntriesLayer], extent: Extent, workspace: Workspace | None) -> None:
-        self.layers = [layer for layer in layers if layer.is_initialized]
+    def __init__(self, layers: Sequence[Any], extent: Extent, workspace: Workspace | None) -> None:
+        self.layers = [layer for layer in layers if isinstance(layer, EntriesLayer) and layer.is_initialized]
         self.all_layers, self.extent, self.workspace = layers, extent, workspace
         self._slabs: list[Tensor] = []  # each [keys and values of some layers, batch, capacity, kv_heads, head_dim]
 
@@ -154,7 +154,7 @@ class Entries(LayerStates):
             self._slabs = []
             self.workspace.release()
 
-    def commit(self, path: Tensor, lengths: Tensor) -> None:
+    def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
         batch, steps = path.shape
         # Entries past a row's count land behind its new end, where nothing is read before it is written again.
         source, target = path + self.extent.node_start, lengths.unsqueeze(1) + torch.arange(steps, device=path.device)
@@ -162,6 +162,9 @@ class Entries(LayerStates):
             rows = torch.arange(batch, device=path.device).unsqueeze(1) * self.capacity
             source, target = source + rows, target + rows
         self.move(source.flatten(), target.flatten())
+
+    def keep_nodes(self, nodes: Tensor | int) -> None:
+        """They lie where the cache has moved them."""
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies entries; both [moved] int64, with rows and entries counted through: row * capacity + entry."""
@@ -214,10 +217,11 @@ class Entries(LayerStates):
         to afterwards. Else copies let them go. Buffers of a workspace, which will be written to, are copied.
         """
         copies = self.workspace is not None or 2 * length < self.capacity
-        while len(like.layers) < len(self.all_layers):  # a DynamicCache() made without a config grows as it is used
+        last = max(index for index, layer in enumerate(self.all_layers) if layer in self.layers)
+        while len(like.layers) <= last:  # a DynamicCache() made without a config grows as it is used
             like.layers.append(DynamicLayer())
         for own, layer in zip(self.all_layers, like.layers, strict=False):
-            if not own.is_initialized:
+            if own not in self.layers:
                 continue
             start = 0
             if isinstance(layer, DynamicSlidingWindowLayer):

@@ -1,0 +1,36 @@
+"""Which layer of ours stands in for which of the host's cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from hf_specdec.decoding.host import DummyLayer
+from hf_specdec.decoding.layers.base import Extent
+from hf_specdec.decoding.layers.entries import EntriesLayer
+from hf_specdec.decoding.layers.recurrent import HybridLayer, RecurrentLayer
+
+# By the class of the host's layer, the class of ours; None where nothing is kept.
+KINDS: dict[type, type | None] = {
+    DynamicLayer: EntriesLayer,
+    DynamicSlidingWindowLayer: EntriesLayer,
+    LinearAttentionLayer: RecurrentLayer,
+    LinearAttentionAndFullAttentionLayer: HybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,
+    DummyLayer: None,
+}
+
+
+def own_layer(like: object, extent: Extent) -> Any:
+    """A layer of ours for one of the host's; None stands for one that a cache makes when it is first written to."""
+    kind = EntriesLayer if like is None else KINDS[type(like)]
+    if kind is None:
+        return DummyLayer()
+    return kind(extent, like.number_of_states) if issubclass(kind, RecurrentLayer) else kind(extent)  # type: ignore

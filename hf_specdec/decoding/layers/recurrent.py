@@ -1,0 +1,234 @@
+"""Recurrent: layers that keep a state of one size in place of an entry per token, and convolutions before them.
+
+During a round the state stays what it was before the root, and the layer keeps a tape: what each node would add to it
+(`rules.py` writes it). A commit notes the path; the state at its end is computed from base and tape when the next round
+begins, in one step per layer, so that counts may live on the device only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+
+from hf_specdec.decoding.layers.base import Extent, LayerStates
+from hf_specdec.decoding.layers.entries import EntriesLayer
+from hf_specdec.decoding.layers.nodes import nodes_under_way
+from hf_specdec.decoding.tree import from_host, pick
+
+# From a base [batch, ...], what the nodes of a path add, each [batch, steps, ...], and which of them are kept
+# [batch, steps] bool, to the state at the end of the path.
+Advance = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
+
+
+@dataclass
+class Tape:
+    """What the nodes of a round add to the states of one layer.
+
+    Attributes:
+        inputs: of the convolutions, by the number of the state, [batch, channels, nodes].
+        parts: of the recurrence, each [batch, nodes, ...].
+        advance: how they change the state; None for a layer that has only convolutions.
+    """
+
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    parts: tuple[Tensor, ...] = ()
+    advance: Advance | None = None
+
+    def of(self, nodes: Tensor | int | None) -> Tape:
+        """The tape of some nodes: of these [batch, nodes] int64, of all from a number on, of none."""
+        if nodes is None:
+            return Tape()
+        if isinstance(nodes, int):
+            inputs = {index: each[:, :, nodes:] for index, each in self.inputs.items()}
+            return Tape(inputs, tuple(part[:, nodes:] for part in self.parts), self.advance)
+        inputs = {index: pick(each.transpose(1, 2), nodes).transpose(1, 2) for index, each in self.inputs.items()}
+        return Tape(inputs, tuple(pick(part, nodes) for part in self.parts), self.advance)
+
+    def add(self, held: int, parts: Sequence[Tensor], advance: Advance) -> tuple[Tensor, ...]:
+        """Notes nodes behind the first `held`; returns the parts of all nodes."""
+        if held:
+            parts = [torch.cat([before[:, :held], new], 1) for before, new in zip(self.parts, parts, strict=True)]
+        self.parts, self.advance = tuple(parts), advance
+        return self.parts
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The states of one layer as the host reads and writes them; during a prefill they are the host's own matter.
+
+    Args:
+        extent: of the cache.
+        number_of_states: see the host's class.
+    """
+
+    def __init__(self, extent: Extent, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self.extent, self.tape = extent, Tape()
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Takes the inputs of new tokens, [batch, channels, new]; returns the window and all inputs behind it."""
+        if self.extent.longest is None:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        nodes = nodes_under_way()
+        assert nodes is not None, "rounds run on the nodes of a tree"
+        nodes.layer = self
+        if self.extent.held:
+            conv_states = torch.cat([self.tape.inputs[state_idx][:, :, : self.extent.held], conv_states], -1)
+        self.tape.inputs[state_idx] = conv_states
+        return torch.cat([self.conv_states[state_idx], conv_states], -1)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Takes the state after new tokens; during a round it is left as it is, see `Tape`."""
+        if self.extent.longest is None:
+            return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return recurrent_states
+
+    def states(self) -> list[tuple[dict[int, Any], int]]:
+        """Where the tensors lie, each [batch, ...]: the dict that holds it, and its key there."""
+        return [
+            (kind, index)
+            for kind in (self.conv_states, self.recurrent_states)
+            for index, held in kind.items()
+            if held is not None
+        ]
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Puts `how(state)` in the place of each state."""
+        for kind, index in self.states():
+            kind[index] = how(kind[index])
+
+    def take_over(self, source: LinearAttentionLayer) -> None:
+        """Begins with copies of what a layer of a DynamicCache holds."""
+        for name in ("conv_states", "recurrent_states"):
+            held = {index: None if each is None else each.clone() for index, each in getattr(source, name).items()}
+            setattr(self, name, held)
+        for name in _NOTES:
+            setattr(self, name, dict(getattr(source, name)))
+        self.dtype, self.device = source.dtype, source.device
+
+    def hand_back(self, layer: LinearAttentionLayer) -> None:
+        """Makes a layer of the caller's cache hold copies of the states."""
+        RecurrentLayer.take_over(layer, self)  # type: ignore[arg-type]
+
+    def advance(self, path: Tensor, counts: Tensor) -> None:
+        """Moves the states to the end of the first `counts` nodes of `path` [batch, steps] int64."""
+        tape = self.tape
+        steps = torch.arange(path.shape[1], device=path.device)
+        for index, inputs in tape.inputs.items():
+            window = self.conv_states[index]
+            width = window.shape[-1]
+            # The last of what the window and the inputs along the path are together.
+            place = counts.unsqueeze(1) - width + torch.arange(width, device=path.device)
+            column = (width + path.gather(1, place.clamp(min=0))).where(place >= 0, width + place)
+            column = column.unsqueeze(1).expand(-1, window.shape[1], -1)
+            self.conv_states[index] = torch.cat([window, inputs], -1).gather(2, column)
+        if tape.advance is not None:
+            base = self.recurrent_states[0]
+            parts = [pick(part, path) for part in tape.parts]
+            kept = steps < counts.unsqueeze(1)
+            self.recurrent_states[0] = tape.advance(base, parts, kept).to(base.dtype)
+
+
+_NOTES = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
+
+
+class HybridLayer(RecurrentLayer, EntriesLayer):
+    """A layer with states and entries: attention beside or behind a recurrence."""
+
+    is_compileable = False
+
+    def __init__(self, extent: Extent, number_of_states: int = 1) -> None:
+        EntriesLayer.__init__(self, extent)
+        RecurrentLayer.__init__(self, extent, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # The host gives keys and values by place, states by name.
+        (EntriesLayer if args else RecurrentLayer).lazy_initialization(self, *args, **kwargs)
+
+    def take_over(self, source: Any) -> None:
+        EntriesLayer.take_over(self, source)
+        RecurrentLayer.take_over(self, source)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class Recurrent(LayerStates):
+    """All layers of one cache that keep states.
+
+    Args:
+        layers: as the host reads and writes them.
+        extent: of the cache.
+    """
+
+    def __init__(self, layers: Sequence[CacheLayerMixin], extent: Extent) -> None:
+        self.all_layers, self.extent = layers, extent
+        self.layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self._pending: tuple[Tensor, Tensor] | None = None  # path and counts of a commit
+
+    def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
+        """Nothing grows."""
+
+    def reserve(self, entries: int) -> None:
+        """A round begins, unless it goes on."""
+        if not self.extent.held:
+            self.settle()
+
+    def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
+        self.settle()
+        self._pending = path, counts
+
+    def keep_nodes(self, nodes: Tensor | int) -> None:
+        self.settle(nodes)
+
+    def settle(self, held: Tensor | int | None = None) -> None:
+        """Computes the states that the last commit has come to; `held` nodes go on into the next round."""
+        pending, self._pending = self._pending, None
+        for layer in self.layers:
+            if pending is not None:
+                layer.advance(*(each.to(layer.device) for each in pending))
+            if pending is not None or held is not None:
+                layer.tape = layer.tape.of(held)
+
+    def wipe(self, row_lengths: Sequence[int]) -> None:
+        """States hold nothing of nodes that were not kept."""
+        self.settle()
+        for layer in self.layers:
+            layer.tape = Tape()
+
+    def take_row(self, row: int, length: int) -> list[list[Tensor]]:
+        self.settle()
+        return [[kind[index][row].clone() for kind, index in layer.states()] for layer in self.layers]
+
+    def return_to(self, row: int, states: list[list[Tensor]]) -> None:
+        """Gives a row the states that `take_row` gave."""
+        self.settle()
+        for layer, kept in zip(self.layers, states, strict=True):
+            for (kind, index), state in zip(layer.states(), kept, strict=True):
+                kind[index] = kind[index].index_copy(0, from_host([row], layer.device), state.unsqueeze(0))
+
+    def keep_rows(self, rows: Sequence[int], longest: int) -> None:
+        self.settle()
+        for layer in self.layers:
+            index = from_host(rows, layer.device)
+            layer.change(lambda state, index=index: state[index])
+
+    def put_rows(self, aside: dict[int, list[list[Tensor]]], longest: int) -> None:
+        self.settle()
+        for place, layer in enumerate(self.layers):
+            for number, (kind, index) in enumerate(layer.states()):
+                own = iter(kind[index])
+                batch = len(kind[index]) + len(aside)
+                kind[index] = torch.stack(
+                    [aside[row][place][number] if row in aside else next(own) for row in range(batch)]
+                )
+
+    def hand_back(self, like: Cache, length: int) -> None:
+        self.settle()
+        for own, layer in zip(self.all_layers, like.layers, strict=False):
+            if isinstance(own, RecurrentLayer):
+                own.hand_back(layer)

@@ -1,0 +1,358 @@
+"""How recurrences and short convolutions run on the nodes of a draft tree, all in one call.
+
+The host's functions take a row of tokens; in a tree each node follows its parent. Each rule has the signature of the
+host's function that it stands in for and gives for node i what the host's would give at the end of the path to i. All
+are linear in the state, so products with the ancestor mask take the place of steps. What a node adds to the state goes
+onto the layer's tape (`recurrent.py`).
+
+The host looks its functions up by name, in the module of each family, when it calls them. Each of these names is bound
+once, for good, to a function that asks whether a round is under way in this thread: then the rule runs, else the host's
+own, with whatever kernel it has found. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692;
+Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way
+from hf_specdec.decoding.layers.recurrent import RecurrentLayer
+
+
+def install(model: PreTrainedModel) -> None:
+    """Binds the names that have a rule, in the modules that the model's layers come from; once per module."""
+    for file in {type(module).__module__ for module in model.modules()}:
+        names = vars(sys.modules[file])
+        for name, rule in RULES.items():
+            function = names.get(name)
+            if callable(function) and not hasattr(function, "_hf_specdec_original"):
+                names[name] = _dispatched(function, rule)
+
+
+def _dispatched(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nodes = nodes_under_way()
+        if nodes is None or nodes.layer is None:
+            return function(*args, **kwargs)
+        nodes.calls += 1
+        return rule(nodes, nodes.layer, *args, **kwargs)
+
+    functools.update_wrapper(run, function, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
+    run._hf_specdec_original = function  # type: ignore[attr-defined]
+    return run
+
+
+def convolution(
+    nodes: NodesOfRound,
+    layer: RecurrentLayer,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A depthwise causal convolution: each node sees its own inputs along its path, and the window before the root.
+
+    Args:
+        nodes: of the round.
+        layer: that it belongs to.
+        hidden_states: [batch, channels, window + nodes], what `RecurrentLayer.update_conv_state` gave.
+        weight: [channels, kernel].
+        bias: [channels].
+        activation: by the host's name.
+        kwargs: what else the host passes on.
+
+    Returns:
+        [batch, channels, window + nodes]; the host reads the last ones, of the new nodes.
+    """
+    batch, channels, width = hidden_states.shape
+    kernel = weight.shape[-1]
+    columns = nodes.columns(kernel, hidden_states.device)[:, nodes.first :]
+    new = columns.shape[1]
+    window = width - nodes.first - new
+    taken = hidden_states
+    if window < kernel - 1:  # texts shorter than it
+        taken = nn.functional.pad(taken, (kernel - 1 - window, 0))
+        window = kernel - 1
+    index = (columns + window).view(batch, 1, new * kernel).expand(-1, channels, -1)
+    # The host's own operator over the places side by side, so that products are summed as the host sums them.
+    outputs = nn.functional.conv1d(
+        taken.gather(2, index).to(weight.dtype), weight.unsqueeze(1), bias, stride=kernel, groups=channels
+    )
+    if activation is not None:
+        outputs = ACT2FN[activation](outputs)
+    outputs = outputs.to(hidden_states.dtype)
+    return torch.cat([outputs.new_zeros(batch, channels, width - new), outputs], -1)
+
+
+def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums along the paths of logarithms of decays, and decays between nodes.
+
+    Args:
+        nodes: of the round.
+        steps: [batch, nodes, heads, ...], each node's own, of all nodes.
+
+    Returns:
+        sums [batch, heads, new, ...] from the root to each new node, both included; and
+        exp(sums of i - sums of j) [batch, heads, new, nodes, ...], 0 where j is not on the path to i.
+    """
+    ancestors = nodes.ancestors(steps.device)
+    sums = torch.einsum("bij,bjh...->bhi...", ancestors.to(steps.dtype), steps)
+    own = sums[:, :, nodes.first :]
+    # Masked before the exponential: between nodes of two branches it may overflow.
+    apart = own.unsqueeze(3) - sums.unsqueeze(2)
+    hidden = ~ancestors[:, nodes.first :].view(len(steps), 1, *apart.shape[2:4], *[1] * (apart.dim() - 4))
+    return own, apart.masked_fill(hidden, -torch.inf).exp()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The number type of states: that of the host, which computes them in float32, or float64 where it is given that."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def delta_rule(
+    nodes: NodesOfRound,
+    layer: RecurrentLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule: a node decays the state, takes out what it foretells for its key, and writes its value.
+
+    With a decay per head (Gated DeltaNet) or per channel of the key (Kimi Delta Attention). What node i writes depends
+    on what its ancestors have written, which is one triangular system for all nodes.
+
+    Args:
+        nodes: of the round.
+        layer: that it belongs to.
+        query: [batch, new, key heads, K].
+        key: like it.
+        value: [batch, new, heads, V].
+        g: logarithms of decays, [batch, new, heads] or [batch, new, heads, K].
+        beta: [batch, new, heads].
+        chunk_size: of the host's own way.
+        initial_state: [batch, heads, K, V], before the root.
+        output_final_state: whether a state is asked for; it stays what it is.
+        use_qk_l2norm_in_kernel: whether queries and keys are normalised here.
+        kwargs: what else the host passes on.
+
+    Returns:
+        [batch, new, heads, V], and `initial_state`.
+    """
+    assert initial_state is not None, "a round follows a prefill"
+    dtype, first, wide = query.dtype, nodes.first, _wide(query.dtype)
+    repeats = value.shape[2] // key.shape[2]
+    query, key = (each.to(wide).repeat_interleave(repeats, 2) for each in (query, key))
+    value, beta, g = (each.to(wide) for each in (value, beta, g))
+    if use_qk_l2norm_in_kernel:
+        query, key = (each * ((each * each).sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    held_keys, held_writes, held_steps = (part[:, :first] for part in layer.tape.parts) if first else (None,) * 3
+    keys, steps = (
+        new if held is None else torch.cat([held, new], 1) for held, new in ((held_keys, key), (held_steps, g))
+    )
+    sums, between = _decays(nodes, steps)
+    query, key, keys, value, beta = (each.transpose(1, 2) for each in (query, key, keys, value, beta))
+    base = initial_state.to(wide)
+    if g.dim() == 3:
+        sums = sums.unsqueeze(-1)
+        foretold, read = ((each @ keys.mT) * between for each in (key, query))
+    else:
+        foretold, read = (torch.einsum("bhic,bhjc,bhijc->bhij", each, keys, between) for each in (key, query))
+    foretold = foretold * beta.unsqueeze(-1)
+    decayed = sums.exp()
+    writes = beta.unsqueeze(-1) * (value - (key * decayed) @ base)
+    if held_writes is not None:
+        held_writes = held_writes.transpose(1, 2)
+        writes = writes - foretold[..., :first] @ held_writes
+    # Only what lies below the diagonal is read: parents come first.
+    writes = torch.linalg.solve_triangular(foretold[..., first:].tril(-1), writes, upper=False, unitriangular=True)
+    written = writes if held_writes is None else torch.cat([held_writes, writes], 2)
+    outputs = (query * decayed) @ base + read @ written
+    layer.tape.add(first, (key.transpose(1, 2), writes.transpose(1, 2), g), advance_outer)
+    return outputs.transpose(1, 2).to(dtype), initial_state
+
+
+def state_space_scan(
+    nodes: NodesOfRound,
+    layer: RecurrentLayer,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803  (the host's names)
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int = 0,
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Mamba-2: a node decays the state by its own step size, and adds to it.
+
+    Step sizes are not brought within `dt_limit`: the host does that with several tokens, and not with one, which is
+    what plain decoding runs.
+
+    Args:
+        nodes: of the round.
+        layer: that it belongs to.
+        hidden_states: [batch, new, heads, P].
+        dt: step sizes [batch, new, heads].
+        A: [heads].
+        B: [batch, new, groups, N].
+        C: like it.
+        chunk_size: of the host's own way.
+        D: [heads].
+        dt_bias: [heads].
+        initial_states: [batch, heads, P, N], before the root.
+        dt_softplus: whether step sizes go through softplus.
+        dt_limit: not read, see above.
+        return_final_states: whether a state is asked for; it stays what it is.
+        kwargs: what else the host passes on.
+
+    Returns:
+        [batch, new, heads, P], and with `return_final_states` `initial_states`.
+    """
+    assert initial_states is not None, "a round follows a prefill"
+    first, heads, wide = nodes.first, hidden_states.shape[2], _wide(hidden_states.dtype)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = nn.functional.softplus(dt)
+    inputs, sizes = hidden_states.to(wide), dt.to(wide)
+    B, C = (each.to(wide).repeat_interleave(heads // each.shape[2], 2) for each in (B, C))
+    steps = sizes * A.to(wide)
+    added = inputs * sizes.unsqueeze(-1)
+    all_added, all_b, all_steps = layer.tape.add(first, (added, B, steps), advance_outer)
+    sums, between = _decays(nodes, all_steps)
+    read = torch.einsum("bihn,bjhn->bhij", C, all_b) * between
+    outputs = torch.einsum("bhij,bjhp->bihp", read, all_added)
+    base = torch.einsum("bihn,bhpn->bihp", C, initial_states.to(wide))
+    outputs = outputs + base * sums.exp().transpose(1, 2).unsqueeze(-1)
+    if D is not None:
+        outputs = outputs + D.unsqueeze(-1) * inputs
+    outputs = outputs.contiguous()  # callers call `view`
+    return (outputs, initial_states) if return_final_states else outputs
+
+
+def selective_scan(
+    nodes: NodesOfRound,
+    layer: RecurrentLayer,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Mamba: each number of the state has a decay of its own, so nodes are run level by level.
+
+    Args:
+        nodes: of the round.
+        layer: that it belongs to. The host gives its state to no function, so it is read there.
+        hidden_states: [batch, channels, new].
+        dt: step sizes, like it.
+        A: [channels, N].
+        B: [batch, N, new].
+        C: like it.
+        D: [channels].
+        z: gates, [batch, channels, new].
+        delta_bias: [channels].
+        delta_softplus: whether step sizes go through softplus.
+        return_last_state: whether a state is asked for; it stays what it is.
+        kwargs: what else the host passes on.
+
+    Returns:
+        [batch, channels, new], and with `return_last_state` the layer's state [batch, channels, N].
+    """
+    dtype, first, wide = hidden_states.dtype, nodes.first, _wide(hidden_states.dtype)
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
+    if delta_softplus:
+        dt = nn.functional.softplus(dt)
+    sizes, inputs = (each.transpose(1, 2).to(wide) for each in (dt, hidden_states))  # [batch, new, channels]
+    B, C = (each.transpose(1, 2).to(wide) for each in (B, C))
+    decays = (sizes.unsqueeze(-1) * A.to(wide)).exp()
+    added = (sizes * inputs).unsqueeze(-1) * B.unsqueeze(2)
+    decays, added = layer.tape.add(first, (decays, added), advance_scan)
+    base: Tensor = layer.recurrent_states[0]
+    parents = (1 + nodes.parents(dt.device)).view(*decays.shape[:2], 1, 1).expand_as(decays)
+    states = decays * base.to(wide).unsqueeze(1) + added
+    for _ in range(nodes.tree.max_depth):  # a level more is right each time, and stays so
+        states = decays * torch.cat([base.to(wide).unsqueeze(1), states], 1).gather(1, parents) + added
+    outputs = (states[:, first:] @ C.unsqueeze(-1)).squeeze(-1)
+    if D is not None:
+        outputs = outputs + D.to(wide) * inputs
+    outputs = outputs.transpose(1, 2)
+    if z is not None:
+        outputs = outputs * nn.functional.silu(z.to(wide))
+    outputs = outputs.to(dtype)
+    return (outputs, base) if return_last_state else outputs
+
+
+def advance_outer(base: Tensor, parts: Sequence[Tensor], kept: Tensor) -> Tensor:
+    """The state [batch, heads, X, Y] after a path whose nodes decay it and add products of a vector X and a vector Y.
+
+    Args:
+        base: before it.
+        parts: vectors [batch, steps, heads, X] and [batch, steps, heads, Y], and logarithms of decays, [batch, steps,
+            heads] or per channel of X.
+        kept: [batch, steps] bool.
+    """
+    left, right, steps = parts
+    scalar = steps.dim() == 3
+    if scalar:
+        steps = steps.unsqueeze(-1)
+    hidden = ~kept.view(*kept.shape, 1, 1)
+    sums = steps.masked_fill(hidden, 0).cumsum(1)
+    whole = sums[:, -1:]
+    left = (left * (whole - sums).exp()).masked_fill(hidden, 0)
+    right = right.masked_fill(hidden, 0)  # it may be NaN where nothing is kept
+    decay = whole.squeeze(1).exp().unsqueeze(-1)
+    return decay * base.to(left.dtype) + torch.einsum("bshx,bshy->bhxy", left, right)
+
+
+def advance_scan(base: Tensor, parts: Sequence[Tensor], kept: Tensor) -> Tensor:
+    """The state [batch, ...] after a path whose nodes multiply it and add to it, number by number.
+
+    Args:
+        base: before it.
+        parts: factors and summands, each [batch, steps, ...].
+        kept: [batch, steps] bool.
+    """
+    state = base.to(parts[0].dtype)
+    for step in range(kept.shape[1]):
+        decay, added = (part[:, step] for part in parts)
+        state = (decay * state + added).where(kept[:, step].view(-1, *[1] * (state.dim() - 1)), state)
+    return state
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolution,
+    "chunk_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": state_space_scan,
+    "mamba_selective_scan": selective_scan,
+    "torch_chunk_gated_delta_rule": delta_rule,
+}

@@ -1,0 +1,243 @@
+"""Layers that keep states: trees give what one token at a time gives, and so do the states that a commit leaves.
+
+Hosts compute states in float32 whatever the model is in; `Raised` has them computed in float64, where another function
+and rounding are many orders of magnitude apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_specdec.decoding.layers.recurrent import RecurrentLayer
+from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.verification.precision import Raised
+from tests.scripted import right_for
+from tests.targets import HYBRIDS, PROMPTS, STATEFUL, VOCAB, fresh_target, make_target, one_prompt, ragged_prompts
+
+BOUND = 1e-9
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+
+
+def random_tree(batch: int, nodes: int, seed: int) -> DraftTree:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCAB, (batch, nodes), generator=draw)
+    above = [[-1, *(int(torch.randint(0, node, (1,), generator=draw)) for node in range(1, nodes))]] * batch
+    return DraftTree.from_lists(tokens.tolist(), above)
+
+
+def prefilled(target: PreTrainedModel, prompts: dict[str, Tensor]) -> TargetModel:
+    model = TargetModel(target)
+    mask = prompts["attention_mask"]
+    given = {
+        "attention_mask": mask,
+        "past_key_values": DynamicCache(config=target.config),
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "use_cache": True,
+    }
+    model.prefill(prompts["input_ids"], GenerationConfig(max_length=200), given)
+    model.begin_rounds(200)
+    return model
+
+
+class OneByOne:
+    """A row decoded alone and unpadded, one token a forward."""
+
+    def __init__(self, target: PreTrainedModel, prompts: dict[str, Tensor], row: int) -> None:
+        self.target = target
+        ids = prompts["input_ids"][row][prompts["attention_mask"][row].bool()]
+        self.cache, self.length = DynamicCache(config=target.config), len(ids)
+        target(ids.unsqueeze(0), past_key_values=self.cache, use_cache=True)
+
+    def step(self, token: int) -> Tensor:
+        positions = torch.tensor([[self.length]])
+        self.length += 1
+        ids = torch.tensor([[token]])
+        return self.target(ids, past_key_values=self.cache, use_cache=True, position_ids=positions).logits[0, -1]
+
+    def tree(self, tree: DraftTree, row: int) -> Tensor:
+        """Logits [nodes, vocab] of all nodes."""
+        after: dict[int, OneByOne] = {-1: self}
+        logits = []
+        for node in range(tree.num_nodes):
+            state = copy.copy(after[int(tree.parents[row, node])])
+            state.cache = copy.deepcopy(state.cache)
+            logits.append(state.step(int(tree.token_ids[row, node])))
+            after[node] = state
+        return torch.stack(logits)
+
+
+def states_of(cache: Any, row: int) -> list[Tensor]:
+    return [
+        held[row].double()
+        for layer in cache.layers
+        for kind in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+        for held in kind.values()
+        if held is not None
+    ]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str) -> None:
+    target, prompts = make_target(family, "sdpa", torch.float64), ragged_prompts()
+    with torch.no_grad(), Raised(torch.float64):
+        model = prefilled(target, prompts)
+        rows = [OneByOne(target, prompts, row) for row in range(3)]
+        for number, nodes in enumerate((16, 1, 9, 16, 5)):
+            tree = random_tree(3, nodes, number)
+            output = model.verify(tree, model.root_positions())
+            # One row keeps the root alone, one the path to some node, one the path to the last one.
+            ends = [0, nodes // 2, nodes - 1]
+            paths = [[n for n in range(nodes) if tree.ancestor_mask[row, end, n]] for row, end in enumerate(ends)]
+            for row, single in enumerate(rows):
+                expected = single.tree(tree, row)
+                error = (output.logits[row] - expected).abs().max()
+                assert error < BOUND * expected.abs().max(), f"round {number}, row {row}: {error:.1e}"
+                for node in paths[row]:
+                    single.step(int(tree.token_ids[row, node]))
+            steps = max(map(len, paths))
+            path = torch.tensor([each + [0] * (steps - len(each)) for each in paths])
+            model.cache.commit(path, Counts.of([len(each) for each in paths]))
+            model.cache.recurrent.settle()
+            for row, single in enumerate(rows):
+                for own, expected in zip(states_of(model.cache, row), states_of(single.cache, 0), strict=True):
+                    assert (own - expected).abs().max() < BOUND * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_a_row_that_keeps_nothing_keeps_its_states(family: str) -> None:
+    target = make_target(family, "sdpa", torch.float64)
+    with torch.no_grad():
+        model = prefilled(target, ragged_prompts())
+        before = [states_of(model.cache, row) for row in range(3)]
+        model.verify(random_tree(3, 6, 0), model.root_positions())
+        model.cache.commit(torch.tensor([[0, 1], [0, 0], [0, 0]]), Counts.of([2, 1, 0]))
+        model.cache.recurrent.settle()
+    assert all(own.equal(other) for own, other in zip(states_of(model.cache, 2), before[2], strict=True))
+    assert not all(own.equal(other) for own, other in zip(states_of(model.cache, 1), before[1], strict=True))
+
+
+def test_nan_of_nodes_that_are_not_kept_stays_out_of_the_states() -> None:
+    target = make_target("qwen3.5", "sdpa", torch.float64)
+    with torch.no_grad():
+        model = prefilled(target, one_prompt())
+        model.verify(random_tree(1, 6, 0), model.root_positions())
+        for layer in model.cache.recurrent.layers:
+            layer.tape.parts = tuple(part.index_fill(1, torch.tensor([5]), torch.nan) for part in layer.tape.parts)
+        model.cache.commit(torch.tensor([[0, 5, 5]]), Counts.of([1]))
+        model.cache.recurrent.settle()
+    assert all(state.isfinite().all() for state in states_of(model.cache, 0))
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain", "specbranch"])
+def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, method: str) -> None:
+    # The draft model is the target: where its states are kept right, every draft is accepted.
+    target = fresh_target(family, "sdpa", torch.float64)
+    draft_model = copy.deepcopy(target)
+    prompts = PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    if method == "specbranch":
+        drafter: Any = SpecBranchDrafter.from_models(draft_model, target)
+    else:
+        drafter = CausalLMDrafter(draft_model)
+        drafter.set_options(method=method)
+    assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert assisted.tolist() == alone.tolist()
+    stats = drafter.stats
+    assert sum(stats.per_step_accepted[0][:-1]) > 0
+    if method == "causal_lm_chain":
+        whole = stats.per_step_accepted[0][0]
+        assert whole > 1
+        assert all(accepted == whole for accepted in stats.per_step_accepted[0][:-1])
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "granite-hybrid", "jamba", "lfm2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -> None:
+    target = fresh_target(family, "sdpa", dtype, max_position_embeddings=1024)
+    prompts = one_prompt()
+    with torch.no_grad():
+        model, draw, kept = prefilled(target, prompts), torch.Generator().manual_seed(0), []
+        for number in range(100):
+            tree = random_tree(1, 6, number)
+            model.verify(tree, model.root_positions())
+            end = int(torch.randint(0, 6, (1,), generator=draw))
+            path = [node for node in range(6) if tree.ancestor_mask[0, end, node]]
+            kept += tree.token_ids[0, path].tolist()
+            model.cache.commit(torch.tensor([path]), Counts.of([len(path)]))
+        model.cache.recurrent.settle()
+        afresh = OneByOne(target, prompts, 0)
+        for token in kept:
+            afresh.step(token)
+    # Decays forget: differences stay as large as those of a few tokens.
+    share = 1e-3 if dtype == torch.float32 else 0.15
+    for own, expected in zip(states_of(model.cache, 0), states_of(afresh.cache, 0), strict=True):
+        assert (own - expected).norm() < share * expected.norm()
+
+
+def test_rows_that_stop_by_a_rule_of_the_callers_hand_back_states_of_their_end() -> None:
+    # Without a pad token a row that has stopped goes on as long as others do, past the end of the output even.
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), ragged_prompts()
+    target.generation_config.pad_token_id = None
+    width = prompts["input_ids"].shape[1]
+
+    class StopsByRow(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            new = input_ids.shape[1] - width
+            return torch.tensor([new >= 5, new >= 9, new >= 14])
+
+    def arguments() -> dict[str, Any]:
+        rules = StoppingCriteriaList([StopsByRow()])
+        return {**GREEDY, "stopping_criteria": rules, "return_dict_in_generate": True}
+
+    alone = target.generate(**prompts, **arguments())
+    longer = target.generate(**prompts, max_new_tokens=30, do_sample=False)
+    assisted = target.generate(**prompts, **arguments(), assistant_model=right_for([4, 7, 2], longer))
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    for row in range(3):
+        ours, theirs = (states_of(each.past_key_values, row) for each in (assisted, alone))
+        for own, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_forwards_of_other_threads_run_the_hosts_own_functions() -> None:
+    import threading
+
+    target, prompts = make_target("qwen3.5", "sdpa", torch.float64), one_prompt()
+    script = target.generate(**prompts, **GREEDY)
+    expected, found, stop = target(**prompts).logits, [], threading.Event()
+
+    def plain() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                found.append(bool(target(**prompts).logits.equal(expected)))
+
+    thread = threading.Thread(target=plain)
+    thread.start()
+    try:
+        for _ in range(3):
+            assert target.generate(**prompts, **GREEDY, assistant_model=right_for(3, script)).equal(script)
+    finally:
+        stop.set()
+        thread.join()
+    assert found
+    assert all(found)
+
+
+def test_a_layer_of_the_cache_is_known_by_its_class() -> None:
+    target = make_target("falcon-h1", "sdpa")
+    with torch.no_grad():
+        model = prefilled(target, one_prompt())
+    assert all(isinstance(layer, RecurrentLayer) for layer in model.cache.layers)
