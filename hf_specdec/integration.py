@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -29,13 +30,14 @@ from transformers.generation import GenerationMode
 
 from hf_specdec.decoding.chains import HostChains
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.host import EXPECTED, check_host
+from hf_specdec.decoding.host import EXPECTED, cache_name, check_host, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import TreesRefusedError, check_supported
+from hf_specdec.decoding.support import TreesRefusedError, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.base import Drafter
 
 
@@ -89,9 +91,14 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             if _IN_HOSTS_LOOP.get():
                 raise TreesRefusedError("hosts_loop() asks for chains")
             check_supported(self)
+            check_trees(self)
             return _decode_trees(self, assistant_model, *args, **kwargs)
         except TreesRefusedError as refusal:  # before the first token
             reason = str(refusal)
+        rows = len(args[0] if args else kwargs["input_ids"])
+        trouble = f"they are one row at a time, and this batch has {rows}" if rows > 1 else chains_refused(self)
+        if trouble is not None:
+            return _decode_plainly(self, assistant_model, f"{reason}. Nor can chains be: {trouble}", *args, **kwargs)
         run = functools.partial(original, self, *args, **kwargs)
         return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
 
@@ -156,10 +163,11 @@ def _check_call(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
+    if config.use_cache is False and model.generation_config.use_cache is False:
+        config.use_cache = True  # the target's own default; nobody has asked for it in this call
     if config.use_cache is False:
         raise ValueError(
-            "Speculative decoding needs the target's cache, but use_cache=False was passed or is the target's own "
-            "default; pass use_cache=True."
+            "Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out."
         )
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
@@ -211,7 +219,7 @@ def _decode_trees(
 ) -> Any:
     """Our own loop."""
     stats = drafter.stats = SpeculationStats(method=drafter.method)
-    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get("past_key_values"))
+    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)))
     target = TargetModel(
         model,
         drafter.feature_layers(model),
@@ -239,6 +247,33 @@ def _decode_trees(
         return decoding.run()
 
 
+def _decode_plainly(
+    model: PreTrainedModel,
+    drafter: Drafter,
+    reason: str,
+    input_ids: Any,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    inputs_tensor: Any = None,
+    assistant_tokenizer: Any = None,
+    tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """The host's own decoding without drafts, for `reason`; the other arguments are those of `_assisted_decoding`."""
+    warnings.warn(f"{reason}. Nothing is drafted in this call; the output is not affected.", stacklevel=2)
+    stats = drafter.stats = SpeculationStats(method=drafter.method)
+    stats.begin(input_ids)
+    started = time.perf_counter()
+    output = sample(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
+    )
+    stats.total_time_s = time.perf_counter() - started
+    return output
+
+
 def _decode_chains(
     model: PreTrainedModel,
     drafter: Drafter,
@@ -263,11 +298,6 @@ def _decode_chains(
         generation_config: see there.
         others: what else it was given.
     """
-    if len(input_ids) > 1:
-        raise ValueError(
-            f"{reason}. Chains can be verified instead, of one row at a time, and this batch has {len(input_ids)} "
-            "rows. Generate one row at a time, or without assistant_model."
-        )
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     stats.begin(input_ids)
     target = TargetModel(model, drafter.feature_layers(model))

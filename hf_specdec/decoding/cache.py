@@ -122,7 +122,7 @@ class TreeCache(Cache):
         length = self.get_seq_length()
         self.entries.begin_rounds(capacity, contiguous=contiguous)
         self.recurrent.begin_rounds(capacity, contiguous=contiguous)
-        self._set_lengths([length] * self.entries.batch)
+        self._set_lengths([length] * (self.entries if self.entries.layers else self.recurrent).batch)
 
     # How long the rows are.
 
@@ -165,6 +165,14 @@ class TreeCache(Cache):
             del self._unread[0]
             self._extent.longest = max(self._row_lengths) + sum(counts.most for counts in self._unread)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens so far; without attention layers those of this call, since states do not tell."""
+        if any(isinstance(layer, EntriesLayer) for layer in self.layers):
+            return int(super().get_seq_length(layer_idx))
+        if self._extent.longest is not None:
+            return self._extent.node_start + self._extent.held
+        return max(layer.seen for layer in self.recurrent.layers)
+
     @property
     def keeps_states(self) -> bool:
         """Whether some layers keep states, which cannot be cut back behind a commit."""
@@ -178,7 +186,7 @@ class TreeCache(Cache):
     @property
     def device(self) -> torch.device:
         """Of the first layer; from the first round on."""
-        return self.entries.device
+        return (self.entries if self.entries.layers else self.recurrent).device
 
     @property
     def capacity(self) -> int:

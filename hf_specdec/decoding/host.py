@@ -25,6 +25,7 @@ EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
             "_get_candidate_generator": ("generation_config", "input_ids", "inputs_tensor", "logits_processor"),
             "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+            "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
             "_prefill": ("input_ids", "generation_config", "model_kwargs"),
             "_update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder"),
             "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
@@ -50,6 +51,22 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig,
     return model._prefill(input_ids, config, model_kwargs)
 
 
+def sample(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: GenerationConfig,
+    synced_gpus: bool,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Plain decoding, greedy or sampled."""
+    return model._sample(
+        input_ids, logits_processor, stopping_criteria, config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+    )
+
+
 def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """What plain decoding would give the model for the step after a forward.
 
@@ -62,6 +79,17 @@ def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwar
     arguments = model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **arguments)
     return inputs
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The argument by which a model is given its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def takes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether a family keeps what it stores in the host's own cache."""
+    has_argument = cache_name(model) in inspect.signature(model.forward).parameters
+    return has_argument and bool(model._supports_default_dynamic_cache())
 
 
 def cache_layers(model: PreTrainedModel) -> list[Any]:

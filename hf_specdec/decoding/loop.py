@@ -114,7 +114,7 @@ class SpeculativeDecoding:
                             self.round()
                     output_ids = self.sequences.finish()
                     self.stats.count_target(self.target)
-                    self.target.hand_back(self.model_kwargs["past_key_values"], output_ids, self.sequences.lengths)
+                    self.target.hand_back(self.model_kwargs[self.target.cache_name], output_ids, self.sequences.lengths)
                     self.generator.count(self.stats)
                     self.stats.report_plain_steps()
             finally:
@@ -124,7 +124,7 @@ class SpeculativeDecoding:
             return output_ids
         return SpeculativeOutput(
             sequences=output_ids,
-            past_key_values=self.model_kwargs["past_key_values"],
+            past_key_values=self.model_kwargs[self.target.cache_name],
             speculation=self.stats,
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )

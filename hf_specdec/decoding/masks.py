@@ -27,6 +27,7 @@ def node_mask(
     dtype: torch.dtype,
     *,
     window: int | None = None,
+    chunk: int | None = None,
     starts: Tensor | None = None,
     prompt_mask: Tensor | None = None,
 ) -> Tensor:
@@ -40,6 +41,8 @@ def node_mask(
         prefix: entries in front of the round's nodes.
         dtype: of the mask.
         window: entries that a node sees at most, its own included; None for all.
+        chunk: a node sees entries of its own chunk of the text only, of this many tokens, padding not counted; None for
+            all.
         starts: [batch] int64, where each row's prompt begins; None where it begins with the first entry.
         prompt_mask: [batch, prompt] bool, which of the first entries may be seen; None for all.
 
@@ -59,6 +62,12 @@ def node_mask(
         own = depths[:, -nodes:].unsqueeze(-1)
         seen = seen & (lengths[:, None, None] + own - entries < window)
         sees = sees & (own - depths.unsqueeze(1) < window)
+    if chunk is not None:
+        hidden = 0 if prompt_mask is None else (~prompt_mask).sum(1).view(-1, 1, 1)
+        place = (lengths.view(-1, 1, 1) + depths.unsqueeze(1) - hidden) // chunk
+        own = place[..., -nodes:].mT
+        seen = seen & ((entries - hidden) // chunk == own)
+        sees = sees & (place == own)
     return additive(torch.cat([seen, sees], dim=-1), dtype)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_specdec.decoding.host import next_inputs
+from hf_specdec.decoding.host import cache_name, next_inputs
 from hf_specdec.decoding.support import TreesRefusedError
 
 # What rounds have answers of their own for.
 _OUR_BUSINESS = frozenset(
     {
-        "attention_mask", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "output_attentions",
+        "attention_mask", "cache_params", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "output_attentions",
         "output_hidden_states", "past_key_values", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
@@ -75,7 +75,7 @@ def next_step(
     """
     batch = len(input_ids)
     longer = torch.cat([input_ids, input_ids.new_zeros(batch, 1)], dim=1)  # whatever the first token will be
-    given = next_inputs(model, outputs, longer, dict(model_kwargs, past_key_values=cache))
+    given = next_inputs(model, outputs, longer, dict(model_kwargs, **{cache_name(model): cache}))
     positions = given.get("position_ids")
     others = {name: value for name, value in given.items() if name not in _OUR_BUSINESS and value is not None}
     types = {name: value for name, value in others.items() if name.endswith("token_type_ids")}

@@ -9,38 +9,38 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_specdec.decoding.attention import own_implementation
-from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent
+from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent, takes_dynamic_cache
+from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.kinds import KINDS
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class TreesRefusedError(ValueError):
-    """Draft trees cannot be verified, for the reason in the message; the host's own loop can verify chains."""
+    """Draft trees cannot be verified, for the reason in the message; the host decodes, with chains if it can."""
 
 
 def check_supported(model: PreTrainedModel) -> None:
     """Raises, naming what is missing, if trees cannot be verified on `model`.
 
     Raises:
-        TreesRefusedError: the host's own loop can verify chains on it.
-        ValueError: the host's own loop cannot either.
+        TreesRefusedError: the host decodes on it, with chains where it can verify them.
+        ValueError: it is not decoder-only.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
+    if not takes_dynamic_cache(model) or (is_recurrent(model) and not keeps_states(model)):
+        raise TreesRefusedError(f"Target {name} keeps what it has read elsewhere than in transformers' DynamicCache")
     types = sorted(set(getattr(config, "layer_types", None) or ()))
     unknown = sorted({type(layer).__name__ for layer in cache_layers(model) if type(layer) not in KINDS})
-    if unknown or (is_recurrent(model) and not keeps_states(model)):
-        raise ValueError(
-            f"Target {name} keeps {unknown or ['recurrent states']} of layers of type {types}, which are not yet "
-            "supported. Generate without assistant_model."
-        )
-    if "chunked_attention" in types:
+    if unknown:
+        raise TreesRefusedError(f"Target {name} has layers of type {types}, which store what is not known: {unknown}")
+    if getattr(config, "keep_window_size", None):
         raise TreesRefusedError(
-            f"Target {name} has layers of type {types}; draft trees are verified on layers of type {list(LAYER_TYPES)}"
+            f"Target {name} has attention that keeps {config.keep_window_size} of all keys (keep_window_size), and "
+            "which ones depends on the order in which equal ones lie in the cache"
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise TreesRefusedError(
@@ -52,18 +52,9 @@ def check_supported(model: PreTrainedModel) -> None:
             f"Target {name} uses attn_implementation={attention_of(config)!r}, which cannot take the ancestor mask of "
             f"a draft tree; {list(ATTENTION_IMPLEMENTATIONS)} can"
         )
-    if getattr(config, "alibi", False):  # Falcon; Bloom and MPT take no position_ids either
-        raise TreesRefusedError(
-            f"Target {name} has alibi positions, which count entries of the cache, where siblings of a draft tree "
-            "lie between a node and its past"
-        )
-    if getattr(config, "keep_window_size", None):
-        raise ValueError(
-            f"Target {name} has sparse attention that keeps {config.keep_window_size} keys of all entries "
-            "(keep_window_size), drafted ones among them, in trees and in chains; not yet supported. Generate without "
-            "assistant_model."
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    recurrent_only = types == ["linear_attention"]
+    counted = recurrent_only or places.told_by_hooks(model) or standins.names_of(model) & standins.OF_PLACES.keys()
+    if "position_ids" not in inspect.signature(model.forward).parameters and not counted:
         raise TreesRefusedError(
             f"Target {name} takes no position_ids, so that the nodes of a draft tree cannot be placed"
         )
@@ -72,6 +63,16 @@ def check_supported(model: PreTrainedModel) -> None:
 def keeps_states(model: PreTrainedModel) -> bool:
     """Whether layers of a target keep states of a recurrence or convolution, which cannot be cut back."""
     return any(isinstance(layer, LinearAttentionLayer) for layer in cache_layers(model))
+
+
+def chains_refused(model: PreTrainedModel) -> str | None:
+    """Why the host's own loop cannot verify chains on a target either; None if it can."""
+    known = takes_dynamic_cache(model) and not is_recurrent(model) and not keeps_states(model)
+    if not known or any(type(layer) not in KINDS for layer in cache_layers(model)):
+        return "what it stores cannot be cut back"
+    if getattr(model.config.get_text_config(decoder=True), "keep_window_size", None):
+        return "drafted keys would take the places of others"
+    return None
 
 
 def bound_rows(model: PreTrainedModel) -> int | None:

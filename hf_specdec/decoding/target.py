@@ -7,6 +7,7 @@ during a forward. The tree's meaning is in `tree.py`, what layers store in `cach
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +25,8 @@ from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
-from hf_specdec.decoding.layers import rules
-from hf_specdec.decoding.layers.nodes import on_nodes
+from hf_specdec.decoding.layers import places, standins
+from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
 from hf_specdec.decoding.masks import node_mask, whole_prefix_mask
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.packed import packed_linears
@@ -38,6 +39,8 @@ from hf_specdec.decoding.tree import DraftTree, from_host
 
 if TYPE_CHECKING:
     from hf_specdec.decoding.accept import DrawnCandidates
+
+CHUNKED = "chunked_attention"
 
 
 @dataclass
@@ -109,6 +112,13 @@ class TargetModel:
         self.output_options = {name: True for name, wanted in asked.items() if wanted}
         self.bound_rows = bound_rows(model)
         self.windows = _windows(model)
+        self.chunk: int | None = getattr(self.config, "attention_chunk_size", None)
+        hooks, names = places.hooks(model), standins.names_of(model)
+        self.position_hooks = hooks
+        self.counts_entries = bool(hooks) or bool(names & standins.OF_PLACES.keys())
+        self.steps_on_nodes = self.counts_entries
+        self.cache_name = host.cache_name(model)
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.windows]
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
@@ -142,12 +152,13 @@ class TargetModel:
 
     @contextmanager
     def tapping(self) -> Iterator[None]:
-        """Reads the outputs of `feature_layers` while the context is open."""
+        """Reads the outputs of `feature_layers`, and tells modules where nodes stand, while the context is open."""
         handles = []
         try:
             for index in dict.fromkeys(self.feature_layers):
                 handles.append(self._tap(index))
             self._tap_hooks = [handle.id for handle in handles]
+            handles += [register() for register in self.position_hooks]
             yield
         finally:
             for handle in handles:
@@ -203,10 +214,11 @@ class TargetModel:
             ValueError: nor can chains; or the target gave no cache.
         """
         check_supported(self.model)
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(self.cache_name)
         self.cache = self._new_cache() if given is None else TreeCache.continuing(given, self.num_layers)
-        if self.cache.keeps_states:
-            rules.install(self.model)
+        self.steps_on_nodes = self.cache.keeps_states or self.counts_entries
+        if self.steps_on_nodes:
+            standins.install(self.model)
         attention_mask = model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() != 2:
@@ -214,11 +226,16 @@ class TargetModel:
                 f"position_ids have shape {list(position_ids.shape)}, of several axes (images, video), and draft trees "
                 "need [batch, seq] positions"
             )
+        if len(input_ids) > 1 and standins.names_of(self.model) & standins.OF_ONE_ROW:
+            raise TreesRefusedError(
+                f"Target {type(self.model).__name__} has biases by place for one row alone, and the batch has "
+                f"{len(input_ids)}: trees of rows that have grown apart would need their own"
+            )
         check_attended(self.model, model_kwargs)
         already = self.cache.get_seq_length()
-        arguments = dict(model_kwargs, past_key_values=self.cache)
+        arguments = dict(model_kwargs, **{self.cache_name: self.cache})
         outputs = host.prefill(self.model, input_ids, generation_config, arguments)
-        returned = getattr(outputs, "past_key_values", None)
+        returned = getattr(outputs, self.cache_name, None)
         if returned is None:
             raise ValueError(
                 f"Target {type(self.model).__name__} returned no cache after the prompt; speculative decoding keeps "
@@ -250,7 +267,9 @@ class TargetModel:
     def prefill_alone(self, token_ids: Tensor, max_length: int) -> TargetOutput:
         """Runs [batch, seq] int64 tokens without padding, outside of `generate`; texts may get `max_length` tokens."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand(len(token_ids), -1)
-        arguments = {"attention_mask": torch.ones_like(token_ids), "position_ids": positions, "use_cache": True}
+        arguments = {"attention_mask": torch.ones_like(token_ids), "use_cache": True}
+        if self.takes_positions:
+            arguments["position_ids"] = positions
         return self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
 
     def _new_cache(self) -> TreeCache:
@@ -268,7 +287,7 @@ class TargetModel:
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
-        if self.compiles and self.prompt_starts is not None and self.step.is_plain and not self.cache.keeps_states:
+        if self.compiles and self.prompt_starts is not None and self.step.is_plain and not self.steps_on_nodes:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
@@ -420,16 +439,18 @@ class TargetModel:
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
-        stepping = on_nodes(tree, first) if self.cache.keeps_states else nullcontext()
+        if self.takes_positions:
+            extra["position_ids"] = position_ids
+        prefix = Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask)
+        stepping = on_nodes(tree, first, prefix) if self.steps_on_nodes else nullcontext()
         with inference_on_cpu(position_ids.device), self.own_attention, self.packed, stepping:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
                 attention_mask=self.masks_as_wanted(masks),
-                position_ids=position_ids,
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **{self.cache_name: self.cache},
                 **extra,
                 **self.output_options,
             )
@@ -447,15 +468,24 @@ class TargetModel:
         plain = self.prompt_mask is None and cache.is_even
         return {
             kind: whole_prefix_mask(sees, cache.longest, self.dtype)
-            if plain and window is None
+            if plain and window is None and kind != CHUNKED
             else node_mask(
-                sees, tree.depths, cache.lengths, cache.longest, self.dtype, window=window, prompt_mask=self.prompt_mask
+                sees,
+                tree.depths,
+                cache.lengths,
+                cache.longest,
+                self.dtype,
+                window=window,
+                chunk=self.chunk if kind == CHUNKED else None,
+                prompt_mask=self.prompt_mask,
             )
             for kind, window in self.windows.items()
         }
 
     def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Masks by the keys of `windows` in the form that the host takes."""
+        if not masks:  # no layer attends
+            return None
         if "all" in masks:
             return masks["all"]
         # Layers without attention have a key of their own, and nothing to mask: padding lies before the first node.
@@ -493,7 +523,11 @@ def _windows(model: PreTrainedModel) -> dict[str, int | None]:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
     window = getattr(config, "sliding_window", None)
+    if set(types) == {"linear_attention"}:
+        return {}
     if "sliding_attention" in types:
         return {"full_attention": None, "sliding_attention": window}
+    if CHUNKED in types:
+        return {"full_attention": None, CHUNKED: None}
     # Without layer types a window holds for all layers (Mistral); with all layers full it is not in use (Qwen2).
     return {"all": None if types else window}

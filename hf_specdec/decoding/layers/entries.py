@@ -32,6 +32,11 @@ class EntriesLayer(CacheLayerMixin):
         self.window: int | None = None  # entries that the host's own cache would show a query, its own included
         self.contiguous = False  # whether a forward gets entries as copies, each a block of memory of its own
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the attributes that have an entry per token."""
+        return ("keys", "values")
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -62,6 +67,9 @@ class EntriesLayer(CacheLayerMixin):
             self.keys = torch.nn.functional.pad(source.keys, padding)
             self.values = torch.nn.functional.pad(source.values, padding)
 
+    def hand_back_more(self, layer: Any, length: int) -> None:
+        """Gives a layer of the caller's cache what has an entry per token beside keys and values."""
+
     def get_seq_length(self) -> int:
         if not self.is_initialized:  # nor will it be: cross-attention without anything to attend to
             return 0
@@ -74,6 +82,39 @@ class EntriesLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class IndexedLayer(EntriesLayer):
+    """With the keys of an indexer, which chooses the entries that attention reads: [batch, 1, entries, index_dim]."""
+
+    def __init__(self, extent: Extent) -> None:
+        super().__init__(extent)
+        self.index: Tensor | None = None  # not all layers of a model that has indexers have one
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("keys", "values") if self.index is None else ("keys", "values", "index")
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Adds [batch, new, index_dim] entries; returns all entries that a query may be allowed to see."""
+        new = indexer_key_states.unsqueeze(1)
+        if self.extent.longest is None:
+            self.index = new if self.index is None else torch.cat([self.index, new], 2)
+            return self.index.squeeze(1)
+        assert self.index is not None, "a round follows a prefill"
+        start = self.extent.node_start + self.extent.held
+        self.index.narrow(2, start, new.shape[2]).copy_(new)
+        return self.index.narrow(2, 0, start + new.shape[2]).squeeze(1)
+
+    def take_over(self, source: Any) -> None:
+        super().take_over(source)
+        if source.is_indexer_initialized:
+            self.index = source.indexer_keys.unsqueeze(1)
+
+    def hand_back_more(self, layer: Any, length: int) -> None:
+        if self.index is not None:
+            layer.lazy_initialization_indexer(self.index)
+            layer.indexer_keys = self.index[:, 0, :length].clone()
 
 
 class Entries(LayerStates):
@@ -111,20 +152,22 @@ class Entries(LayerStates):
         return tuple(slab.data_ptr() for slab in self._slabs)
 
     def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
-        for layer in self.layers:
-            layer.contiguous = contiguous and self.batch > 1  # one row is one block as it lies
-        self._allocate(self.layers[0].keys.shape[2], capacity)
+        if self.layers:
+            for layer in self.layers:
+                layer.contiguous = contiguous and self.batch > 1  # one row is one block as it lies
+            self._allocate(self.layers[0].keys.shape[2], capacity)
 
     def reserve(self, entries: int) -> None:
-        if entries > self.capacity:
+        if self.layers and entries > self.capacity:
             self._allocate(self.extent.node_start + self.extent.held, entries + GROWTH)
 
     def _allocate(self, length: int, capacity: int) -> None:
         groups: dict[tuple[Any, ...], list[tuple[EntriesLayer, str]]] = {}
         for layer in self.layers:
-            for name in ("keys", "values"):
-                _, kv_heads, _, head_dim = getattr(layer, name).shape
-                groups.setdefault((kv_heads, head_dim, layer.dtype, layer.device), []).append((layer, name))
+            for name in layer.names:
+                held = getattr(layer, name)
+                kind = (held.shape[1], held.shape[3], held.dtype, held.device)
+                groups.setdefault(kind, []).append((layer, name))
         before, self._slabs = self._slabs, []
         for (kv_heads, head_dim, dtype, device), members in groups.items():
             # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
@@ -182,13 +225,13 @@ class Entries(LayerStates):
                     for held in (layer.keys, layer.values):
                         held[row, :, : max(0, length + 1 - layer.window)] = 0
 
-    def take_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        return [(layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone()) for layer in self.layers]
+    def take_row(self, row: int, length: int) -> list[list[Tensor]]:
+        return [[getattr(layer, name)[row, :, :length].clone() for name in layer.names] for layer in self.layers]
 
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
         self._replace(longest, lambda held, _: held[from_host(rows, held.device), :, :longest])
 
-    def put_rows(self, aside: dict[int, list[tuple[Tensor, Tensor]]], longest: int) -> None:
+    def put_rows(self, aside: dict[int, list[list[Tensor]]], longest: int) -> None:
         batch = self.batch + len(aside)
         own = [row for row in range(batch) if row not in aside]
 
@@ -204,10 +247,11 @@ class Entries(LayerStates):
         self._replace(longest, joined)
 
     def _replace(self, longest: int, change: Callable[[Tensor, tuple[int, int]], Tensor]) -> None:
-        """`change(held, (layer, 0 for keys or 1 for values))` gives a layer's new entries, up to the longest row's."""
+        """`change(held, (layer, number of the name))` gives a layer's new entries, up to the longest row's."""
         capacity = self.capacity
         for index, layer in enumerate(self.layers):
-            layer.keys, layer.values = change(layer.keys, (index, 0)), change(layer.values, (index, 1))
+            for part, name in enumerate(layer.names):
+                setattr(layer, name, change(getattr(layer, name), (index, part)))
         self._allocate(longest, max(capacity, longest))
 
     def hand_back(self, like: Cache, length: int) -> None:
@@ -217,7 +261,7 @@ class Entries(LayerStates):
         to afterwards. Else copies let them go. Buffers of a workspace, which will be written to, are copied.
         """
         copies = self.workspace is not None or 2 * length < self.capacity
-        last = max(index for index, layer in enumerate(self.all_layers) if layer in self.layers)
+        last = max((index for index, layer in enumerate(self.all_layers) if layer in self.layers), default=-1)
         while len(like.layers) <= last:  # a DynamicCache() made without a config grows as it is used
             like.layers.append(DynamicLayer())
         for own, layer in zip(self.all_layers, like.layers, strict=False):
@@ -231,3 +275,4 @@ class Entries(LayerStates):
             layer.keys, layer.values = own.keys[:, :, start:length], own.values[:, :, start:length]
             if copies:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+            own.hand_back_more(layer, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers.cache_utils import (
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -14,13 +15,14 @@ from transformers.cache_utils import (
 
 from hf_specdec.decoding.host import DummyLayer
 from hf_specdec.decoding.layers.base import Extent
-from hf_specdec.decoding.layers.entries import EntriesLayer
+from hf_specdec.decoding.layers.entries import EntriesLayer, IndexedLayer
 from hf_specdec.decoding.layers.recurrent import HybridLayer, RecurrentLayer
 
 # By the class of the host's layer, the class of ours; None where nothing is kept.
 KINDS: dict[type, type | None] = {
     DynamicLayer: EntriesLayer,
     DynamicSlidingWindowLayer: EntriesLayer,
+    DynamicIndexedLayer: IndexedLayer,
     LinearAttentionLayer: RecurrentLayer,
     LinearAttentionAndFullAttentionLayer: HybridLayer,
     LinearAttentionAndSlidingWindowAttentionLayer: HybridLayer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,57 @@ from torch import Tensor
 from hf_specdec.decoding.tree import DraftTree
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """What the nodes of a round lie behind.
+
+    Attributes:
+        lengths: [batch] int64, committed entries of each row, left padding included.
+        entries: of the cache, up to the first node.
+        prompt_mask: [batch, prompt] bool, which of the first entries may be seen; None for all.
+    """
+
+    lengths: Tensor
+    entries: int
+    prompt_mask: Tensor | None
+
+
 class NodesOfRound:
     """The nodes of the forward under way, and the layer that it has come to.
 
     Args:
         tree: of the round.
         first: nodes before this one were run by earlier forwards of the round.
+        prefix: what the nodes lie behind.
 
     Attributes:
-        calls: how often a rule has run.
+        layer: the layer with states that the forward has come to; None before the first.
     """
 
-    def __init__(self, tree: DraftTree, first: int) -> None:
-        self.tree, self.first = tree, first
+    def __init__(self, tree: DraftTree, first: int, prefix: Prefix) -> None:
+        self.tree, self.first, self.prefix = tree, first, prefix
         self.layer: Any = None
-        self.calls = 0
         self._columns: dict[int, Tensor] = {}
+
+    def entries(self, device: torch.device) -> Tensor:
+        """[batch, new] int64: the entry of the cache at which plain decoding would have each new node."""
+        lengths, depths = self.prefix.lengths.to(device), self.tree.depths.to(device)
+        return lengths.unsqueeze(1) + depths[:, self.first :]
+
+    def places(self, device: torch.device) -> Tensor:
+        """[batch, prefix + nodes] int64: the place of every key in the text of its row, padding not counted."""
+        prefix, lengths = self.prefix, self.prefix.lengths.to(device)
+        seen = torch.ones(len(lengths), prefix.entries, dtype=torch.int64, device=device)
+        if prefix.prompt_mask is not None:
+            seen[:, : prefix.prompt_mask.shape[1]] = prefix.prompt_mask.to(device)
+        hidden = (1 - seen).sum(1, keepdim=True)
+        nodes = lengths.unsqueeze(1) - hidden + self.tree.depths.to(device)
+        return torch.cat([(seen.cumsum(1) - 1).clamp(min=0), nodes], 1)
+
+    @property
+    def longest_text(self) -> int:
+        """No key has a place beyond this number of tokens."""
+        return self.prefix.entries + self.tree.max_depth + 1
 
     def ancestors(self, device: torch.device) -> Tensor:
         """[batch, nodes, nodes] bool of all nodes of the round."""
@@ -62,9 +98,9 @@ _NOW = _Now()
 
 
 @contextmanager
-def on_nodes(tree: DraftTree, first: int) -> Iterator[NodesOfRound]:
-    """Forwards made in this thread meanwhile run the host's recurrences on the nodes of `tree` from `first` on."""
-    nodes = _NOW.nodes = NodesOfRound(tree, first)
+def on_nodes(tree: DraftTree, first: int, prefix: Prefix) -> Iterator[NodesOfRound]:
+    """Forwards made in this thread meanwhile run on the nodes of `tree` from `first` on."""
+    nodes = _NOW.nodes = NodesOfRound(tree, first, prefix)
     try:
         yield nodes
     finally:

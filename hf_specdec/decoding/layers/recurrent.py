@@ -63,15 +63,19 @@ class RecurrentLayer(LinearAttentionLayer):
     Args:
         extent: of the cache.
         number_of_states: see the host's class.
+
+    Attributes:
+        seen: tokens of this call's prefill.
     """
 
     def __init__(self, extent: Extent, number_of_states: int = 1) -> None:
         super().__init__(number_of_states)
-        self.extent, self.tape = extent, Tape()
+        self.extent, self.tape, self.seen = extent, Tape(), 0
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Takes the inputs of new tokens, [batch, channels, new]; returns the window and all inputs behind it."""
         if self.extent.longest is None:
+            self.seen += conv_states.shape[-1] if state_idx == 0 else 0
             return super().update_conv_state(conv_states, state_idx, **kwargs)
         nodes = nodes_under_way()
         assert nodes is not None, "rounds run on the nodes of a tree"
@@ -169,6 +173,17 @@ class Recurrent(LayerStates):
         self.all_layers, self.extent = layers, extent
         self.layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         self._pending: tuple[Tensor, Tensor] | None = None  # path and counts of a commit
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first layer."""
+        return self.layers[0].device
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        kind, index = self.layers[0].states()[0]
+        return len(kind[index])
 
     def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
         """Nothing grows."""

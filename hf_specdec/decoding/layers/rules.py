@@ -5,49 +5,21 @@ host's function that it stands in for and gives for node i what the host's would
 are linear in the state, so products with the ancestor mask take the place of steps. What a node adds to the state goes
 onto the layer's tape (`recurrent.py`).
 
-The host looks its functions up by name, in the module of each family, when it calls them. Each of these names is bound
-once, for good, to a function that asks whether a round is under way in this thread: then the rule runs, else the host's
-own, with whatever kernel it has found. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692;
+`standins.py` puts them in the host's place. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692;
 Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way
+from hf_specdec.decoding.layers.nodes import NodesOfRound
 from hf_specdec.decoding.layers.recurrent import RecurrentLayer
-
-
-def install(model: PreTrainedModel) -> None:
-    """Binds the names that have a rule, in the modules that the model's layers come from; once per module."""
-    for file in {type(module).__module__ for module in model.modules()}:
-        names = vars(sys.modules[file])
-        for name, rule in RULES.items():
-            function = names.get(name)
-            if callable(function) and not hasattr(function, "_hf_specdec_original"):
-                names[name] = _dispatched(function, rule)
-
-
-def _dispatched(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nodes = nodes_under_way()
-        if nodes is None or nodes.layer is None:
-            return function(*args, **kwargs)
-        nodes.calls += 1
-        return rule(nodes, nodes.layer, *args, **kwargs)
-
-    functools.update_wrapper(run, function, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())
-    run._hf_specdec_original = function  # type: ignore[attr-defined]
-    return run
 
 
 def convolution(
@@ -347,12 +319,3 @@ def advance_scan(base: Tensor, parts: Sequence[Tensor], kept: Tensor) -> Tensor:
         decay, added = (part[:, step] for part in parts)
         state = (decay * state + added).where(kept[:, step].view(-1, *[1] * (state.dim() - 1)), state)
     return state
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": convolution,
-    "chunk_kimi_delta_attention": delta_rule,
-    "mamba2_chunk_scan": state_space_scan,
-    "mamba_selective_scan": selective_scan,
-    "torch_chunk_gated_delta_rule": delta_rule,
-}

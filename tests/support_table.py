@@ -1,0 +1,280 @@
+"""The support table in docs/support.md: what speculation does on each decoder-only family of the installed transformers.
+
+    python -m tests.support_table            # writes it
+    python -m tests.support_table llama bart # prints these families only
+
+Every family of `MODEL_FOR_CAUSAL_LM` is built tiny, with random weights, from its own default config cut down by the
+names of its fields; then drafts that are right in part are verified, one row and a padded batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import platform
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.scripted import right_for
+
+FILE = Path(__file__).parents[1] / "docs" / "support.md"
+VOCAB, LAYERS, HIDDEN, HEADS, HEAD_DIM, NEW, SECONDS = 64, 4, 32, 4, 8, 20, 120
+KINDS = ("trees", "chains", "plain", "other tokens", "error", "no plain decoding", "not built")
+
+# Sizes by the name of the field, in all configs that have it.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "encoder_vocab_size", "decoder_vocab_size"), VOCAB),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), LAYERS
+    ),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), HIDDEN),
+    **dict.fromkeys(("dim_model", "embed_dim", "attention_hidden_size", "lru_width"), HIDDEN),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "num_decoder_attention_heads"),
+        HEADS,
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "d_inner", "decoder_ffn_dim", "dense_intermediate_size", "dim_ff"), 48
+    ),
+    **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size"), 24),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4
+    ),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_zero_experts"), 1),
+    **dict.fromkeys(("head_dim", "global_head_dim", "attention_head_dim", "kv_channels", "dim_head"), HEAD_DIM),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "o_lora_rank"), 16),
+    **dict.fromkeys(("index_topk", "index_n_heads"), 8),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "local_attention_window"), 6),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), HEADS),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), HEADS),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), HEAD_DIM),
+    **dict.fromkeys(("mamba_d_ssm", "mamba_intermediate_size"), 64),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups"), 1),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "laurel_rank"), 4),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
+    "hidden_size_per_layer_input": HEAD_DIM,
+    "num_kv_shared_layers": 2,
+    "altup_num_inputs": 2,
+    "query_pre_attn_scalar": HEAD_DIM,
+    "initializer_range": 0.3,
+    "init_std": 0.3,
+    "tie_word_embeddings": False,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "use_cache": True,
+}
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_MAMBA = {"mamba_expand": 2, "mamba_d_conv": 4}
+# What the names of fields do not tell.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
+    "codegen": {"rotary_dim": HEAD_DIM},
+    "deepseek_v2": {"topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "falcon": {"head_dim": None},
+    "gemma4_text": {"head_dim": HEAD_DIM, "global_head_dim": HEAD_DIM},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gptj": {"rotary_dim": HEAD_DIM},
+    "granitemoehybrid": {"layer_types": _LINEAR, **_MAMBA},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_expand": 2,
+        "use_mamba_kernels": False,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "mamba2": {"head_dim": 16, "num_heads": HEADS, "expand": 2},
+    "ministral": {"head_dim": HEAD_DIM},
+    "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": 2},
+    "xlnet": {"max_position_embeddings": None},
+    "zamba": {
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 16,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "mamba_expand": 2,
+        "n_mamba_heads": 2,
+        "num_key_value_heads": HEADS,
+    },
+    "zamba2": {
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 16,
+        "hybrid_layer_ids": [1, 3],
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "mamba_expand": 2,
+        "num_key_value_heads": HEADS,
+        "num_mem_blocks": 1,
+    },
+}
+
+
+def tiny_config(model_type: str) -> Any:
+    """A family's own default config with every size cut down."""
+    usual = AutoConfig.for_model(model_type).get_text_config(decoder=True)
+    known = usual.to_dict()
+    given = {name: size for name, size in SIZES.items() if known.get(name, getattr(type(usual), name, None)) is not None}
+    given |= {name: size for name, size in SIZES.items() if name in ("is_decoder", "is_encoder_decoder", "use_cache")}
+    kinds = list(getattr(usual, "layer_types", None) or ())
+    if kinds:  # each kind as early as it can be
+        order = list(dict.fromkeys(kinds))
+        given["layer_types"] = [order[place % len(order)] for place in range(LAYERS)]
+    if "num_key_value_heads" in given and known.get("num_key_value_heads") == known.get("num_attention_heads"):
+        given["num_key_value_heads"] = HEADS
+    given |= OVERRIDES.get(model_type, {})
+    given = {name: value for name, value in given.items() if value is not None}
+    problem: Exception | None = None
+    # Some families derive a field from others, or check one against another.
+    for dropped in ((), ("layer_types",), ("head_dim",), ("layer_types", "head_dim")):
+        attempt = {name: value for name, value in given.items() if name not in dropped}
+        try:
+            return type(usual)(**attempt, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        except Exception as error:  # noqa: BLE001
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    """A family's causal language model with random weights, in float64."""
+    config = tiny_config(model_type)
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None, bos_token_id=None)
+    return model.eval()
+
+
+def prompts() -> Iterator[dict[str, Tensor]]:
+    """One row, and three with left padding."""
+    ids = torch.randint(3, VOCAB - 2, (3, 9), generator=torch.Generator().manual_seed(2))
+    yield {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])}
+    mask = torch.ones_like(ids)
+    mask[1, :5] = mask[2, :2] = 0
+    yield {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+
+
+def outcome(model_type: str) -> tuple[str, str]:
+    """One of `KINDS`, and why."""
+    try:
+        model = tiny_model(model_type)
+    except Exception as error:  # noqa: BLE001  (whatever a family raises without what it needs)
+        return "not built", f"{type(error).__name__}: {error}"
+    kinds, reasons = set(), []
+    for number, prompt in enumerate(prompts()):
+        arguments: dict[str, Any] = {**prompt, "max_new_tokens": NEW, "do_sample": False, "use_cache": True}
+        try:
+            alone = model.generate(**arguments)
+        except Exception as error:  # noqa: BLE001
+            if number == 0:
+                return "no plain decoding", f"{type(error).__name__}: {error}"
+            continue
+        if number == 0 and not alone.equal(model.generate(**arguments)):
+            return "no plain decoding", "two calls give different tokens"
+        for right in (0, 3, [2, 0, 5, 1]):
+            drafter = right_for(right, alone, vocab=VOCAB)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    same = bool(model.generate(**arguments, assistant_model=drafter).equal(alone))
+                except Exception as error:  # noqa: BLE001
+                    return "error", f"{type(error).__name__}: {error}"
+            said = [str(each.message) for each in caught if "the output is not affected" in str(each.message)]
+            if not same:
+                return "other tokens", said[0] if said else f"{'batch' if number else 'one row'}, {right} right"
+            kinds.add("trees" if not said else "plain" if "Nothing is drafted" in said[0] else "chains")
+            reasons += said
+        if number == 0 and kinds != {"trees"}:  # rows of a batch are decoded plainly then
+            break
+    return next(kind for kind in ("plain", "chains", "trees") if kind in kinds), reasons[0] if reasons else ""
+
+
+def _send(model_type: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    pipe.send(outcome(model_type))
+
+
+def outcome_apart(model_type: str) -> tuple[str, str]:
+    """`outcome` in a process of its own, which may crash, or take too long."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(model_type, sender))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(SECONDS):
+            return tuple(receiver.recv())  # type: ignore[return-value]
+        return "error", f"no answer within {SECONDS} s"
+    except EOFError:
+        return "error", "the process ended"
+    finally:
+        process.kill()
+        process.join()
+
+
+def families() -> list[str]:
+    """All of the installed transformers."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def page(found: dict[str, tuple[str, str]]) -> str:
+    """The table as Markdown."""
+    counts = Counter(kind for kind, _ in found.values())
+    lines = [
+        "# Targets",
+        "",
+        f"What speculation does on each of the {len(found)} families of `AutoModelForCausalLM`, found by",
+        "`python -m tests.support_table`: tiny models with random weights, drafts that are right in part.",
+        f"transformers {transformers.__version__}, torch {torch.__version__}, {platform.machine()} CPU, {date.today()}.",
+        "",
+        *(f"- **{kind}**: {counts[kind]}" for kind in KINDS if counts[kind]),
+        "",
+        "| family | verified by | reason |",
+        "|---|---|---|",
+    ]
+    for name, (kind, reason) in sorted(found.items()):
+        short = " ".join(reason.split())
+        lines.append(f"| {name} | {kind} | {short[:160].replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    given = parser.parse_args().families
+    found = {}
+    for name in given or families():
+        found[name] = outcome_apart(name)
+        print(name, *found[name], file=sys.stderr, flush=True)
+    if not given:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(page(found))
+        print(f"wrote {FILE.name}")
+
+
+if __name__ == "__main__":
+    main()
