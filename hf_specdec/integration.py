@@ -37,7 +37,7 @@ from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trial import check_trees
+from hf_specdec.decoding.trial import chains_trouble, check_trees
 from hf_specdec.drafters.base import Drafter
 
 
@@ -96,7 +96,8 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         except TreesRefusedError as refusal:  # before the first token
             reason = str(refusal)
         rows = len(args[0] if args else kwargs["input_ids"])
-        trouble = f"they are one row at a time, and this batch has {rows}" if rows > 1 else chains_refused(self)
+        trouble = f"they are one row at a time, and this batch has {rows}" if rows > 1 else None
+        trouble = trouble or chains_refused(self) or chains_trouble(self)
         if trouble is not None:
             return _decode_plainly(self, assistant_model, f"{reason}. Nor can chains be: {trouble}", *args, **kwargs)
         run = functools.partial(original, self, *args, **kwargs)
@@ -166,9 +167,7 @@ def _check_call(
     if config.use_cache is False and model.generation_config.use_cache is False:
         config.use_cache = True  # the target's own default; nobody has asked for it in this call
     if config.use_cache is False:
-        raise ValueError(
-            "Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out."
-        )
+        raise ValueError("Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out.")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot hold draft trees; leave it out, or where it "

@@ -1,9 +1,9 @@
-"""The support table in docs/support.md: what speculation does on each decoder-only family of the installed transformers.
+"""The table in docs/support.md: what speculation does on each decoder-only family of the installed transformers.
 
     python -m tests.support_table            # writes it
     python -m tests.support_table llama bart # prints these families only
 
-Every family of `MODEL_FOR_CAUSAL_LM` is built tiny, with random weights, from its own default config cut down by the
+Every family of `AutoModelForCausalLM` is built tiny, with random weights, from its own default config cut down by the
 names of its fields; then drafts that are right in part are verified, one row and a padded batch.
 """
 
@@ -41,12 +41,20 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), HIDDEN),
     **dict.fromkeys(("dim_model", "embed_dim", "attention_hidden_size", "lru_width"), HIDDEN),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "num_decoder_attention_heads"),
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "num_decoder_attention_heads",
+        ),
         HEADS,
     ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "d_inner", "decoder_ffn_dim", "dense_intermediate_size", "dim_ff"), 48
+        ("intermediate_size", "ffn_dim", "n_inner", "d_inner", "decoder_ffn_dim", "dense_intermediate_size", "dim_ff"),
+        48,
     ),
     **dict.fromkeys(("intermediate_size_mlp", "shared_intermediate_size", "shared_expert_intermediate_size"), 48),
     **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size"), 24),
@@ -58,7 +66,8 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "global_head_dim", "attention_head_dim", "kv_channels", "dim_head"), HEAD_DIM),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim"), HEAD_DIM),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "o_lora_rank"), 16),
-    **dict.fromkeys(("index_topk", "index_n_heads"), 8),
+    "index_topk": 8,
+    "index_n_heads": 32,  # with few, many scores are exactly 0, and which of equal ones are read is by chance
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "local_attention_window"), 6),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 128),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), HEADS),
@@ -133,7 +142,9 @@ def tiny_config(model_type: str) -> Any:
     """A family's own default config with every size cut down."""
     usual = AutoConfig.for_model(model_type).get_text_config(decoder=True)
     known = usual.to_dict()
-    given = {name: size for name, size in SIZES.items() if known.get(name, getattr(type(usual), name, None)) is not None}
+    given = {
+        name: size for name, size in SIZES.items() if known.get(name, getattr(type(usual), name, None)) is not None
+    }
     given |= {name: size for name, size in SIZES.items() if name in ("is_decoder", "is_encoder_decoder", "use_cache")}
     kinds = list(getattr(usual, "layer_types", None) or ())
     if kinds:  # each kind as early as it can be
@@ -149,7 +160,7 @@ def tiny_config(model_type: str) -> Any:
         attempt = {name: value for name, value in given.items() if name not in dropped}
         try:
             return type(usual)(**attempt, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             problem = problem or error
     assert problem is not None
     raise problem
@@ -181,14 +192,14 @@ def outcome(model_type: str) -> tuple[str, str]:
     """One of `KINDS`, and why."""
     try:
         model = tiny_model(model_type)
-    except Exception as error:  # noqa: BLE001  (whatever a family raises without what it needs)
+    except Exception as error:
         return "not built", f"{type(error).__name__}: {error}"
     kinds, reasons = set(), []
     for number, prompt in enumerate(prompts()):
         arguments: dict[str, Any] = {**prompt, "max_new_tokens": NEW, "do_sample": False, "use_cache": True}
         try:
             alone = model.generate(**arguments)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             if number == 0:
                 return "no plain decoding", f"{type(error).__name__}: {error}"
             continue
@@ -200,7 +211,7 @@ def outcome(model_type: str) -> tuple[str, str]:
                 warnings.simplefilter("always")
                 try:
                     same = bool(model.generate(**arguments, assistant_model=drafter).equal(alone))
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     return "error", f"{type(error).__name__}: {error}"
             said = [str(each.message) for each in caught if "the output is not affected" in str(each.message)]
             if not same:
@@ -249,7 +260,8 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "",
         f"What speculation does on each of the {len(found)} families of `AutoModelForCausalLM`, found by",
         "`python -m tests.support_table`: tiny models with random weights, drafts that are right in part.",
-        f"transformers {transformers.__version__}, torch {torch.__version__}, {platform.machine()} CPU, {date.today()}.",
+        f"transformers {transformers.__version__}, torch {torch.__version__}, {platform.machine()} CPU,",
+        f"{date.today()}.",
         "",
         *(f"- **{kind}**: {counts[kind]}" for kind in KINDS if counts[kind]),
         "",

@@ -217,9 +217,73 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("eager", "sdpa"),
     ),
     "gemma4": ("Gemma4TextConfig", {**_SHARING, **_PER_LAYER, "global_head_dim": 8}, ("eager", "sdpa")),
+    "mamba": ("MambaConfig", {"conv_kernel": 4, "expand": 2, "state_size": 8, "time_step_rank": 4}, ("eager",)),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "chunk_size": 16,
+            "conv_kernel": 4,
+            "expand": 2,
+            "head_dim": 16,
+            "n_groups": 1,
+            "num_heads": 4,
+            "state_size": 8,
+        },
+        ("eager",),
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 8,  # queries are scaled anew every so many tokens
+            "head_dim": 8,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 48,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "no_rope_layers": [1, 0, 1, 0],
+            "num_local_experts": 2,
+        },
+        ("eager", "sdpa"),
+    ),
+    "deepseek-v3.2": (
+        "DeepseekV32Config",
+        {
+            **_LATENT,
+            "index_head_dim": 16,
+            "index_n_heads": 32,  # with few, many scores are exactly 0, and which of equal ones count is by chance
+            "index_topk": 8,
+            "moe_intermediate_size": 24,
+            "n_group": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "topk_group": 1,
+        },
+        ("eager", "sdpa"),
+    ),
+    "bloom": ("BloomConfig", {"n_head": 4, "n_layer": 4}, ("eager",)),
+    "falcon-alibi": ("FalconConfig", {"alibi": True}, ("eager", "sdpa")),
+    "bart": (
+        "BartConfig",
+        {
+            "d_model": 32,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 48,
+            "decoder_layers": 4,
+            "init_std": 0.6,
+            "is_decoder": True,
+            "is_encoder_decoder": False,
+            "scale_embedding": True,
+        },
+        ("eager", "sdpa"),
+    ),
 }
-# Those that keep states, and one or two of each kind: a delta rule, Mamba-2, Mamba, convolutions.
-STATEFUL = [name for name in HYBRIDS if not name.startswith("gemma")]
+# Those that keep states.
+STATEFUL = [
+    *("qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1"),
+    *("zamba2", "jamba", "lfm2", "mamba", "mamba2"),
+]
 
 
 @functools.cache

@@ -304,13 +304,10 @@ class TreeCache(Cache):
         if source != target:
             self.entries.move(from_host(source, self.device), from_host(target, self.device))
         if self.keeps_states:
-            path, nodes = (
-                from_host([[*row, *[0] * (max(map(len, rows)) - len(row))] for row in rows], self.device).long()
-                for rows in (kept, held)  # of which there may be none
-            )
-            if path.numel():
-                self.recurrent.commit(path, self.lengths, from_host(list(map(len, kept)), self.device))
-            self.recurrent.keep_nodes(nodes)
+            if any(kept):
+                counts = from_host(list(map(len, kept)), self.device)
+                self.recurrent.commit(_padded(kept, self.device), self.lengths, counts)
+            self.recurrent.keep_nodes(_padded(held, self.device))
         self._set_lengths(row_lengths)
         self._extent.held = most
 
@@ -372,3 +369,9 @@ class TreeCache(Cache):
     def release(self) -> None:
         """Gives the buffers back to the workspace, for the next call; the cache is of no use afterwards."""
         self.entries.release()
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[rows, longest] int64, zeros behind what a row has."""
+    longest = max(map(len, rows))
+    return from_host([[*row, *[0] * (longest - len(row))] for row in rows], device).long()  # of nothing it is floating

@@ -9,9 +9,18 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.generation import GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.pipelines import base as pipelines
+
+from hf_specdec.decoding.once import once_per_model
 
 # A layer of the host's cache that keeps nothing; 5.17 has none.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
@@ -63,7 +72,13 @@ def sample(
 ) -> Any:
     """Plain decoding, greedy or sampled."""
     return model._sample(
-        input_ids, logits_processor, stopping_criteria, config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        **model_kwargs,
     )
 
 
@@ -81,19 +96,30 @@ def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwar
     return inputs
 
 
+@once_per_model
 def cache_name(model: PreTrainedModel) -> str:
     """The argument by which a model is given its cache."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+@once_per_model
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model can be told positions."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+@once_per_model
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     """Whether a family keeps what it stores in the host's own cache."""
-    has_argument = cache_name(model) in inspect.signature(model.forward).parameters
-    return has_argument and bool(model._supports_default_dynamic_cache())
+    parameters = inspect.signature(model.forward).parameters
+    # A class of the caller's may hand all arguments on.
+    given = cache_name(model) in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return given and bool(model._supports_default_dynamic_cache())
 
 
+@once_per_model
 def cache_layers(model: PreTrainedModel) -> list[Any]:
-    """The layers of the cache that the host would make for a model."""
+    """The layers of the cache that the host would make for a model, to look at."""
     return list(DynamicCache(config=model.config).layers)
 
 

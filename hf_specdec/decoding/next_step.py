@@ -22,8 +22,8 @@ from hf_specdec.decoding.support import TreesRefusedError
 # What rounds have answers of their own for.
 _OUR_BUSINESS = frozenset(
     {
-        "attention_mask", "cache_params", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "output_attentions",
-        "output_hidden_states", "past_key_values", "position_ids", "return_dict", "use_cache",
+        "attention_mask", "cache_params", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep",
+        "output_attentions", "output_hidden_states", "past_key_values", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
 _CROSS_ATTENDED = ("cross_attention_states", "encoder_hidden_states", "encoder_outputs", "pixel_values")

@@ -53,17 +53,20 @@ def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[
             Layers whose forward something else has replaced are left alone, as are those of other classes.
         num_tokens: that the call may still write.
     """
+    if num_tokens < LEAST_TOKENS:
+        return nullcontext()
     layers = [
         layer
         for layer in model.modules()
         if type(layer) is nn.Linear
+        and (weight := layer._parameters["weight"]) is not None  # a look-up of the attribute takes longer than the walk
+        and weight.numel() * 4 >= LEAST_WEIGHT_BYTES
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
         and "forward" not in layer.__dict__
-        and layer.weight.device.type == "cpu"
-        and layer.weight.dtype == torch.float32
-        and layer.weight.numel() * 4 >= LEAST_WEIGHT_BYTES
     ]
     num_bytes = sum(layer.weight.numel() * 4 for layer in layers)
-    if num_tokens < LEAST_TOKENS or not LEAST_BYTES <= num_bytes <= MOST_BYTES or not _works():
+    if not LEAST_BYTES <= num_bytes <= MOST_BYTES or not _works():
         return nullcontext()
     if _get_current_dispatch_mode() is not None:  # the self-test, for one, has every operation run in float64
         return nullcontext()

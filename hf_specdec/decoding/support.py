@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import inspect
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_specdec.decoding.attention import own_implementation
-from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent, takes_dynamic_cache
+from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent, takes_dynamic_cache, takes_positions
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.kinds import KINDS
+from hf_specdec.decoding.once import once_per_model
 
 ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 
@@ -54,12 +54,13 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     recurrent_only = types == ["linear_attention"]
     counted = recurrent_only or places.told_by_hooks(model) or standins.names_of(model) & standins.OF_PLACES.keys()
-    if "position_ids" not in inspect.signature(model.forward).parameters and not counted:
+    if not takes_positions(model) and not counted:
         raise TreesRefusedError(
             f"Target {name} takes no position_ids, so that the nodes of a draft tree cannot be placed"
         )
 
 
+@once_per_model
 def keeps_states(model: PreTrainedModel) -> bool:
     """Whether layers of a target keep states of a recurrence or convolution, which cannot be cut back."""
     return any(isinstance(layer, LinearAttentionLayer) for layer in cache_layers(model))

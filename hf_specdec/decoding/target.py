@@ -7,7 +7,7 @@ during a forward. The tree's meaning is in `tree.py`, what layers store in `cach
 
 from __future__ import annotations
 
-import inspect
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdec.decoding import host
 from hf_specdec.decoding.attention import tree_attention, usable
@@ -40,7 +40,9 @@ from hf_specdec.decoding.tree import DraftTree, from_host
 if TYPE_CHECKING:
     from hf_specdec.decoding.accept import DrawnCandidates
 
-CHUNKED = "chunked_attention"
+logger = logging.getLogger(__name__)
+
+SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
 
 
 @dataclass
@@ -118,7 +120,7 @@ class TargetModel:
         self.counts_entries = bool(hooks) or bool(names & standins.OF_PLACES.keys())
         self.steps_on_nodes = self.counts_entries
         self.cache_name = host.cache_name(model)
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.takes_positions = host.takes_positions(model)
         self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.windows]
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
@@ -211,7 +213,7 @@ class TargetModel:
         Raises:
             TreesRefusedError: trees cannot be verified on the target or what it was given: positions of several axes, a
                 cache that cannot be continued, cross-attention, a tensor at every step that nodes cannot share.
-            ValueError: nor can chains; or the target gave no cache.
+            ValueError: the target is no decoder, or its cache is one that cannot be taken over.
         """
         check_supported(self.model)
         given = model_kwargs.get(self.cache_name)
@@ -219,6 +221,12 @@ class TargetModel:
         self.steps_on_nodes = self.cache.keeps_states or self.counts_entries
         if self.steps_on_nodes:
             standins.install(self.model)
+            if self.compiles:
+                logger.warning(
+                    "Forwards of %s are neither compiled nor captured: its layers need to be told of the nodes.",
+                    type(self.model).__name__,
+                )
+                self.compiles, self.forward = False, run
         attention_mask = model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() != 2:
@@ -237,9 +245,8 @@ class TargetModel:
         outputs = host.prefill(self.model, input_ids, generation_config, arguments)
         returned = getattr(outputs, self.cache_name, None)
         if returned is None:
-            raise ValueError(
-                f"Target {type(self.model).__name__} returned no cache after the prompt; speculative decoding keeps "
-                "accepted tokens in it. Generate without assistant_model."
+            raise TreesRefusedError(
+                f"Target {type(self.model).__name__} returned no cache after the prompt to keep tokens in"
             )
         if returned is not self.cache:  # Phi3 drops what it is given where the text passes its rotary limit
             self.cache, already = TreeCache.continuing(returned, self.num_layers), 0
@@ -287,7 +294,7 @@ class TargetModel:
 
     def begin_rounds(self, capacity: int) -> None:
         """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
-        if self.compiles and self.prompt_starts is not None and self.step.is_plain and not self.steps_on_nodes:
+        if self.compiles and self.prompt_starts is not None and self.step.is_plain:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
                 self.static = StaticVerify(workspace)
@@ -482,14 +489,14 @@ class TargetModel:
             for kind, window in self.windows.items()
         }
 
-    def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
         """Masks by the keys of `windows` in the form that the host takes."""
         if not masks:  # no layer attends
             return None
         if "all" in masks:
             return masks["all"]
         # Layers without attention have a key of their own, and nothing to mask: padding lies before the first node.
-        return masks | dict.fromkeys(self.unmasked)
+        return {**masks, **dict.fromkeys(self.unmasked)}
 
     def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int]) -> None:
         """Leaves the caller's cache as plain decoding would: all output tokens of every row but the last.
@@ -519,15 +526,21 @@ class TargetModel:
 
 
 def _windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The masks a target wants: by layer type where it takes a dict, else under the key "all"."""
+    """The masks a target wants: by layer type where it takes a dict, else under the key "all".
+
+    None at all where no layer attends.
+    """
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
     window = getattr(config, "sliding_window", None)
     if set(types) == {"linear_attention"}:
         return {}
-    if "sliding_attention" in types:
-        return {"full_attention": None, "sliding_attention": window}
-    if CHUNKED in types:
-        return {"full_attention": None, CHUNKED: None}
+    if {*SLIDING, CHUNKED}.intersection(types):
+        attending = {
+            kind
+            for kind, layer in zip(types, host.cache_layers(model), strict=False)
+            if isinstance(layer, DynamicLayer)
+        }
+        return {kind: window if kind in SLIDING else None for kind in ("full_attention", *sorted(attending))}
     # Without layer types a window holds for all layers (Mistral); with all layers full it is not in use (Qwen2).
     return {"all": None if types else window}

@@ -7,7 +7,8 @@ names. For targets with more than plain attention a trial tells whether that was
 from __future__ import annotations
 
 import copy
-import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_specdec.decoding import host
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
-from hf_specdec.decoding.support import TreesRefusedError
+from hf_specdec.decoding.once import once_per_model
+from hf_specdec.decoding.support import TreesRefusedError, bound_rows
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 
@@ -29,14 +31,9 @@ EXACT_SHARE, LOW_SHARE = 1e-3, 0.25
 
 def check_trees(model: PreTrainedModel) -> None:
     """Raises TreesRefusedError if the nodes of a tree do not get the logits that plain decoding gives."""
-    if model not in _TRIED:
-        _TRIED[model] = _trouble(model) if _needs_trial(model) else None
-    trouble = _TRIED[model]
+    trouble = _trees_trouble(model)
     if trouble is not None:
         raise TreesRefusedError(trouble)
-
-
-_TRIED: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
 
 
 def _needs_trial(model: PreTrainedModel) -> bool:
@@ -44,22 +41,52 @@ def _needs_trial(model: PreTrainedModel) -> bool:
     return bool(kinds - {EntriesLayer}) or TargetModel(model).counts_entries
 
 
-def _trouble(model: PreTrainedModel) -> str | None:
-    """What went wrong in a trial; None if nothing did."""
+@once_per_model
+def _trees_trouble(model: PreTrainedModel) -> str | None:
+    """What went wrong with a tree; None if nothing did."""
+    if not _needs_trial(model):
+        return None
     name = type(model).__name__
     try:
-        apart, largest = _apart(model)
-    except (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        found, stepped = _tree(model), _steps(model, PARENTS)
+    except _WRONG as error:
         return f"In a trial, the layers of target {name} could not be run on a draft tree: {error}"
-    exact = model.dtype in (torch.float32, torch.float64)
-    wrong = apart > (EXACT_SHARE if exact else LOW_SHARE) * largest
-    if bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong):
-        return (
-            f"In a trial, a draft tree got logits from target {name} that differ by {apart.max():.3g} from those of "
-            f"plain decoding (up to {largest:.3g}), so layers of it ({', '.join(_layer_classes(model))}) do something "
-            "that is not known here"
-        )
-    return None
+    apart = _apart(model, found, stepped)
+    if apart is None:
+        return None
+    return (
+        f"In a trial, a draft tree got logits from target {name} that differ by {apart:.3g} from those of plain "
+        f"decoding (up to {stepped.abs().max():.3g}), so one of its layers ({', '.join(_layer_classes(model))}) does "
+        "something that is not known here"
+    )
+
+
+@once_per_model
+def chains_trouble(model: PreTrainedModel) -> str | None:
+    """Why the host's own loop cannot verify chains on a target, found out by running one; None if it can."""
+    chain = tuple(range(-1, len(PARENTS) - 1))
+    try:
+        prompt, drafts = _tokens(model)
+        cache = {host.cache_name(model): DynamicCache(config=model.config)}
+        with torch.no_grad():
+            model(input_ids=prompt, use_cache=True, **cache)
+            found = model(input_ids=drafts.expand(len(prompt), -1), use_cache=True, **cache).logits[0]
+        apart = _apart(model, found, _steps(model, chain))
+    except _WRONG as error:
+        return f"in a trial, several tokens in one forward behind a cache failed: {error}"
+    if apart is None:
+        return None
+    return f"in a trial, several tokens in one forward behind a cache got logits that differ by {apart:.3g}"
+
+
+_WRONG = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def _apart(model: PreTrainedModel, found: Tensor, stepped: Tensor) -> float | None:
+    """The largest difference of logits [nodes, vocab], where it is more than rounding explains."""
+    apart, exact = (found - stepped).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
+    wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * stepped.abs().max())
+    return float(apart.max()) if (bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong)) else None
 
 
 def _layer_classes(model: PreTrainedModel) -> list[str]:
@@ -71,26 +98,37 @@ def _index(module: object) -> object:
     return getattr(module, "layer_idx", None)
 
 
+def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """A prompt [rows, PROMPT] and drafts [nodes]."""
+    embeddings = model.get_input_embeddings()
+    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=embeddings.weight.device)
+    ids = ids % embeddings.num_embeddings
+    return ids[:PROMPT].expand(bound_rows(model) or 1, -1), ids[PROMPT:]
+
+
 @torch.no_grad()
-def _apart(model: PreTrainedModel) -> tuple[Tensor, float]:
-    """Largest difference of logits per node [nodes], and the largest logit."""
-    target, embeddings = TargetModel(model), model.get_input_embeddings()
-    count, nodes = PROMPT + len(PARENTS), len(PARENTS)
-    ids = (3 + torch.arange(count, device=embeddings.weight.device)) % embeddings.num_embeddings
-    prompt, drafts = ids[:PROMPT].expand(target.bound_rows or 1, -1), ids[PROMPT:]
+def _tree(model: PreTrainedModel) -> Tensor:
+    """Logits [nodes, vocab] of the nodes of a tree."""
+    target, (prompt, drafts) = TargetModel(model), _tokens(model)
+    tree = DraftTree.from_lists([drafts.tolist()] * len(prompt), [list(PARENTS)] * len(prompt), device=drafts.device)
+    length = PROMPT + len(PARENTS)
     with target.tapping():
-        target.prefill_alone(prompt, max_length=2 * count)
-        target.begin_rounds(2 * count)
-        tree = DraftTree.from_lists([drafts.tolist()] * len(prompt), [list(PARENTS)] * len(prompt), device=ids.device)
-        found = target.verify(tree, target.root_positions()).logits[0]
-    name = host.cache_name(model)
-    caches = {-1: DynamicCache(config=model.config)}
+        target.prefill_alone(prompt, max_length=length)
+        target.begin_rounds(length)
+        return target.verify(tree, target.root_positions()).logits[0]
+
+
+@torch.no_grad()
+def _steps(model: PreTrainedModel, parents: Sequence[int]) -> Tensor:
+    """The same one token at a time, each from a copy of its parent's cache."""
+    name, (prompt, drafts) = host.cache_name(model), _tokens(model)
+    caches, depths, logits = {-1: DynamicCache(config=model.config)}, {-1: -1}, []
     model(input_ids=prompt, use_cache=True, **{name: caches[-1]})
-    expected = []
-    for node in range(nodes):
-        caches[node] = copy.deepcopy(caches[PARENTS[node]])
-        positions = {"position_ids": PROMPT + tree.depths[:, node : node + 1]} if target.takes_positions else {}
+    for node, parent in enumerate(parents):
+        caches[node], depths[node] = copy.deepcopy(caches[parent]), depths[parent] + 1
         token = drafts[node].expand(len(prompt), 1)
-        expected.append(model(input_ids=token, use_cache=True, **positions, **{name: caches[node]}).logits[0, -1])
-    stepped = torch.stack(expected).float()
-    return (found - stepped).abs().amax(-1), float(stepped.abs().max())
+        given: dict[str, Any] = {name: caches[node]}
+        if host.takes_positions(model):
+            given["position_ids"] = torch.full_like(token, PROMPT + depths[node])
+        logits.append(model(input_ids=token, use_cache=True, **given).logits[0, -1])
+    return torch.stack(logits).float()

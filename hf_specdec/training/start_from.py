@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+import hf_specdec
 from hf_specdec.drafters.card import TRAINING_FILE, read_record
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.hub.loading import load_drafter
 
 
 def go_on_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def go_on_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str,
         ValueError: it is of another method, its tensors are others than the new one's, of other shapes, or made for
             other inputs.
     """
-    earlier: Any = load_drafter(folder)  # which knows all layouts, and files beside the weights
+    earlier: Any = hf_specdec.load_drafter(folder)  # which knows all layouts, and files beside the weights
     if type(earlier) is not type(drafter):
         raise ValueError(
             f"The folder {str(folder)!r} holds a {type(earlier).__name__}, but a {type(drafter).__name__} is to be "

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    BloomConfig,
     DynamicCache,
+    GPTNeoConfig,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -25,13 +25,14 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_specdec import TargetModel, TreeCandidateGenerator, load_drafter
 from hf_specdec.decoding.chains import best_path
+from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.integration import hosts_loop
 from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enumerate_law, sampled_target
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_causal_lm_chain
-from tests.scripted import StubDrafter, fixed_tree, right_for
+from tests.scripted import fixed_tree, right_for
 from tests.targets import PROMPTS, fresh_target, make_target
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
@@ -44,10 +45,13 @@ def drafter_of(method: str, target: PreTrainedModel) -> Any:
     return drafter.to(target.dtype) if isinstance(drafter, torch.nn.Module) else drafter
 
 
-def bloom(**settings: Any) -> PreTrainedModel:
-    """Alibi, and no position_ids."""
-    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=4, n_head=4, **settings)
-    return _tiny(transformers.BloomForCausalLM(config))
+def gpt_neo() -> PreTrainedModel:
+    """Local layers, whose window counts entries of the cache."""
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=4, num_heads=4, window_size=6,
+        attention_types=[[["global", "local"], 2]], max_position_embeddings=128,
+    )  # fmt: skip
+    return _tiny(transformers.GPTNeoForCausalLM(config))
 
 
 def opt() -> PreTrainedModel:
@@ -79,11 +83,11 @@ def test_both_loops_give_the_tokens_of_plain_decoding(method: str, padded: bool)
     assert drafter.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("make", [bloom, opt])
+@pytest.mark.parametrize("make", [gpt_neo, opt])
 @pytest.mark.parametrize("method", METHODS)
-def test_bloom_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(method: str, make: Any) -> None:
+def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(method: str, make: Any) -> None:
     target, prompts = make(), PROMPTS["batch of one"]()
-    if method == "specbound" and make is bloom:
+    if method == "specbound" and make is gpt_neo:
         with pytest.raises(ValueError, match="not known to be exact when run in slices"):
             drafter_of(method, target).check_target(target)
         return
@@ -144,12 +148,15 @@ def test_attention_that_takes_no_tree_mask_runs_chains_and_says_why() -> None:
         assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert assisted.tolist() == alone.tolist()
     assert drafter.stats.num_accepted_draft_tokens == 0, "of siblings the likeliest comes first"
-    with pytest.raises(ValueError, match=r"no_trees.*this batch has 3 rows\. Generate one row at a time"):
-        target.generate(**PROMPTS["ragged batch of three"](), **GREEDY, assistant_model=drafter)
+    prompts = PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, **GREEDY)
+    with pytest.warns(UserWarning, match=r"no_trees.*one row at a time, and this batch has 3.*Nothing is drafted"):
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize("eos", [False, True])
-@pytest.mark.parametrize("make", [bloom, opt])
+@pytest.mark.parametrize("make", [gpt_neo, opt])
 def test_texts_end_where_plain_decoding_ends_them(make: Any, eos: bool) -> None:
     target, prompts = make(), PROMPTS["batch of one"]()
     script = target.generate(**prompts, **GREEDY)
@@ -165,7 +172,7 @@ def test_texts_end_where_plain_decoding_ends_them(make: Any, eos: bool) -> None:
 
 
 def test_a_cache_of_the_callers_is_continued_and_handed_back() -> None:
-    target, prompts = bloom(), PROMPTS["batch of one"]()
+    target, prompts = gpt_neo(), PROMPTS["batch of one"]()
     caches = []
     for drafter in (None, right_for(2, target.generate(**prompts, **GREEDY), siblings=0)):
         cache = DynamicCache()
@@ -183,7 +190,7 @@ class Stops(StoppingCriteria):
 
 
 def test_criteria_that_the_host_asks_too_late_are_not_drafted_past() -> None:
-    target, prompts = bloom(), PROMPTS["batch of one"]()
+    target, prompts = gpt_neo(), PROMPTS["batch of one"]()
     settings = GREEDY | {"stopping_criteria": StoppingCriteriaList([Stops()])}
     alone = target.generate(**prompts, **settings)
     drafter = right_for(5, target.generate(**prompts, **GREEDY), siblings=0)
@@ -191,12 +198,38 @@ def test_criteria_that_the_host_asks_too_late_are_not_drafted_past() -> None:
         assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
-def test_recurrent_targets_are_not_handed_to_the_hosts_loop() -> None:
-    # Its `crop` neither raises nor rewinds what they store.
-    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
-    target = transformers.MambaForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="not yet supported"):
-        target.generate(torch.tensor([[1, 2, 3]]), **GREEDY, assistant_model=StubDrafter(DraftTree.root_only))
+def test_targets_with_a_cache_of_their_own_decode_plainly_and_say_so() -> None:
+    # The host's loop cannot cut back what they store.
+    config = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
+    target, prompts = _tiny(transformers.RwkvForCausalLM(config)), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = right_for(2, alone)
+    with pytest.warns(UserWarning, match=r"RwkvForCausalLM keeps what it has read elsewhere.*Nothing is drafted"):
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens == 0
+
+
+def test_a_hybrid_target_of_an_unknown_kind_is_named_and_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    # As if nobody had written a rule for its layers.
+    monkeypatch.setitem(standins.OF_STATES, "torch_chunk_gated_delta_rule", lambda nodes, layer, *args, **kwargs: None)
+    with pytest.warns(UserWarning, match=r"In a trial, .*Qwen3_5ForCausalLM.*Nothing is drafted in this call"):
+        assert target.generate(**prompts, **GREEDY, assistant_model=right_for(2, alone)).tolist() == alone.tolist()
+
+
+def test_a_rule_that_is_wrong_is_found_out_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    rule = standins.OF_STATES["torch_chunk_gated_delta_rule"]
+
+    def wrong(nodes: Any, layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        outputs, state = rule(nodes, layer, query, *args, **kwargs)
+        return outputs.roll(1, 1), state
+
+    monkeypatch.setitem(standins.OF_STATES, "torch_chunk_gated_delta_rule", wrong)
+    with pytest.warns(UserWarning, match=r"differ by .*Qwen3_5GatedDeltaNet.*is not known here.*Nothing is drafted"):
+        assert target.generate(**prompts, **GREEDY, assistant_model=right_for(2, alone)).tolist() == alone.tolist()
 
 
 def test_the_best_path_of_a_tree_is_its_likeliest() -> None:
@@ -209,7 +242,7 @@ def test_the_custom_drafter_of_the_examples_drafts_in_both_loops() -> None:
     path = Path(__file__).parents[2] / "examples" / "custom_drafter.py"
     assert len(path.read_text().splitlines()) <= 60
     drafter = runpy.run_path(str(path))["EchoDrafter"]()
-    for target in (make_target("llama", "sdpa"), bloom()):
+    for target in (make_target("llama", "sdpa"), gpt_neo()):
         prompts = PROMPTS["batch of one"]()
         alone = target.generate(**prompts, **GREEDY)
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()

@@ -7,6 +7,7 @@ and rounding are many orders of magnitude apart.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from hf_specdec.decoding.layers.recurrent import RecurrentLayer
+from hf_specdec.decoding.host import cache_name
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
@@ -40,10 +41,11 @@ def prefilled(target: PreTrainedModel, prompts: dict[str, Tensor]) -> TargetMode
     mask = prompts["attention_mask"]
     given = {
         "attention_mask": mask,
-        "past_key_values": DynamicCache(config=target.config),
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        cache_name(target): DynamicCache(config=target.config),
         "use_cache": True,
     }
+    if model.takes_positions:
+        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     model.prefill(prompts["input_ids"], GenerationConfig(max_length=200), given)
     model.begin_rounds(200)
     return model
@@ -55,14 +57,16 @@ class OneByOne:
     def __init__(self, target: PreTrainedModel, prompts: dict[str, Tensor], row: int) -> None:
         self.target = target
         ids = prompts["input_ids"][row][prompts["attention_mask"][row].bool()]
-        self.cache, self.length = DynamicCache(config=target.config), len(ids)
-        target(ids.unsqueeze(0), past_key_values=self.cache, use_cache=True)
+        self.cache, self.length, self.name = DynamicCache(config=target.config), len(ids), cache_name(target)
+        self.takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+        target(ids.unsqueeze(0), use_cache=True, **{self.name: self.cache})
 
     def step(self, token: int) -> Tensor:
-        positions = torch.tensor([[self.length]])
+        given: dict[str, Any] = {self.name: self.cache}
+        if self.takes_positions:
+            given["position_ids"] = torch.tensor([[self.length]])
         self.length += 1
-        ids = torch.tensor([[token]])
-        return self.target(ids, past_key_values=self.cache, use_cache=True, position_ids=positions).logits[0, -1]
+        return self.target(torch.tensor([[token]]), use_cache=True, **given).logits[0, -1]
 
     def tree(self, tree: DraftTree, row: int) -> Tensor:
         """Logits [nodes, vocab] of all nodes."""
@@ -86,9 +90,10 @@ def states_of(cache: Any, row: int) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+# BART's like and Llama 4 count padding among the tokens, so that a row alone is not what it is in a batch.
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if name not in ("bart", "llama4")])
 def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str) -> None:
-    target, prompts = make_target(family, "sdpa", torch.float64), ragged_prompts()
+    target, prompts = make_target(family, HYBRIDS[family][2][-1], torch.float64), ragged_prompts()
     with torch.no_grad(), Raised(torch.float64):
         model = prefilled(target, prompts)
         rows = [OneByOne(target, prompts, row) for row in range(3)]
@@ -115,7 +120,7 @@ def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str) -> None:
 
 @pytest.mark.parametrize("family", STATEFUL)
 def test_a_row_that_keeps_nothing_keeps_its_states(family: str) -> None:
-    target = make_target(family, "sdpa", torch.float64)
+    target = make_target(family, HYBRIDS[family][2][-1], torch.float64)
     with torch.no_grad():
         model = prefilled(target, ragged_prompts())
         before = [states_of(model.cache, row) for row in range(3)]
@@ -142,7 +147,7 @@ def test_nan_of_nodes_that_are_not_kept_stays_out_of_the_states() -> None:
 @pytest.mark.parametrize("method", ["causal_lm_tree", "causal_lm_chain", "specbranch"])
 def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, method: str) -> None:
     # The draft model is the target: where its states are kept right, every draft is accepted.
-    target = fresh_target(family, "sdpa", torch.float64)
+    target = fresh_target(family, HYBRIDS[family][2][-1], torch.float64)
     draft_model = copy.deepcopy(target)
     prompts = PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
@@ -234,10 +239,3 @@ def test_forwards_of_other_threads_run_the_hosts_own_functions() -> None:
         thread.join()
     assert found
     assert all(found)
-
-
-def test_a_layer_of_the_cache_is_known_by_its_class() -> None:
-    target = make_target("falcon-h1", "sdpa")
-    with torch.no_grad():
-        model = prefilled(target, one_prompt())
-    assert all(isinstance(layer, RecurrentLayer) for layer in model.cache.layers)

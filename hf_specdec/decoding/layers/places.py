@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way
+from hf_specdec.decoding.once import once_per_model
 
 
 def alibi(
@@ -41,18 +42,25 @@ def alibi(
 
 
 def alibi_of_one_row(
-    nodes: NodesOfRound, function: Callable[..., Tensor], num_heads: int, sequence_length: int, *args: Any, **kwargs: Any
+    nodes: NodesOfRound,
+    function: Callable[..., Tensor],
+    num_heads: int,
+    sequence_length: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Biases of the keys by their place, [heads, 1, keys]: MPT, whose biases have no axis for rows."""
     plain = function(num_heads, nodes.longest_text, *args, **kwargs)
     return plain[:, :, nodes.places(plain.device)[0]]
 
 
+@once_per_model
 def hooks(model: PreTrainedModel) -> list[Callable[[], RemovableHandle]]:
-    """What registers the hooks that tell modules of a model where nodes stand; they act in rounds of their own thread."""
+    """What registers the hooks that tell modules of a model where nodes stand, in rounds of their own thread."""
     return [functools.partial(module.register_forward_hook, hook) for module, hook in _counting(model)]
 
 
+@once_per_model
 def told_by_hooks(model: PreTrainedModel) -> bool:
     """Whether positions are counted by embeddings that a hook can tell."""
     return any(hook is _learned for _, hook in _counting(model))
@@ -64,7 +72,9 @@ def _counting(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[...,
         counts = isinstance(module, nn.Embedding) and not told
         if counts and "past_key_values_length" in inspect.signature(module.forward).parameters:
             yield module, _learned
-        elif getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale") and not module.use_rope:
+        elif (
+            getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale") and not module.use_rope
+        ):
             yield module.q_proj, functools.partial(_scaled, float(module.floor_scale), float(module.attn_scale))
 
 

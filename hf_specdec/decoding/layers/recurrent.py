@@ -100,23 +100,13 @@ class RecurrentLayer(LinearAttentionLayer):
             if held is not None
         ]
 
-    def change(self, how: Callable[[Tensor], Tensor]) -> None:
-        """Puts `how(state)` in the place of each state."""
-        for kind, index in self.states():
-            kind[index] = how(kind[index])
-
     def take_over(self, source: LinearAttentionLayer) -> None:
         """Begins with copies of what a layer of a DynamicCache holds."""
-        for name in ("conv_states", "recurrent_states"):
-            held = {index: None if each is None else each.clone() for index, each in getattr(source, name).items()}
-            setattr(self, name, held)
-        for name in _NOTES:
-            setattr(self, name, dict(getattr(source, name)))
-        self.dtype, self.device = source.dtype, source.device
+        _copy_states(source, self)
 
     def hand_back(self, layer: LinearAttentionLayer) -> None:
         """Makes a layer of the caller's cache hold copies of the states."""
-        RecurrentLayer.take_over(layer, self)  # type: ignore[arg-type]
+        _copy_states(self, layer)
 
     def advance(self, path: Tensor, counts: Tensor) -> None:
         """Moves the states to the end of the first `counts` nodes of `path` [batch, steps] int64."""
@@ -137,7 +127,14 @@ class RecurrentLayer(LinearAttentionLayer):
             self.recurrent_states[0] = tape.advance(base, parts, kept).to(base.dtype)
 
 
-_NOTES = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
+def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
+    for name in ("conv_states", "recurrent_states"):
+        held = {index: None if each is None else each.clone() for index, each in getattr(source, name).items()}
+        setattr(target, name, held)
+    known = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
+    for name in known:
+        setattr(target, name, dict(getattr(source, name)))
+    target.dtype, target.device = source.dtype, source.device
 
 
 class HybridLayer(RecurrentLayer, EntriesLayer):
@@ -229,8 +226,8 @@ class Recurrent(LayerStates):
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
         self.settle()
         for layer in self.layers:
-            index = from_host(rows, layer.device)
-            layer.change(lambda state, index=index: state[index])
+            for kind, name in layer.states():
+                kind[name] = kind[name][from_host(rows, layer.device)]
 
     def put_rows(self, aside: dict[int, list[list[Tensor]]], longest: int) -> None:
         self.settle()

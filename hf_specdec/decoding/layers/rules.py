@@ -5,13 +5,13 @@ host's function that it stands in for and gives for node i what the host's would
 are linear in the state, so products with the ancestor mask take the place of steps. What a node adds to the state goes
 onto the layer's tape (`recurrent.py`).
 
-`standins.py` puts them in the host's place. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692;
-Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
+`standins.py` puts them in the host's place. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv
+2510.26692; Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The number type of states: that of the host, which computes them in float32, or float64 where it is given that."""
+    """The number type of states: float32, as the host computes them, or float64 where it is given that."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -209,14 +209,13 @@ def state_space_scan(
     if dt_softplus:
         dt = nn.functional.softplus(dt)
     inputs, sizes = hidden_states.to(wide), dt.to(wide)
-    B, C = (each.to(wide).repeat_interleave(heads // each.shape[2], 2) for each in (B, C))
-    steps = sizes * A.to(wide)
+    keys, queries = (each.to(wide).repeat_interleave(heads // each.shape[2], 2) for each in (B, C))
     added = inputs * sizes.unsqueeze(-1)
-    all_added, all_b, all_steps = layer.tape.add(first, (added, B, steps), advance_outer)
-    sums, between = _decays(nodes, all_steps)
-    read = torch.einsum("bihn,bjhn->bhij", C, all_b) * between
+    all_added, all_keys, steps = layer.tape.add(first, (added, keys, sizes * A.to(wide)), advance_outer)
+    sums, between = _decays(nodes, steps)
+    read = torch.einsum("bihn,bjhn->bhij", queries, all_keys) * between
     outputs = torch.einsum("bhij,bjhp->bihp", read, all_added)
-    base = torch.einsum("bihn,bhpn->bihp", C, initial_states.to(wide))
+    base = torch.einsum("bihn,bhpn->bihp", queries, initial_states.to(wide))
     outputs = outputs + base * sums.exp().transpose(1, 2).unsqueeze(-1)
     if D is not None:
         outputs = outputs + D.unsqueeze(-1) * inputs
@@ -265,16 +264,16 @@ def selective_scan(
     if delta_softplus:
         dt = nn.functional.softplus(dt)
     sizes, inputs = (each.transpose(1, 2).to(wide) for each in (dt, hidden_states))  # [batch, new, channels]
-    B, C = (each.transpose(1, 2).to(wide) for each in (B, C))
+    keys, queries = (each.transpose(1, 2).to(wide) for each in (B, C))
     decays = (sizes.unsqueeze(-1) * A.to(wide)).exp()
-    added = (sizes * inputs).unsqueeze(-1) * B.unsqueeze(2)
+    added = (sizes * inputs).unsqueeze(-1) * keys.unsqueeze(2)
     decays, added = layer.tape.add(first, (decays, added), advance_scan)
     base: Tensor = layer.recurrent_states[0]
     parents = (1 + nodes.parents(dt.device)).view(*decays.shape[:2], 1, 1).expand_as(decays)
     states = decays * base.to(wide).unsqueeze(1) + added
     for _ in range(nodes.tree.max_depth):  # a level more is right each time, and stays so
         states = decays * torch.cat([base.to(wide).unsqueeze(1), states], 1).gather(1, parents) + added
-    outputs = (states[:, first:] @ C.unsqueeze(-1)).squeeze(-1)
+    outputs = (states[:, first:] @ queries.unsqueeze(-1)).squeeze(-1)
     if D is not None:
         outputs = outputs + D.to(wide) * inputs
     outputs = outputs.transpose(1, 2)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.layers import places, rules
 from hf_specdec.decoding.layers.nodes import nodes_under_way
+from hf_specdec.decoding.once import once_per_model
 
 # Of states: called with the nodes of the round and the layer that the forward has come to.
 OF_STATES: dict[str, Callable[..., Any]] = {
@@ -41,6 +42,7 @@ def install(model: PreTrainedModel) -> None:
                 names[name] = _dispatched(name, names[name])
 
 
+@once_per_model
 def names_of(model: PreTrainedModel) -> set[str]:
     """The names with a stand-in that the modules of a model's layers have."""
     return {name for names in _modules_of(model) for name in (OF_STATES | OF_PLACES).keys() & names.keys()}
