@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.host import attention_of, looks_attention_up, set_attention
+from hf_specdec.decoding.host import attention_of, cache_layers, looks_attention_up, set_attention
 
 TREE_ATTENTION = "hf_specdec_tree"
 
@@ -27,7 +28,8 @@ def usable(model: PreTrainedModel) -> bool:
 
     The rule, all of it known before the first token: its device gains by it, the target uses sdpa (eager stays eager:
     who asked for it wants its arithmetic, and soft caps and sinks exist only there), looks its attention up in the
-    host's interface, and all its layers share one config, by which the lookup is made.
+    host's interface, and all its layers share one config, by which the lookup is made. Layers with an indexer compare
+    the name of the attention with those that they know.
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -35,6 +37,7 @@ def usable(model: PreTrainedModel) -> bool:
         and own_implementation(config) == "sdpa"
         and looks_attention_up(model)
         and getattr(config, "attn_logit_softcapping", None) is None
+        and not any(isinstance(layer, DynamicIndexedLayer) for layer in cache_layers(model))
         and _layers_share(model, config)
     )
 

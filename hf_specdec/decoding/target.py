@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +115,7 @@ class TargetModel:
         self.bound_rows = bound_rows(model)
         self.windows = _windows(model)
         self.chunk: int | None = getattr(self.config, "attention_chunk_size", None)
-        hooks, names = places.hooks(model), standins.names_of(model)
-        self.position_hooks = hooks
-        self.counts_entries = bool(hooks) or bool(names & standins.OF_PLACES.keys())
+        self.counts_entries = bool(places.hooks(model) or standins.names_of(model) & standins.OF_PLACES.keys())
         self.steps_on_nodes = self.counts_entries
         self.cache_name = host.cache_name(model)
         self.takes_positions = host.takes_positions(model)
@@ -154,13 +152,12 @@ class TargetModel:
 
     @contextmanager
     def tapping(self) -> Iterator[None]:
-        """Reads the outputs of `feature_layers`, and tells modules where nodes stand, while the context is open."""
+        """Reads the outputs of `feature_layers` while the context is open."""
         handles = []
         try:
             for index in dict.fromkeys(self.feature_layers):
                 handles.append(self._tap(index))
             self._tap_hooks = [handle.id for handle in handles]
-            handles += [register() for register in self.position_hooks]
             yield
         finally:
             for handle in handles:
@@ -448,9 +445,7 @@ class TargetModel:
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
         if self.takes_positions:
             extra["position_ids"] = position_ids
-        prefix = Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask)
-        stepping = on_nodes(tree, first, prefix) if self.steps_on_nodes else nullcontext()
-        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, stepping:
+        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, self._on_nodes(tree, first):
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -465,6 +460,18 @@ class TargetModel:
             outputs.logits.to(torch.float32), self.read_taps(), outputs.get("attentions"), outputs.get("hidden_states")
         )
         return output.without_padding(nodes) if padding else output
+
+    def _on_nodes(self, tree: DraftTree, first: int) -> AbstractContextManager[object]:
+        """A context in which layers that need it know which nodes they run on."""
+        if not self.steps_on_nodes:
+            return nullcontext()
+        contexts = ExitStack()
+        contexts.enter_context(
+            on_nodes(tree, first, Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask))
+        )
+        for register in places.hooks(self.model):
+            contexts.callback(register().remove)
+        return contexts
 
     def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, Tensor]:
         """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on.

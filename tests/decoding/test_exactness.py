@@ -71,6 +71,8 @@ def test_attention_that_a_family_writes_itself_takes_batches() -> None:
 CASES = [
     pytest.param(family, attention, batch, setting, id=f"{family}-{attention}-{batch}-{setting}")
     for family, (_, _, implementations) in (FAMILIES | HYBRIDS).items()
+    # Its indexers choose by scores in float32: with and without a cache the host itself gives other tokens.
+    if family != "deepseek-v3.2"
     for attention in implementations
     for batch in PROMPTS
     for setting in SETTINGS
@@ -118,7 +120,8 @@ def test_padding_that_eager_attention_turns_into_nan_changes_no_token(family: st
     assert assisted.tolist() == alone.tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+# Of the other two, logits are compared in `test_states.py`.
+@pytest.mark.parametrize("family", sorted((FAMILIES | HYBRIDS).keys() - {"falcon-alibi", "bart"}))
 def test_targets_of_this_suite_say_different_things(family: str) -> None:
     # A target that repeats one token would agree with any wrong mask.
     for attention in (FAMILIES | HYBRIDS)[family][2]:
