@@ -44,7 +44,7 @@ class NodesOfRound:
     def __init__(self, tree: DraftTree, first: int, prefix: Prefix) -> None:
         self.tree, self.first, self.prefix = tree, first, prefix
         self.layer: Any = None
-        self._columns: dict[int, Tensor] = {}
+        self._made: dict[Any, Tensor] = {}  # for the layers of a forward, which ask for the same
 
     def entries(self, device: torch.device) -> Tensor:
         """[batch, new] int64: the entry of the cache at which plain decoding would have each new node."""
@@ -70,20 +70,35 @@ class NodesOfRound:
         """[batch, nodes, nodes] bool of all nodes of the round."""
         return self.tree.ancestor_mask.to(device)
 
+    def path_sums(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[batch, nodes, nodes], 1 where a node is on the path to another: what sums along paths are a product with."""
+        key = ("sums", dtype, device)
+        if key not in self._made:
+            self._made[key] = self.ancestors(device).to(dtype)
+        return self._made[key]
+
+    def apart(self, device: torch.device) -> Tensor:
+        """[batch, 1, new, nodes] bool, True where a node is not on the path to a new one."""
+        key = ("apart", device)
+        if key not in self._made:
+            self._made[key] = ~self.ancestors(device)[:, None, self.first :]
+        return self._made[key]
+
     def columns(self, kernel: int, device: torch.device) -> Tensor:
         """[batch, nodes, kernel] int64: for each node of the round the last `kernel` places of its path, its own last.
 
         Nodes count from 0, what lies before the root from -1 downwards.
         """
-        if kernel not in self._columns:
+        key = ("columns", kernel, device)
+        if key not in self._made:
             mask = self.ancestors(device)
             # A node's path has its nodes in ascending order: count them from the end.
             behind = mask.flip(-1).cumsum(-1).flip(-1)
             counts = behind[..., :1]
             steps = torch.arange(kernel, 0, -1, device=device)
             place = (mask.unsqueeze(2) & (behind.unsqueeze(2) == steps.view(-1, 1))).int().argmax(-1)
-            self._columns[kernel] = place.where(steps <= counts, counts - steps)
-        return self._columns[kernel]
+            self._made[key] = place.where(steps <= counts, counts - steps)
+        return self._made[key]
 
     def parents(self, device: torch.device) -> Tensor:
         """[batch, nodes] int64; -1 for the root."""

@@ -7,6 +7,7 @@ begins, in one step per layer, so that counts may live on the device only.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +84,8 @@ class RecurrentLayer(LinearAttentionLayer):
         if self.extent.held:
             conv_states = torch.cat([self.tape.inputs[state_idx][:, :, : self.extent.held], conv_states], -1)
         self.tape.inputs[state_idx] = conv_states
-        return torch.cat([self.conv_states[state_idx], conv_states], -1)
+        # Channels lie side by side, as a convolution over the nodes of a tree wants them.
+        return torch.cat([self.conv_states[state_idx].mT, conv_states.mT], 1).mT
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Takes the state after new tokens; during a round it is left as it is, see `Tape`."""
@@ -108,23 +110,59 @@ class RecurrentLayer(LinearAttentionLayer):
         """Makes a layer of the caller's cache hold copies of the states."""
         _copy_states(self, layer)
 
-    def advance(self, path: Tensor, counts: Tensor) -> None:
-        """Moves the states to the end of the first `counts` nodes of `path` [batch, steps] int64."""
-        tape = self.tape
-        steps = torch.arange(path.shape[1], device=path.device)
+
+def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> None:
+    """Moves the states of layers to the end of the first `counts` [batch] nodes of `path` [batch, steps].
+
+    Layers whose tensors have one shape are moved together.
+    """
+    windows, recurrences = defaultdict(list), defaultdict(list)
+    for layer in layers:
+        tape, base = layer.tape, layer.recurrent_states[0]
         for index, inputs in tape.inputs.items():
-            window = self.conv_states[index]
-            width = window.shape[-1]
-            # The last of what the window and the inputs along the path are together.
-            place = counts.unsqueeze(1) - width + torch.arange(width, device=path.device)
-            column = (width + path.gather(1, place.clamp(min=0))).where(place >= 0, width + place)
-            column = column.unsqueeze(1).expand(-1, window.shape[1], -1)
-            self.conv_states[index] = torch.cat([window, inputs], -1).gather(2, column)
-        if tape.advance is not None:
-            base = self.recurrent_states[0]
-            parts = [pick(part, path) for part in tape.parts]
-            kept = steps < counts.unsqueeze(1)
-            self.recurrent_states[0] = tape.advance(base, parts, kept).to(base.dtype)
+            windows[inputs.shape, inputs.dtype, inputs.device, layer.conv_states[index].shape].append((layer, index))
+        if base is not None:
+            if tape.advance is None:
+                raise RuntimeError(
+                    "A layer with states has run on the nodes of a tree without the function that stands in for the "
+                    "host's: something has replaced its forward since this target was tried. Put it back, or generate "
+                    "without assistant_model."
+                )
+            shapes = tuple(part.shape for part in tape.parts)
+            recurrences[tape.advance, base.shape, base.dtype, base.device, shapes].append(layer)
+    for members in windows.values():
+        _advance_windows(members, path, counts)
+    for (advance, *_), group in recurrences.items():
+        bases = torch.cat([layer.recurrent_states[0] for layer in group])
+        parts = [
+            _along([layer.tape.parts[place] for layer in group], path) for place in range(len(group[0].tape.parts))
+        ]
+        kept = torch.arange(path.shape[1], device=path.device) < counts.unsqueeze(1)
+        moved = advance(bases, parts, kept.to(bases.device).repeat(len(group), 1)).to(bases.dtype)
+        for layer, state in zip(group, moved.chunk(len(group)), strict=True):
+            layer.recurrent_states[0] = state
+
+
+def _advance_windows(members: Sequence[tuple[RecurrentLayer, int]], path: Tensor, counts: Tensor) -> None:
+    held = torch.cat([layer.conv_states[index] for layer, index in members])
+    inputs = torch.cat([layer.tape.inputs[index] for layer, index in members])
+    width = held.shape[-1]
+    # The last of what the window and the inputs along the path are together.
+    place = counts.unsqueeze(1) - width + torch.arange(width, device=path.device)
+    column = (width + path.gather(1, place.clamp(min=0))).where(place >= 0, width + place).to(held.device)
+    column = column.repeat(len(members), 1).unsqueeze(1).expand_as(held)
+    moved = torch.cat([held, inputs], -1).gather(2, column)
+    for (layer, index), window in zip(members, moved.chunk(len(members)), strict=True):
+        layer.conv_states[index] = window
+
+
+def _along(parts: Sequence[Tensor], path: Tensor) -> Tensor:
+    """Of each layer's [batch, nodes, ...] what lies at the nodes of `path`: [layers * batch, steps, ...]."""
+    joined, path = torch.stack(list(parts)), path.to(parts[0].device)
+    if len(path) == 1:
+        return joined.index_select(2, path[0]).flatten(0, 1)
+    index = path.view(1, *path.shape, *[1] * (joined.dim() - 3))
+    return joined.gather(2, index.expand(len(parts), -1, -1, *joined.shape[3:])).flatten(0, 1)
 
 
 def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
@@ -200,10 +238,10 @@ class Recurrent(LayerStates):
     def settle(self, held: Tensor | int | None = None) -> None:
         """Computes the states that the last commit has come to; `held` nodes go on into the next round."""
         pending, self._pending = self._pending, None
-        for layer in self.layers:
-            if pending is not None:
-                layer.advance(*(each.to(layer.device) for each in pending))
-            if pending is not None or held is not None:
+        if pending is not None:
+            _advance(self.layers, *pending)
+        if pending is not None or held is not None:
+            for layer in self.layers:
                 layer.tape = layer.tape.of(held)
 
     def wipe(self, row_lengths: Sequence[int]) -> None:

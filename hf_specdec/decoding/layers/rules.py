@@ -43,26 +43,28 @@ def convolution(
         kwargs: what else the host passes on.
 
     Returns:
-        [batch, channels, window + nodes]; the host reads the last ones, of the new nodes.
+        [batch, channels, new]; the host reads the last ones, of the new nodes.
     """
-    batch, channels, width = hidden_states.shape
-    kernel = weight.shape[-1]
-    columns = nodes.columns(kernel, hidden_states.device)[:, nodes.first :]
-    new = columns.shape[1]
-    window = width - nodes.first - new
-    taken = hidden_states
+    rows, kernel = hidden_states.mT, weight.shape[-1]  # [batch, window + nodes, channels]
+    columns = nodes.columns(kernel, rows.device)[:, nodes.first :]
+    batch, new, _ = columns.shape
+    window = rows.shape[1] - nodes.first - new
     if window < kernel - 1:  # texts shorter than it
-        taken = nn.functional.pad(taken, (kernel - 1 - window, 0))
+        rows = nn.functional.pad(rows, (0, 0, kernel - 1 - window, 0))
         window = kernel - 1
-    index = (columns + window).view(batch, 1, new * kernel).expand(-1, channels, -1)
-    # The host's own operator over the places side by side, so that products are summed as the host sums them.
-    outputs = nn.functional.conv1d(
-        taken.gather(2, index).to(weight.dtype), weight.unsqueeze(1), bias, stride=kernel, groups=channels
-    )
+    starts = window + rows.shape[1] * torch.arange(batch, device=rows.device)
+    taken = rows.flatten(0, 1).index_select(0, (columns + starts.view(-1, 1, 1)).flatten())
+    taken = taken.view(batch, new, kernel, -1).to(weight.dtype)
+    if taken.dtype.itemsize < 4 or taken.device.type != "cpu":
+        # The host's own operator over the places side by side, so that products are rounded as the host's are.
+        taken = taken.permute(0, 3, 1, 2).flatten(2)
+        outputs = nn.functional.conv1d(taken, weight.unsqueeze(1), bias, stride=kernel, groups=len(weight))
+    else:  # which takes its time on a CPU for so few places
+        outputs = (taken * weight.mT).sum(2)
+        outputs = (outputs if bias is None else outputs + bias).mT
     if activation is not None:
         outputs = ACT2FN[activation](outputs)
-    outputs = outputs.to(hidden_states.dtype)
-    return torch.cat([outputs.new_zeros(batch, channels, width - new), outputs], -1)
+    return outputs.to(hidden_states.dtype)
 
 
 def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,13 +78,13 @@ def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
         sums [batch, heads, new, ...] from the root to each new node, both included; and
         exp(sums of i - sums of j) [batch, heads, new, nodes, ...], 0 where j is not on the path to i.
     """
-    ancestors = nodes.ancestors(steps.device)
-    sums = torch.einsum("bij,bjh...->bhi...", ancestors.to(steps.dtype), steps)
+    sums = nodes.path_sums(steps.dtype, steps.device) @ steps.flatten(2)
+    sums = sums.view_as(steps).transpose(1, 2)
     own = sums[:, :, nodes.first :]
     # Masked before the exponential: between nodes of two branches it may overflow.
     apart = own.unsqueeze(3) - sums.unsqueeze(2)
-    hidden = ~ancestors[:, nodes.first :].view(len(steps), 1, *apart.shape[2:4], *[1] * (apart.dim() - 4))
-    return own, apart.masked_fill(hidden, -torch.inf).exp()
+    hidden = nodes.apart(steps.device)
+    return own, apart.masked_fill_(hidden if apart.dim() == 4 else hidden.unsqueeze(-1), -torch.inf).exp_()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -127,36 +129,41 @@ def delta_rule(
         [batch, new, heads, V], and `initial_state`.
     """
     assert initial_state is not None, "a round follows a prefill"
-    dtype, first, wide = query.dtype, nodes.first, _wide(query.dtype)
-    repeats = value.shape[2] // key.shape[2]
-    query, key = (each.to(wide).repeat_interleave(repeats, 2) for each in (query, key))
+    dtype, first, wide, new = query.dtype, nodes.first, _wide(query.dtype), query.shape[1]
+    # Queries behind keys: what is done with one is done with the other.
+    both = torch.cat([key, query], 1).to(wide)
     value, beta, g = (each.to(wide) for each in (value, beta, g))
     if use_qk_l2norm_in_kernel:
-        query, key = (each * ((each * each).sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (query, key))
-    query = query * query.shape[-1] ** -0.5
+        both = both * ((both * both).sum(-1, keepdim=True) + 1e-6).rsqrt()
+    repeats = value.shape[2] // key.shape[2]
+    if repeats > 1:
+        both = both.repeat_interleave(repeats, 2)
+    key, both = both[:, :new], both.transpose(1, 2)
     held_keys, held_writes, held_steps = (part[:, :first] for part in layer.tape.parts) if first else (None,) * 3
     keys, steps = (
-        new if held is None else torch.cat([held, new], 1) for held, new in ((held_keys, key), (held_steps, g))
+        now if held is None else torch.cat([held, now], 1) for held, now in ((held_keys, key), (held_steps, g))
     )
     sums, between = _decays(nodes, steps)
-    query, key, keys, value, beta = (each.transpose(1, 2) for each in (query, key, keys, value, beta))
-    base = initial_state.to(wide)
+    base, keys, scale = initial_state.to(wide), keys.transpose(1, 2), key.shape[-1] ** -0.5
     if g.dim() == 3:
-        sums = sums.unsqueeze(-1)
-        foretold, read = ((each @ keys.mT) * between for each in (key, query))
+        decays = sums.unsqueeze(-1).exp()
+        foretold, read = ((both @ keys.mT).unflatten(2, (2, new)) * between.unsqueeze(2)).unbind(2)
+        from_base, read_base = ((both @ base).unflatten(2, (2, new)) * decays.unsqueeze(2)).unbind(2)
     else:
-        foretold, read = (torch.einsum("bhic,bhjc,bhijc->bhij", each, keys, between) for each in (key, query))
-    foretold = foretold * beta.unsqueeze(-1)
-    decayed = sums.exp()
-    writes = beta.unsqueeze(-1) * (value - (key * decayed) @ base)
+        both = both.unflatten(2, (2, new))
+        foretold, read = torch.einsum("bhtic,bhjc,bhijc->tbhij", both, keys, between).unbind()
+        from_base, read_base = ((both * sums.exp().unsqueeze(2)) @ base.unsqueeze(2)).unbind(2)
+    beta = beta.transpose(1, 2).unsqueeze(-1)
+    foretold = foretold * beta
+    writes = beta * (value.transpose(1, 2) - from_base)
     if held_writes is not None:
         held_writes = held_writes.transpose(1, 2)
         writes = writes - foretold[..., :first] @ held_writes
-    # Only what lies below the diagonal is read: parents come first.
-    writes = torch.linalg.solve_triangular(foretold[..., first:].tril(-1), writes, upper=False, unitriangular=True)
+    # Parents come first, so that there is nothing above the diagonal; the diagonal is not read.
+    writes = torch.linalg.solve_triangular(foretold[..., first:], writes, upper=False, unitriangular=True)
     written = writes if held_writes is None else torch.cat([held_writes, writes], 2)
-    outputs = (query * decayed) @ base + read @ written
-    layer.tape.add(first, (key.transpose(1, 2), writes.transpose(1, 2), g), advance_outer)
+    outputs = (read_base + read @ written) * scale
+    layer.tape.add(first, (key, writes.transpose(1, 2), g), advance_outer)
     return outputs.transpose(1, 2).to(dtype), initial_state
 
 
