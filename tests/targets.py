@@ -183,6 +183,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         ("eager", "sdpa"),
     ),
+    "zamba": (  # its mixers call their function once per head, so that they step from node to node
+        "ZambaConfig",
+        {
+            "attention_head_dim": 16,
+            "attention_hidden_size": 64,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "mamba_expand": 2,
+            "n_mamba_heads": 2,
+            "num_key_value_heads": 4,
+            "use_mamba_kernels": False,
+        },
+        ("eager", "sdpa"),
+    ),
     "jamba": (
         "JambaConfig",
         {

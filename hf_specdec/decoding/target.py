@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
+from hf_specdec.decoding.layers.stepped import stepping
 from hf_specdec.decoding.masks import node_mask, whole_prefix_mask
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.packed import packed_linears
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from hf_specdec.decoding.accept import DrawnCandidates
 
 logger = logging.getLogger(__name__)
+
+# Targets whose layers with states step from node to node, since a trial found no rule for them (`trial.py`).
+STEPPED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
 
@@ -469,6 +474,8 @@ class TargetModel:
         contexts.enter_context(
             on_nodes(tree, first, Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask))
         )
+        if self.model in STEPPED:
+            contexts.enter_context(stepping(self.model))
         for register in places.hooks(self.model):
             contexts.callback(register().remove)
         return contexts

@@ -18,8 +18,8 @@ from hf_specdec.decoding import host
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.once import once_per_model
-from hf_specdec.decoding.support import TreesRefusedError, bound_rows
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.support import TreesRefusedError, bound_rows, keeps_states
+from hf_specdec.decoding.target import STEPPED, TargetModel
 from hf_specdec.decoding.tree import DraftTree
 
 PROMPT = 5  # tokens
@@ -43,9 +43,18 @@ def _needs_trial(model: PreTrainedModel) -> bool:
 
 @once_per_model
 def _trees_trouble(model: PreTrainedModel) -> str | None:
-    """What went wrong with a tree; None if nothing did."""
-    if not _needs_trial(model):
+    """What went wrong with a tree; None if nothing did, perhaps with layers that step from node to node."""
+    trouble = _tree_trouble(model) if _needs_trial(model) else None
+    if trouble is None or not keeps_states(model):
+        return trouble
+    STEPPED.add(model)
+    if _tree_trouble(model) is None:
         return None
+    STEPPED.discard(model)
+    return trouble
+
+
+def _tree_trouble(model: PreTrainedModel) -> str | None:
     name = type(model).__name__
     try:
         found, stepped = _tree(model), _steps(model, PARENTS)

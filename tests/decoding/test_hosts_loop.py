@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from hf_specdec import TargetModel, TreeCandidateGenerator, load_drafter
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.layers import standins
+from hf_specdec.decoding.target import STEPPED
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.integration import hosts_loop
@@ -209,18 +210,8 @@ def test_targets_with_a_cache_of_their_own_decode_plainly_and_say_so() -> None:
     assert drafter.stats.num_draft_tokens == 0
 
 
-def test_a_hybrid_target_of_an_unknown_kind_is_named_and_decodes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
-    alone = target.generate(**prompts, **GREEDY)
-    # As if nobody had written a rule for its layers.
-    monkeypatch.setitem(standins.OF_STATES, "torch_chunk_gated_delta_rule", lambda nodes, layer, *args, **kwargs: None)
-    with pytest.warns(UserWarning, match=r"In a trial, .*Qwen3_5ForCausalLM.*Nothing is drafted in this call"):
-        assert target.generate(**prompts, **GREEDY, assistant_model=right_for(2, alone)).tolist() == alone.tolist()
-
-
-def test_a_rule_that_is_wrong_is_found_out_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
-    alone = target.generate(**prompts, **GREEDY)
+def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a family had functions of a known name that do something else."""
     rule = standins.OF_STATES["torch_chunk_gated_delta_rule"]
 
     def wrong(nodes: Any, layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +219,26 @@ def test_a_rule_that_is_wrong_is_found_out_before_the_first_token(monkeypatch: p
         return outputs.roll(1, 1), state
 
     monkeypatch.setitem(standins.OF_STATES, "torch_chunk_gated_delta_rule", wrong)
+
+
+def test_layers_whose_rule_is_wrong_step_from_node_to_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rule(monkeypatch)
+    target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = right_for(2, alone)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_accepted_draft_tokens > 0
+    assert target in STEPPED
+
+
+def test_layers_that_cannot_step_either_are_named_and_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rule(monkeypatch)
+    monkeypatch.setattr("hf_specdec.decoding.layers.stepped.keepers", lambda model: [])
+    target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
     with pytest.warns(UserWarning, match=r"differ by .*Qwen3_5GatedDeltaNet.*is not known here.*Nothing is drafted"):
         assert target.generate(**prompts, **GREEDY, assistant_model=right_for(2, alone)).tolist() == alone.tolist()
+    assert target not in STEPPED
 
 
 def test_the_best_path_of_a_tree_is_its_likeliest() -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.host import cache_name
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.target import STEPPED, TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -90,9 +90,14 @@ def states_of(cache: Any, row: int) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str) -> None:
-    target, prompts = make_target(family, HYBRIDS[family][2][-1], torch.float64), ragged_prompts()
+@pytest.mark.parametrize(
+    ("family", "steps"),
+    [(name, False) for name in HYBRIDS if name != "zamba"] + [(name, True) for name in (*STATEFUL, "zamba")],
+)
+def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str, steps: bool) -> None:
+    target, prompts = fresh_target(family, HYBRIDS[family][2][-1], torch.float64), ragged_prompts()
+    if steps:
+        STEPPED.add(target)
     if family in ("bart", "llama4"):  # padding is counted among the tokens: a row alone is not what it is in a batch
         prompts["attention_mask"].fill_(1)
     with torch.no_grad(), Raised(torch.float64):

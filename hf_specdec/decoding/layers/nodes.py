@@ -122,6 +122,16 @@ def on_nodes(tree: DraftTree, first: int, prefix: Prefix) -> Iterator[NodesOfRou
         _NOW.nodes = None
 
 
+@contextmanager
+def on_rows() -> Iterator[None]:
+    """What runs in this thread meanwhile runs on rows of tokens, although a round is under way."""
+    nodes, _NOW.nodes = _NOW.nodes, None
+    try:
+        yield
+    finally:
+        _NOW.nodes = nodes
+
+
 def nodes_under_way() -> NodesOfRound | None:
     """The nodes that this thread's forward runs on; None where it runs on rows of tokens."""
     return _NOW.nodes

@@ -34,11 +34,14 @@ class Tape:
         inputs: of the convolutions, by the number of the state, [batch, channels, nodes].
         parts: of the recurrence, each [batch, nodes, ...].
         advance: how they change the state; None for a layer that has only convolutions.
+        after: in place of all these the states after each node, [batch, nodes, ...], in the order of
+            `RecurrentLayer.states`, of a layer that has stepped from node to node (`stepped.py`).
     """
 
     inputs: dict[int, Tensor] = field(default_factory=dict)
     parts: tuple[Tensor, ...] = ()
     advance: Advance | None = None
+    after: list[Tensor] = field(default_factory=list)
 
     def of(self, nodes: Tensor | int | None) -> Tape:
         """The tape of some nodes: of these [batch, nodes] int64, of all from a number on, of none."""
@@ -46,9 +49,11 @@ class Tape:
             return Tape()
         if isinstance(nodes, int):
             inputs = {index: each[:, :, nodes:] for index, each in self.inputs.items()}
-            return Tape(inputs, tuple(part[:, nodes:] for part in self.parts), self.advance)
-        inputs = {index: pick(each.transpose(1, 2), nodes).transpose(1, 2) for index, each in self.inputs.items()}
-        return Tape(inputs, tuple(pick(part, nodes) for part in self.parts), self.advance)
+            parts, after = ([each[:, nodes:] for each in these] for these in (self.parts, self.after))
+        else:
+            inputs = {index: pick(each.mT, nodes).mT for index, each in self.inputs.items()}
+            parts, after = ([pick(each, nodes) for each in these] for these in (self.parts, self.after))
+        return Tape(inputs, tuple(parts), self.advance, after)
 
     def add(self, held: int, parts: Sequence[Tensor], advance: Advance) -> tuple[Tensor, ...]:
         """Notes nodes behind the first `held`; returns the parts of all nodes."""
@@ -119,6 +124,12 @@ def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> 
     windows, recurrences = defaultdict(list), defaultdict(list)
     for layer in layers:
         tape, base = layer.tape, layer.recurrent_states[0]
+        if tape.after:
+            last = path.gather(1, (counts - 1).clamp(min=0).unsqueeze(1)).to(layer.device)
+            for (kind, index), states in zip(layer.states(), tape.after, strict=True):
+                moves = (counts > 0).to(layer.device).view(-1, *[1] * (states.dim() - 2))
+                kind[index] = pick(states, last)[:, 0].where(moves, kind[index])
+            continue
         for index, inputs in tape.inputs.items():
             windows[inputs.shape, inputs.dtype, inputs.device, layer.conv_states[index].shape].append((layer, index))
         if base is not None:
@@ -169,6 +180,11 @@ def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> 
     for name in ("conv_states", "recurrent_states"):
         held = {index: None if each is None else each.clone() for index, each in getattr(source, name).items()}
         setattr(target, name, held)
+    copy_notes(source, target)
+
+
+def copy_notes(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
+    """Has a layer believe of its states what another knows of its own."""
     known = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
     for name in known:
         setattr(target, name, dict(getattr(source, name)))

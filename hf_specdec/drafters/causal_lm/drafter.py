@@ -17,6 +17,7 @@ from hf_specdec.decoding import graphs
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel, target_ids_of
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
@@ -199,6 +200,7 @@ class CausalLMDrafter(PublishedDrafter):
         target_name = model.name_or_path or type(model).__name__
         try:
             check_supported(self.model)
+            check_trees(self.model)
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
         self._check_vocabulary(model, target_name)

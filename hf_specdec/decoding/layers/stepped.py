@@ -1,0 +1,163 @@
+"""Layers with states for which there is no rule: they run level by level, one token a row, from the parent's state.
+
+What runs is the layer's own step of plain decoding, so it is exact whatever the layer does. A round then calls the
+layer once per level of the tree, and keeps the states of all its nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from hf_specdec.decoding.host import cache_name
+from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way, on_rows
+from hf_specdec.decoding.layers.recurrent import RecurrentLayer
+from hf_specdec.decoding.once import once_per_model
+
+
+@once_per_model
+def keepers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that read and write the states of cache layers, with the number of the layer.
+
+    Found by watching a forward: whoever is running when the cache is asked, without those inside another such module.
+    """
+    cache = DynamicCache(config=model.config)
+    running: list[nn.Module] = []
+    found: list[tuple[nn.Module, int]] = []
+    handles: list[RemovableHandle] = []
+
+    def begins(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def ends(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(lambda module, args: running.append(module)))
+        handles.append(
+            module.register_forward_hook(lambda module, args, output: running.pop() and None, always_call=True)
+        )
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionLayer):
+            for name in ("update_conv_state", "update_recurrent_state"):
+                asked = getattr(layer, name)
+
+                def noted(*args: Any, _asked: Any = asked, _index: int = index, **kwargs: Any) -> Any:
+                    found.append((running[-1], _index))
+                    return _asked(*args, **kwargs)
+
+                setattr(layer, name, noted)
+    embeddings = model.get_input_embeddings()
+    ids = 3 + torch.arange(5, device=embeddings.weight.device).unsqueeze(0)
+    try:
+        with torch.no_grad(), on_rows():
+            model(input_ids=ids % embeddings.num_embeddings, use_cache=True, **{cache_name(model): cache})
+    finally:
+        for handle in handles:
+            handle.remove()
+    inside = {id(part) for module, _ in found for part in module.modules() if part is not module}
+    return list(dict.fromkeys(each for each in found if id(each[0]) not in inside))
+
+
+@contextmanager
+def stepping(model: PreTrainedModel) -> Iterator[None]:
+    """In rounds run meanwhile, the modules that keep states run level by level."""
+    before = []
+    try:
+        for module, index in keepers(model):
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = _stepped(module.forward, index)
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _stepped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nodes = nodes_under_way()
+        caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+        if nodes is None or not caches or not isinstance(caches[0].layers[index], RecurrentLayer):
+            return forward(*args, **kwargs)
+        return _levels(forward, caches[0], index, nodes, args, kwargs)
+
+    return run
+
+
+def _levels(
+    forward: Callable[..., Any], cache: Cache, index: int, nodes: NodesOfRound, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    layer: Any = cache.layers[index]
+    bases = [kind[number] for kind, number in layer.states()]
+    device, first = bases[0].device, nodes.first
+    parents, depths = nodes.parents(device), nodes.ancestors(device).sum(-1) - 1
+    batch, count = parents.shape
+    after = [base.new_empty(batch, count, *base.shape[1:]) for base in bases]
+    for states, held in zip(after, layer.tape.after, strict=False):
+        states[:, :first] = held[:, :first]
+    is_new = torch.arange(count, device=device) >= first
+    outputs: Any = None
+    for depth in sorted(set(depths[:, first:].flatten().tolist())):
+        row, node = ((depths == depth) & is_new).nonzero(as_tuple=True)
+        above = parents[row, node]
+        own = copy.copy(cache)
+        own.layers = list(cache.layers)
+        own.layers[index] = step = _host_layer(layer)
+        for (kind, number), base, states in zip(layer.states(), bases, after, strict=True):
+            from_parent = states[row, above.clamp(min=0)]
+            start = base[row].where((above < 0).view(-1, *[1] * (base.dim() - 1)), from_parent)
+            (step.conv_states if kind is layer.conv_states else step.recurrent_states)[number] = start
+
+        def of_level(value: Any, row: Tensor = row, node: Tensor = node, own: Cache = own) -> Any:
+            if value is cache:
+                return own
+            if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (batch, count - first):
+                return value[row, node - first].unsqueeze(1)
+            if isinstance(value, (tuple, list)):
+                return type(value)(map(of_level, value))
+            return {name: of_level(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+        with on_rows():
+            given = forward(*map(of_level, args), **{name: of_level(value) for name, value in kwargs.items()})
+        outputs = _put(outputs, given, (batch, count - first), row, node - first)
+        for (kind, number), states in zip(layer.states(), after, strict=True):
+            states[row, node] = (step.conv_states if kind is layer.conv_states else step.recurrent_states)[number]
+    layer.tape.after = after
+    return outputs
+
+
+def _host_layer(like: RecurrentLayer) -> LinearAttentionLayer:
+    """A layer of the host's without states, which believes that it has some."""
+    layer = LinearAttentionLayer(like.number_of_states)
+    for name in (
+        "is_conv_states_initialized",
+        "is_recurrent_states_initialized",
+        "has_previous_state",
+        "conv_kernel_size",
+    ):
+        setattr(layer, name, dict(getattr(like, name)))
+    layer.dtype, layer.device = like.dtype, like.device
+    return layer
+
+
+def _put(outputs: Any, given: Any, shape: tuple[int, int], row: Tensor, node: Tensor) -> Any:
+    """Outputs [batch, new, ...] with what a level gave [nodes of the level, 1, ...]."""
+    if isinstance(given, Tensor):
+        outputs = given.new_zeros(*shape, *given.shape[2:]) if outputs is None else outputs
+        outputs[row, node] = given[:, 0]
+        return outputs
+    if isinstance(given, (tuple, list)):
+        before = [None] * len(given) if outputs is None else outputs
+        return tuple(_put(old, new, shape, row, node) for old, new in zip(before, given, strict=True))
+    return given
