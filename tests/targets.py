@@ -266,7 +266,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {
             **_LATENT,
             "index_head_dim": 16,
-            "index_n_heads": 32,  # with few, many scores are exactly 0, and which of equal ones count is by chance
+            # With few heads, or behind an embedding of zeros, scores are exactly 0, and which of equal ones count is by
+            # chance.
+            "index_n_heads": 32,
+            "pad_token_id": None,
             "index_topk": 8,
             "moe_intermediate_size": 24,
             "n_group": 1,

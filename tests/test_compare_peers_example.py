@@ -35,8 +35,8 @@ def test_peers_that_are_not_installed_are_left_out_and_named(tmp_path: Path) -> 
     assert names == [
         "plain",
         "plain, packed weights",
-        "transformers, assisted",
         "transformers, prompt look-up",
+        "transformers, assisted",
         "hf_specdec, ngram",
     ]
     assert [row["identical"] for row in record["figures"] if row["temperature"] == 0] == ["yes"] * 5
