@@ -174,6 +174,11 @@ class TreeCache(Cache):
         return max(layer.seen for layer in self.recurrent.layers)
 
     @property
+    def shares_entries(self) -> bool:
+        """Whether some layers keep nothing, since they read what others keep."""
+        return any(isinstance(layer, DummyLayer) for layer in self.layers)
+
+    @property
     def keeps_states(self) -> bool:
         """Whether some layers keep states, which cannot be cut back behind a commit."""
         return bool(self.recurrent.layers)

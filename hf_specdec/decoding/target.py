@@ -244,6 +244,9 @@ class TargetModel:
         check_attended(self.model, model_kwargs)
         already = self.cache.get_seq_length()
         arguments = dict(model_kwargs, **{self.cache_name: self.cache})
+        if self.feature_layers and isinstance(arguments.get("logits_to_keep"), int) and self.cache.shares_entries:
+            # With a number, Gemma 4 cuts the states too that enter layers which share keys and values.
+            arguments["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         outputs = host.prefill(self.model, input_ids, generation_config, arguments)
         returned = getattr(outputs, self.cache_name, None)
         if returned is None:

@@ -22,6 +22,7 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.verification.precision import Raised
+from tests.methods import METHODS
 from tests.scripted import right_for
 from tests.targets import HYBRIDS, PROMPTS, STATEFUL, VOCAB, fresh_target, make_target, one_prompt, ragged_prompts
 
@@ -194,6 +195,18 @@ def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -
     share = 1e-3 if dtype == torch.float32 else 0.15
     for own, expected in zip(states_of(model.cache, 0), states_of(afresh.cache, 0), strict=True):
         assert (own - expected).norm() < share * expected.norm()
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("batch", PROMPTS)
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "lfm2", "gemma4"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "specbound"])  # which knows its families
+def test_every_method_drafts_for_these_targets(method: str, family: str, batch: str) -> None:
+    target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafter = METHODS[method](target)
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0 or method == "ngram"
 
 
 def test_rows_that_stop_by_a_rule_of_the_callers_hand_back_states_of_their_end() -> None:

@@ -22,7 +22,7 @@ from hf_specdec.decoding.graphs import NODE_BUCKETS
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
@@ -100,8 +100,11 @@ class DraftModelGenerator(TreeCandidateGenerator):
         self.pending, self.has_nodes = None, True
 
         cache = self.drafter.cache
+        lags = [max(1, length - known) for length, known in zip(lengths, cache.row_lengths, strict=True)]
+        if cache.keeps_states and min(lags) < max(lags):
+            return self._catch_up(context, lags)
         # Rows differ in how far they lag behind; running a known token again costs less than a mask for padding would.
-        steps = max(1, *(length - known for length, known in zip(lengths, cache.row_lengths, strict=True)))
+        steps = max(lags)
         starts = [length - steps for length in lengths]
         if starts != cache.row_lengths:
             cache.rollback(starts)
@@ -116,6 +119,18 @@ class DraftModelGenerator(TreeCandidateGenerator):
         cache.commit_lead(steps - 1)
         cache.hold(1)
         return logits
+
+    def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
+        """Runs each row's own last tokens, `lags` of them: where states are kept, no token can be run again."""
+        cache, device = self.drafter.cache, self.drafter.model.device
+        columns = [
+            [min(length - 1, length - lag + step) for step in range(max(lags))]
+            for length, lag in zip(context.lengths, lags, strict=True)
+        ]
+        token_ids = context.sequences.gather(1, torch.tensor(columns, device=context.sequences.device)).to(device)
+        logits = self.drafter.verify(DraftTree.chain(token_ids), self.drafter.root_positions()).logits
+        cache.regroup([range(lag - 1) for lag in lags], [[lag - 1] for lag in lags])
+        return pick(logits, torch.tensor(lags, device=logits.device).unsqueeze(1) - 1)[:, 0]
 
     def _prefill(self, token_ids: Tensor) -> None:
         drafter = self.drafter

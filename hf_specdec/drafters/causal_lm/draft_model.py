@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.graphs import CompileMode
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.support import keeps_states
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.vocabulary import draft_ids_of, known_ids
@@ -108,6 +109,12 @@ class DraftModel(TargetModel):
             mask: [batch, seq] bool, False at padding; None where there is none.
             max_length: most tokens that a text may have.
         """
+        if mask is not None and keeps_states(self.model):  # which padding behind the text would change
+            arguments: dict[str, Any] = {"attention_mask": mask.to(torch.int64), "use_cache": True}
+            if self.takes_positions:
+                arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+            self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
+            return
         order = None
         if mask is not None and not bool(mask.all()):
             order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
