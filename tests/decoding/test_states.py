@@ -125,9 +125,12 @@ def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str, steps: b
                     assert (own - expected).abs().max() < BOUND * expected.abs().max().clamp(min=1)
 
 
+@pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("family", STATEFUL)
-def test_a_row_that_keeps_nothing_keeps_its_states(family: str) -> None:
-    target = make_target(family, HYBRIDS[family][2][-1], torch.float64)
+def test_a_row_that_keeps_nothing_keeps_its_states(family: str, steps: bool) -> None:
+    target = fresh_target(family, HYBRIDS[family][2][-1], torch.float64)
+    if steps:
+        STEPPED.add(target)
     with torch.no_grad():
         model = prefilled(target, ragged_prompts())
         before = [states_of(model.cache, row) for row in range(3)]
