@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from hf_specdec.decoding.once import once_per_model
+
 LEAST_BYTES, MOST_BYTES = 8 << 20, 2 << 30  # of all copies
 LEAST_WEIGHT_BYTES = 400 << 10  # smaller weights lie in a core's cache, where torch's own product is as fast
 ROWS = 16  # that the layout is chosen for; others run on it too
@@ -45,6 +47,12 @@ def _multiply(packed: Tensor, bias: Tensor | None, rows: Tensor) -> Tensor:
     return product
 
 
+@once_per_model
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    """Linear layers of a model, as it was when it was first asked about; later ones run as they are."""
+    return [layer for layer in model.modules() if type(layer) is nn.Linear]
+
+
 def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[None]:
     """A context in which linear layers of `model` run on packed copies; one that does nothing where that is no use.
 
@@ -57,9 +65,8 @@ def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[
         return nullcontext()
     layers = [
         layer
-        for layer in model.modules()
-        if type(layer) is nn.Linear
-        and (weight := layer._parameters["weight"]) is not None  # a look-up of the attribute takes longer than the walk
+        for layer in _linears(model)
+        if (weight := layer._parameters["weight"]) is not None  # a look-up of the attribute takes longer than the walk
         and weight.numel() * 4 >= LEAST_WEIGHT_BYTES
         and weight.dtype == torch.float32
         and weight.device.type == "cpu"

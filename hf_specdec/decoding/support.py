@@ -78,6 +78,8 @@ def chains_refused(model: PreTrainedModel) -> str | None:
 
 def bound_rows(model: PreTrainedModel) -> int | None:
     """How many rows every forward must have: with PEFT's `adapter_names`, hooks give each row an adapter of its own."""
+    if getattr(model, "peft_config", None) is None:  # PEFT notes its adapters there; the walk takes as long as a round
+        return None
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, functools.partial) and "adapter_names" in hook.keywords:
