@@ -246,29 +246,13 @@ def _decode_trees(
         return decoding.run()
 
 
-def _decode_plainly(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    reason: str,
-    input_ids: Any,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    inputs_tensor: Any = None,
-    assistant_tokenizer: Any = None,
-    tokenizer: Any = None,
-    **model_kwargs: Any,
-) -> Any:
-    """The host's own decoding without drafts, for `reason`; the other arguments are those of `_assisted_decoding`."""
+def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
+    """The host's own decoding without drafts, for `reason`, of what `_assisted_decoding` was given."""
     warnings.warn(f"{reason}. Nothing is drafted in this call; the output is not affected.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method)
-    stats.begin(input_ids)
+    stats.begin(args[0] if args else kwargs["input_ids"])
     started = time.perf_counter()
-    output = sample(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs
-    )
+    output = sample(model, *args, **kwargs)
     stats.total_time_s = time.perf_counter() - started
     return output
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.host import DummyLayer
-from hf_specdec.decoding.layers.base import Extent
+from hf_specdec.decoding.layers.base import Extent, LayerStates
 from hf_specdec.decoding.layers.entries import GROWTH, Entries, EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS, own_layer
 from hf_specdec.decoding.layers.recurrent import Recurrent
@@ -120,8 +120,8 @@ class TreeCache(Cache):
         """
         self.entries = Entries(self.layers, self._extent, self.workspace)
         length = self.get_seq_length()
-        self.entries.begin_rounds(capacity, contiguous=contiguous)
-        self.recurrent.begin_rounds(capacity, contiguous=contiguous)
+        for states in self._stored:
+            states.begin_rounds(capacity, contiguous=contiguous)
         self._set_lengths([length] * (self.entries if self.entries.layers else self.recurrent).batch)
 
     # How long the rows are.
@@ -174,8 +174,12 @@ class TreeCache(Cache):
         return max(layer.seen for layer in self.recurrent.layers)
 
     @property
-    def shares_entries(self) -> bool:
-        """Whether some layers keep nothing, since they read what others keep."""
+    def _stored(self) -> tuple[LayerStates, ...]:
+        return (self.entries, self.recurrent) if self.keeps_states else (self.entries,)
+
+    @property
+    def has_dummies(self) -> bool:
+        """Whether some layers keep nothing, as those that read what others keep."""
         return any(isinstance(layer, DummyLayer) for layer in self.layers)
 
     @property
@@ -228,8 +232,8 @@ class TreeCache(Cache):
 
     def reserve(self, nodes: int) -> None:
         """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
-        self.entries.reserve(max(self.longest, self.node_start) + nodes)
-        self.recurrent.reserve(nodes)
+        for states in self._stored:
+            states.reserve(max(self.longest, self.node_start) + nodes)
 
     def hold(self, nodes: int) -> None:
         """Lets the round go on: its next forward writes behind the `nodes` nodes of the last one, and sees them.
@@ -257,8 +261,8 @@ class TreeCache(Cache):
         """
         # What earlier rounds came to may be known by now; nodes lie where they were written before it was.
         path = path.to(self.device)
-        self.entries.commit(path, self.lengths, counts.tensor)
-        self.recurrent.commit(path, self.lengths, counts.tensor)
+        for states in self._stored:
+            states.commit(path, self.lengths, counts.tensor)
         self._add(counts)
 
     def commit_first(self, counts: Counts) -> None:
@@ -286,7 +290,8 @@ class TreeCache(Cache):
         start = self.node_start + count
         if count:
             self.commit_first(Counts.of([count] * self.batch, self.device))
-            self.recurrent.keep_nodes(count)
+            for states in self._stored:
+                states.keep_nodes(count)
             self._extent.nodes_at = None if start == self.longest else start
 
     def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
@@ -326,8 +331,8 @@ class TreeCache(Cache):
 
     def wipe(self) -> None:
         """Forgets the nodes of the round, so that nothing of them is left, NaN least of all."""
-        self.entries.wipe(self.row_lengths)
-        self.recurrent.wipe(self.row_lengths)
+        for states in self._stored:
+            states.wipe(self.row_lengths)
         self.rollback()
 
     # Rows, and the end of the call.
@@ -335,7 +340,7 @@ class TreeCache(Cache):
     def take_row(self, row: int) -> tuple[int, Any]:
         """A copy of a row's committed entries, for `put_rows`."""
         length = self.row_lengths[row]
-        return length, (self.entries.take_row(row, length), self.recurrent.take_row(row, length))
+        return length, [states.take_row(row, length) for states in self._stored]
 
     def take_states(self, row: int) -> Any:
         """A copy of a row's states, for `return_to`."""
@@ -349,8 +354,8 @@ class TreeCache(Cache):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Goes on with these rows only, in this order; between rounds."""
         row_lengths = [self.row_lengths[row] for row in rows]
-        self.entries.keep_rows(rows, max(row_lengths))
-        self.recurrent.keep_rows(rows, max(row_lengths))
+        for states in self._stored:
+            states.keep_rows(rows, max(row_lengths))
         self._set_lengths(row_lengths)
 
     def put_rows(self, aside: dict[int, tuple[int, Any]]) -> None:
@@ -358,7 +363,7 @@ class TreeCache(Cache):
         batch = self.batch + len(aside)
         own = iter(self.row_lengths)
         row_lengths = [aside[row][0] if row in aside else next(own) for row in range(batch)]
-        for place, states in enumerate((self.entries, self.recurrent)):
+        for place, states in enumerate(self._stored):
             states.put_rows({row: each[place] for row, (_, each) in aside.items()}, max(row_lengths))
         self._set_lengths(row_lengths)
 
@@ -367,8 +372,8 @@ class TreeCache(Cache):
 
         It is as plain decoding would have left it. The cache is of no use afterwards.
         """
-        self.entries.hand_back(like, length)
-        self.recurrent.hand_back(like, length)
+        for states in self._stored:
+            states.hand_back(like, length)
         self.release()
 
     def release(self) -> None:

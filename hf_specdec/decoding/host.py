@@ -60,26 +60,11 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig,
     return model._prefill(input_ids, config, model_kwargs)
 
 
-def sample(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    config: GenerationConfig,
-    synced_gpus: bool,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
-) -> Any:
-    """Plain decoding, greedy or sampled."""
-    return model._sample(
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        config,
-        synced_gpus=synced_gpus,
-        streamer=streamer,
-        **model_kwargs,
-    )
+def sample(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Plain decoding, greedy or sampled, of what `_assisted_decoding` was given."""
+    for name in ("assistant_tokenizer", "inputs_tensor", "tokenizer"):  # of assisted decoding alone
+        kwargs.pop(name, None)
+    return model._sample(*args, **kwargs)
 
 
 def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:

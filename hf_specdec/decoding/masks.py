@@ -2,8 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from hf_specdec.decoding.host import cache_layers
+
+SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How far the layers of one type look, see `node_mask`.
+
+    Attributes:
+        window: entries that a node sees at most; None for all.
+        chunk: tokens of a part of the text that a node sees alone; None for all of it.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a node sees all of its past."""
+        return self.window is None and self.chunk is None
+
+
+def sights_of(model: PreTrainedModel) -> dict[str, Sight]:
+    """The masks a target wants: by layer type where it takes a dict, else under the key "all".
+
+    None at all where no layer attends.
+    """
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or ()
+    window = Sight(window=getattr(config, "sliding_window", None))
+    if set(types) == {"linear_attention"}:
+        return {}
+    if not {*SLIDING, CHUNKED}.intersection(types):
+        # Without layer types a window holds for all layers (Mistral); with all layers full it is not in use (Qwen2).
+        return {"all": Sight() if types else window}
+    kept = zip(types, cache_layers(model), strict=False)
+    attending = {kind for kind, layer in kept if isinstance(layer, DynamicLayer)}
+    limited = {CHUNKED: Sight(chunk=getattr(config, "attention_chunk_size", None)), **dict.fromkeys(SLIDING, window)}
+    return {kind: limited.get(kind, Sight()) for kind in ("full_attention", *sorted(attending))}
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -98,9 +98,9 @@ class Sequences:
         return [values[row] for row in self.rows]
 
     def lasting(self, kept: Sequence[int]) -> list[int]:
-        """Of the tokens that rows kept in the last round, as many as are known to be in the output.
+        """Of the tokens that rows kept in the last round, those that the output may still hold, per row of the batch.
 
-        More than `append` said they cannot be; fewer are where the last round has gone past the end of all rows.
+        They are fewer once all rows have stopped, if some went past the end of the output.
         """
         if not self.done:
             return list(kept)

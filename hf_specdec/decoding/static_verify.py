@@ -79,8 +79,8 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
     assert target is not None
     token_ids, position_ids, depths, sees, lengths, starts = inputs
     masks = {
-        kind: node_mask(sees, depths, lengths, at, target.dtype, window=window, starts=starts)
-        for kind, window in target.windows.items()
+        kind: node_mask(sees, depths, lengths, at, target.dtype, window=sight.window, chunk=sight.chunk, starts=starts)
+        for kind, sight in target.sights.items()
     }
     with target.own_attention:
         outputs = target.model(

@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_specdec.decoding.attention import own_implementation
 from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent, takes_dynamic_cache, takes_positions
-from hf_specdec.decoding.layers import places, standins
+from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.once import once_per_model
 
@@ -52,8 +52,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"Target {name} uses attn_implementation={attention_of(config)!r}, which cannot take the ancestor mask of "
             f"a draft tree; {list(ATTENTION_IMPLEMENTATIONS)} can"
         )
-    recurrent_only = types == ["linear_attention"]
-    counted = recurrent_only or places.told_by_hooks(model) or standins.names_of(model) & standins.OF_PLACES.keys()
+    counted = types == ["linear_attention"] or standins.counts_entries(model)
     if not takes_positions(model) and not counted:
         raise TreesRefusedError(
             f"Target {name} takes no position_ids, so that the nodes of a draft tree cannot be placed"

@@ -7,9 +7,9 @@ during a forward. The tree's meaning is in `tree.py`, what layers store in `cach
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from hf_specdec.decoding import host
 from hf_specdec.decoding.attention import tree_attention, usable
@@ -28,8 +28,8 @@ from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
-from hf_specdec.decoding.layers.stepped import stepping
-from hf_specdec.decoding.masks import node_mask, whole_prefix_mask
+from hf_specdec.decoding.layers.stepped import STEPPED, stepping
+from hf_specdec.decoding.masks import node_mask, sights_of, whole_prefix_mask
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.rotary import rotary_limits
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from hf_specdec.decoding.accept import DrawnCandidates
 
 logger = logging.getLogger(__name__)
-
-# Targets whose layers with states step from node to node, since a trial found no rule for them (`trial.py`).
-STEPPED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-
-SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
 
 
 @dataclass
@@ -118,13 +113,11 @@ class TargetModel:
         asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         self.output_options = {name: True for name, wanted in asked.items() if wanted}
         self.bound_rows = bound_rows(model)
-        self.windows = _windows(model)
-        self.chunk: int | None = getattr(self.config, "attention_chunk_size", None)
-        self.counts_entries = bool(places.hooks(model) or standins.names_of(model) & standins.OF_PLACES.keys())
-        self.steps_on_nodes = self.counts_entries
+        self.sights = sights_of(model)
+        self.steps_on_nodes = standins.counts_entries(model)
         self.cache_name = host.cache_name(model)
         self.takes_positions = host.takes_positions(model)
-        self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.windows]
+        self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.sights]
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
@@ -220,7 +213,7 @@ class TargetModel:
         check_supported(self.model)
         given = model_kwargs.get(self.cache_name)
         self.cache = self._new_cache() if given is None else TreeCache.continuing(given, self.num_layers)
-        self.steps_on_nodes = self.cache.keeps_states or self.counts_entries
+        self.steps_on_nodes = self.cache.keeps_states or standins.counts_entries(self.model)
         if self.steps_on_nodes:
             standins.install(self.model)
             if self.compiles:
@@ -244,7 +237,7 @@ class TargetModel:
         check_attended(self.model, model_kwargs)
         already = self.cache.get_seq_length()
         arguments = dict(model_kwargs, **{self.cache_name: self.cache})
-        if self.feature_layers and isinstance(arguments.get("logits_to_keep"), int) and self.cache.shares_entries:
+        if self.feature_layers and isinstance(arguments.get("logits_to_keep"), int) and self.cache.has_dummies:
             # With a number, Gemma 4 cuts the states too that enter layers which share keys and values.
             arguments["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         outputs = host.prefill(self.model, input_ids, generation_config, arguments)
@@ -276,12 +269,18 @@ class TargetModel:
             outputs.get("hidden_states"),
         )
 
-    def prefill_alone(self, token_ids: Tensor, max_length: int) -> TargetOutput:
-        """Runs [batch, seq] int64 tokens without padding, outside of `generate`; texts may get `max_length` tokens."""
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand(len(token_ids), -1)
-        arguments = {"attention_mask": torch.ones_like(token_ids), "use_cache": True}
+    def prefill_alone(self, token_ids: Tensor, max_length: int, mask: Tensor | None = None) -> TargetOutput:
+        """Runs tokens outside of `generate`.
+
+        Args:
+            token_ids: [batch, seq] int64.
+            max_length: most tokens that a text may have.
+            mask: [batch, seq], 0 at left padding; None where there is none.
+        """
+        mask = torch.ones_like(token_ids) if mask is None else mask.to(torch.int64)
+        arguments = {"attention_mask": mask, "use_cache": True}
         if self.takes_positions:
-            arguments["position_ids"] = positions
+            arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         return self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
 
     def _new_cache(self) -> TreeCache:
@@ -453,7 +452,8 @@ class TargetModel:
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
         if self.takes_positions:
             extra["position_ids"] = position_ids
-        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, self._on_nodes(tree, first):
+        told = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
+        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, told:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -469,19 +469,17 @@ class TargetModel:
         )
         return output.without_padding(nodes) if padding else output
 
-    def _on_nodes(self, tree: DraftTree, first: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def _on_nodes(self, tree: DraftTree, first: int) -> Iterator[None]:
         """A context in which layers that need it know which nodes they run on."""
-        if not self.steps_on_nodes:
-            return nullcontext()
-        contexts = ExitStack()
-        contexts.enter_context(
-            on_nodes(tree, first, Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask))
-        )
-        if self.model in STEPPED:
-            contexts.enter_context(stepping(self.model))
-        for register in places.hooks(self.model):
-            contexts.callback(register().remove)
-        return contexts
+        prefix = Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask)
+        with ExitStack() as contexts:
+            nodes = contexts.enter_context(on_nodes(tree, first, prefix))
+            if self.model in STEPPED:
+                contexts.enter_context(stepping(self.model))
+            for module, tell in places.counting(self.model):
+                contexts.callback(module.register_forward_hook(functools.partial(tell, nodes)).remove)
+            yield
 
     def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, Tensor]:
         """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on.
@@ -492,22 +490,22 @@ class TargetModel:
         plain = self.prompt_mask is None and cache.is_even
         return {
             kind: whole_prefix_mask(sees, cache.longest, self.dtype)
-            if plain and window is None and kind != CHUNKED
+            if plain and sight.is_whole
             else node_mask(
                 sees,
                 tree.depths,
                 cache.lengths,
                 cache.longest,
                 self.dtype,
-                window=window,
-                chunk=self.chunk if kind == CHUNKED else None,
+                window=sight.window,
+                chunk=sight.chunk,
                 prompt_mask=self.prompt_mask,
             )
-            for kind, window in self.windows.items()
+            for kind, sight in self.sights.items()
         }
 
     def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
-        """Masks by the keys of `windows` in the form that the host takes."""
+        """Masks by the keys of `sights` in the form that the host takes."""
         if not masks:  # no layer attends
             return None
         if "all" in masks:
@@ -540,24 +538,3 @@ class TargetModel:
             self.verify(DraftTree.chain(token_ids), self.root_positions())
             cache.commit_first(Counts.of(missing, cache.device))
         cache.hand_back(like, entries)
-
-
-def _windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The masks a target wants: by layer type where it takes a dict, else under the key "all".
-
-    None at all where no layer attends.
-    """
-    config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or ()
-    window = getattr(config, "sliding_window", None)
-    if set(types) == {"linear_attention"}:
-        return {}
-    if {*SLIDING, CHUNKED}.intersection(types):
-        attending = {
-            kind
-            for kind, layer in zip(types, host.cache_layers(model), strict=False)
-            if isinstance(layer, DynamicLayer)
-        }
-        return {kind: window if kind in SLIDING else None for kind in ("full_attention", *sorted(attending))}
-    # Without layer types a window holds for all layers (Mistral); with all layers full it is not in use (Qwen2).
-    return {"all": None if types else window}

@@ -218,7 +218,7 @@ class DraftTree:
             depths=torch.cat([self.depths, torch.ones_like(rows)], 1),
             ancestor_mask=mask,
             valid=torch.cat([self.valid, torch.zeros_like(rows, dtype=torch.bool)], 1),
-            max_depth=max(1, self.max_depth) if nodes else self.max_depth,
+            max_depth=max(1, self.max_depth),
             draft_probs=None,
             path_logprobs=None,
         )

@@ -15,11 +15,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding import host
+from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
+from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.once import once_per_model
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, keeps_states
-from hf_specdec.decoding.target import STEPPED, TargetModel
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 
 PROMPT = 5  # tokens
@@ -38,7 +40,7 @@ def check_trees(model: PreTrainedModel) -> None:
 
 def _needs_trial(model: PreTrainedModel) -> bool:
     kinds = {KINDS[type(layer)] for layer in host.cache_layers(model)}
-    return bool(kinds - {EntriesLayer}) or TargetModel(model).counts_entries
+    return bool(kinds - {EntriesLayer}) or standins.counts_entries(model)
 
 
 @once_per_model
@@ -99,12 +101,8 @@ def _apart(model: PreTrainedModel, found: Tensor, stepped: Tensor) -> float | No
 
 
 def _layer_classes(model: PreTrainedModel) -> list[str]:
-    """Classes of the modules inside decoder layers that are given the cache, by their attribute `layer_idx`."""
-    return sorted({type(module).__name__ for module in model.modules() if isinstance(_index(module), int)})
-
-
-def _index(module: object) -> object:
-    return getattr(module, "layer_idx", None)
+    """Classes of the modules that have a layer of the cache, which the host tells by its number."""
+    return sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
 
 
 def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from hf_specdec import TargetModel, TreeCandidateGenerator, load_drafter
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.layers import standins
-from hf_specdec.decoding.target import STEPPED
+from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.integration import hosts_loop

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.decoding.host import cache_name
+from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.target import STEPPED, TargetModel
+from hf_specdec.decoding.taps import decoder_layers
+from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -39,15 +42,7 @@ def random_tree(batch: int, nodes: int, seed: int) -> DraftTree:
 
 def prefilled(target: PreTrainedModel, prompts: dict[str, Tensor]) -> TargetModel:
     model = TargetModel(target)
-    mask = prompts["attention_mask"]
-    given = {
-        "attention_mask": mask,
-        cache_name(target): DynamicCache(config=target.config),
-        "use_cache": True,
-    }
-    if model.takes_positions:
-        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    model.prefill(prompts["input_ids"], GenerationConfig(max_length=200), given)
+    model.prefill_alone(prompts["input_ids"], 200, prompts["attention_mask"])
     model.begin_rounds(200)
     return model
 
@@ -214,8 +209,6 @@ def test_every_method_drafts_for_these_targets(method: str, family: str, batch: 
 
 def test_rows_that_stop_by_a_rule_of_the_callers_hand_back_states_of_their_end() -> None:
     # Without a pad token a row that has stopped goes on as long as others do, past the end of the output even.
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
     target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), ragged_prompts()
     target.generation_config.pad_token_id = None
     width = prompts["input_ids"].shape[1]
@@ -240,24 +233,48 @@ def test_rows_that_stop_by_a_rule_of_the_callers_hand_back_states_of_their_end()
 
 
 def test_forwards_of_other_threads_run_the_hosts_own_functions() -> None:
-    import threading
-
-    target, prompts = make_target("qwen3.5", "sdpa", torch.float64), one_prompt()
+    target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), one_prompt()
     script = target.generate(**prompts, **GREEDY)
-    expected, found, stop = target(**prompts).logits, [], threading.Event()
+    expected, found, caller = target(**prompts).logits, [], threading.get_ident()
 
     def plain() -> None:
         with torch.no_grad():
-            while not stop.is_set():
-                found.append(bool(target(**prompts).logits.equal(expected)))
+            found.append(bool(target(**prompts).logits.equal(expected)))
 
-    thread = threading.Thread(target=plain)
-    thread.start()
-    try:
-        for _ in range(3):
-            assert target.generate(**prompts, **GREEDY, assistant_model=right_for(3, script)).equal(script)
-    finally:
-        stop.set()
-        thread.join()
-    assert found
+    def meanwhile(*_: Any) -> None:
+        if threading.get_ident() == caller:
+            other = threading.Thread(target=plain)
+            other.start()
+            other.join()
+
+    decoder_layers(target)[1].register_forward_pre_hook(meanwhile)
+    assert target.generate(**prompts, **GREEDY, assistant_model=right_for(3, script)).equal(script)
+    assert len(found) > 2
     assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "steps"), [("qwen3.5", False), ("qwen3.5", True), ("llama4", False), ("bart", False)]
+)
+def test_rounds_of_two_threads_that_overlap_are_as_if_alone(family: str, steps: bool) -> None:
+    target, prompts = fresh_target(family, "sdpa", torch.float64), one_prompt()
+    if steps:
+        STEPPED.add(target)
+    script = target.generate(**prompts, **GREEDY)
+    assert target.generate(**prompts, **GREEDY, assistant_model=right_for(3, script)).equal(script)
+    barrier, outputs = threading.Barrier(2, timeout=60), []
+
+    def run() -> None:
+        outputs.append(target.generate(**prompts, **GREEDY, assistant_model=right_for(3, script)))
+
+    def together(*_: Any) -> None:
+        barrier.wait()
+
+    for layer in decoder_layers(target):
+        layer.register_forward_pre_hook(together)
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [output.tolist() for output in outputs] == [script.tolist()] * 2

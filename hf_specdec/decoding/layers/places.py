@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.host import takes_positions
 from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way
 from hf_specdec.decoding.once import once_per_model
 
@@ -54,43 +54,39 @@ def alibi_of_one_row(
     return plain[:, :, nodes.places(plain.device)[0]]
 
 
-@once_per_model
-def hooks(model: PreTrainedModel) -> list[Callable[[], RemovableHandle]]:
-    """What registers the hooks that tell modules of a model where nodes stand, in rounds of their own thread."""
-    return [functools.partial(module.register_forward_hook, hook) for module, hook in _counting(model)]
+# From the nodes of a round, a module, what it was given and what it gives, to what it should give.
+Tell = Callable[[NodesOfRound, Any, Any, Tensor], Tensor]
 
 
 @once_per_model
-def told_by_hooks(model: PreTrainedModel) -> bool:
-    """Whether positions are counted by embeddings that a hook can tell."""
-    return any(hook is _learned for _, hook in _counting(model))
-
-
-def _counting(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    told = "position_ids" in inspect.signature(model.forward).parameters
+def counting(model: PreTrainedModel) -> list[tuple[nn.Module, Tell]]:
+    """The modules of a model that count entries, each with what tells it where nodes stand, a forward hook."""
+    found: list[tuple[nn.Module, Tell]] = []
     for module in model.modules():
-        counts = isinstance(module, nn.Embedding) and not told
-        if counts and "past_key_values_length" in inspect.signature(module.forward).parameters:
-            yield module, _learned
-        elif (
-            getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale") and not module.use_rope
-        ):
-            yield module.q_proj, functools.partial(_scaled, float(module.floor_scale), float(module.attn_scale))
+        if isinstance(module, nn.Embedding):
+            counts = "past_key_values_length" in inspect.signature(module.forward).parameters
+            if counts and not takes_positions(model):
+                found.append((module, _learned))
+        elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            found.append(
+                (module.q_proj, functools.partial(_scaled, float(module.floor_scale), float(module.attn_scale)))
+            )
+    return found
 
 
-def _learned(module: Any, args: Any, output: Tensor) -> Tensor:
+def _learned(nodes: NodesOfRound, module: Any, args: Any, output: Tensor) -> Tensor:
     """Learned or sinusoidal positions of BART and its like: the rows of the nodes' entries."""
-    nodes = nodes_under_way()
-    if nodes is None:
+    if nodes is not nodes_under_way():  # another thread's forward
         return output
     rows = nodes.entries(module.weight.device) + getattr(module, "offset", 0)
     return nn.functional.embedding(rows.clamp(max=len(module.weight) - 1), module.weight)
 
 
-def _scaled(floor_scale: float, attn_scale: float, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _scaled(
+    floor_scale: float, attn_scale: float, nodes: NodesOfRound, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
     """Queries of Llama 4's layers without rotary positions, which the layer will scale by the number of their entry."""
-    nodes = nodes_under_way()
-    if nodes is None:
+    if nodes is not nodes_under_way():
         return output
     entries = nodes.entries(output.device)
     first = nodes.prefix.entries + nodes.first

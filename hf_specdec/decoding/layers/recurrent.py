@@ -74,6 +74,8 @@ class RecurrentLayer(LinearAttentionLayer):
         seen: tokens of this call's prefill.
     """
 
+    is_compileable = False
+
     def __init__(self, extent: Extent, number_of_states: int = 1) -> None:
         super().__init__(number_of_states)
         self.extent, self.tape, self.seen = extent, Tape(), 0
@@ -125,10 +127,7 @@ def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> 
     for layer in layers:
         tape, base = layer.tape, layer.recurrent_states[0]
         if tape.after:
-            last = path.gather(1, (counts - 1).clamp(min=0).unsqueeze(1)).to(layer.device)
-            for (kind, index), states in zip(layer.states(), tape.after, strict=True):
-                moves = (counts > 0).to(layer.device).view(-1, *[1] * (states.dim() - 2))
-                kind[index] = pick(states, last)[:, 0].where(moves, kind[index])
+            _advance_stepped(layer, path, counts)
             continue
         for index, inputs in tape.inputs.items():
             windows[inputs.shape, inputs.dtype, inputs.device, layer.conv_states[index].shape].append((layer, index))
@@ -145,13 +144,21 @@ def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> 
         _advance_windows(members, path, counts)
     for (advance, *_), group in recurrences.items():
         bases = torch.cat([layer.recurrent_states[0] for layer in group])
-        parts = [
-            _along([layer.tape.parts[place] for layer in group], path) for place in range(len(group[0].tape.parts))
-        ]
-        kept = torch.arange(path.shape[1], device=path.device) < counts.unsqueeze(1)
-        moved = advance(bases, parts, kept.to(bases.device).repeat(len(group), 1)).to(bases.dtype)
-        for layer, state in zip(group, moved.chunk(len(group)), strict=True):
+        paths = path.to(bases.device).repeat(len(group), 1)
+        kept = torch.arange(path.shape[1], device=bases.device) < counts.to(bases.device).repeat(len(group)).unsqueeze(
+            1
+        )
+        parts = [pick(torch.cat(part), paths) for part in zip(*(layer.tape.parts for layer in group), strict=True)]
+        for layer, state in zip(group, advance(bases, parts, kept).to(bases.dtype).chunk(len(group)), strict=True):
             layer.recurrent_states[0] = state
+
+
+def _advance_stepped(layer: RecurrentLayer, path: Tensor, counts: Tensor) -> None:
+    path, counts = path.to(layer.device), counts.to(layer.device)
+    last = path.gather(1, (counts - 1).clamp(min=0).unsqueeze(1))
+    for (kind, index), states in zip(layer.states(), layer.tape.after, strict=True):
+        moves = (counts > 0).view(-1, *[1] * (states.dim() - 2))
+        kind[index] = pick(states, last)[:, 0].where(moves, kind[index])
 
 
 def _advance_windows(members: Sequence[tuple[RecurrentLayer, int]], path: Tensor, counts: Tensor) -> None:
@@ -165,15 +172,6 @@ def _advance_windows(members: Sequence[tuple[RecurrentLayer, int]], path: Tensor
     moved = torch.cat([held, inputs], -1).gather(2, column)
     for (layer, index), window in zip(members, moved.chunk(len(members)), strict=True):
         layer.conv_states[index] = window
-
-
-def _along(parts: Sequence[Tensor], path: Tensor) -> Tensor:
-    """Of each layer's [batch, nodes, ...] what lies at the nodes of `path`: [layers * batch, steps, ...]."""
-    joined, path = torch.stack(list(parts)), path.to(parts[0].device)
-    if len(path) == 1:
-        return joined.index_select(2, path[0]).flatten(0, 1)
-    index = path.view(1, *path.shape, *[1] * (joined.dim() - 3))
-    return joined.gather(2, index.expand(len(parts), -1, -1, *joined.shape[3:])).flatten(0, 1)
 
 
 def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
@@ -193,8 +191,6 @@ def copy_notes(source: LinearAttentionLayer, target: LinearAttentionLayer) -> No
 
 class HybridLayer(RecurrentLayer, EntriesLayer):
     """A layer with states and entries: attention beside or behind a recurrence."""
-
-    is_compileable = False
 
     def __init__(self, extent: Extent, number_of_states: int = 1) -> None:
         EntriesLayer.__init__(self, extent)

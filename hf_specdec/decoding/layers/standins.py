@@ -48,6 +48,11 @@ def names_of(model: PreTrainedModel) -> set[str]:
     return {name for names in _modules_of(model) for name in (OF_STATES | OF_PLACES).keys() & names.keys()}
 
 
+def counts_entries(model: PreTrainedModel) -> bool:
+    """Whether modules of a model count entries where others are told positions."""
+    return bool(places.counting(model) or names_of(model) & OF_PLACES.keys())
+
+
 def _modules_of(model: PreTrainedModel) -> list[dict[str, Any]]:
     files = {type(module).__module__ for module in model.modules()}
     return [vars(sys.modules[file]) for file in sorted(files) if file in sys.modules]

@@ -7,6 +7,8 @@ layer once per level of the tree, and keeps the states of all its nodes.
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,17 +36,18 @@ def keepers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     found: list[tuple[nn.Module, int]] = []
     handles: list[RemovableHandle] = []
 
+    thread = threading.get_ident()  # others may run the same model
+
     def begins(module: nn.Module, args: Any) -> None:
-        running.append(module)
+        if threading.get_ident() == thread:
+            running.append(module)
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
+        if threading.get_ident() == thread:
+            running.pop()
 
     for module in model.modules():
-        handles.append(module.register_forward_pre_hook(lambda module, args: running.append(module)))
-        handles.append(
-            module.register_forward_hook(lambda module, args, output: running.pop() and None, always_call=True)
-        )
+        handles += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, always_call=True)]
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             for name in ("update_conv_state", "update_recurrent_state"):
@@ -69,19 +72,37 @@ def keepers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 @contextmanager
 def stepping(model: PreTrainedModel) -> Iterator[None]:
-    """In rounds run meanwhile, the modules that keep states run level by level."""
-    before = []
+    """In rounds run meanwhile, the modules that keep states run level by level.
+
+    Several threads may be in it at a time with one model; the last to leave puts back what the first has found.
+    """
+    with _IN_USE_LOCK:
+        users, before = _IN_USE.get(model, (0, []))
+        if not users:
+            before = [(module.__dict__, module.__dict__.get("forward")) for module, _ in keepers(model)]
+            for module, index in keepers(model):
+                module.__dict__["forward"] = _stepped(module.forward, index)
+        _IN_USE[model] = users + 1, before
     try:
-        for module, index in keepers(model):
-            before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = _stepped(module.forward, index)
         yield
     finally:
-        for module, forward in before:
-            if forward is None:
-                del module.__dict__["forward"]
+        with _IN_USE_LOCK:
+            users, before = _IN_USE.pop(model)
+            if users > 1:
+                _IN_USE[model] = users - 1, before
             else:
-                module.__dict__["forward"] = forward
+                for place, forward in before:
+                    del place["forward"]
+                    place.update({} if forward is None else {"forward": forward})
+
+
+# By model: how many are in `stepping`, and per module its attributes with the forward that was among them.
+_IN_USE: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[dict[str, Any], Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+_IN_USE_LOCK = threading.Lock()
+# Models whose layers with states step in rounds, since a trial found no rule for them (`trial.py`).
+STEPPED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _stepped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:

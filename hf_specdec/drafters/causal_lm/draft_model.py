@@ -110,10 +110,7 @@ class DraftModel(TargetModel):
             max_length: most tokens that a text may have.
         """
         if mask is not None and keeps_states(self.model):  # which padding behind the text would change
-            arguments: dict[str, Any] = {"attention_mask": mask.to(torch.int64), "use_cache": True}
-            if self.takes_positions:
-                arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-            self.prefill(token_ids, GenerationConfig(max_length=max_length), arguments)
+            self.prefill_alone(token_ids, max_length, mask)
             return
         order = None
         if mask is not None and not bool(mask.all()):

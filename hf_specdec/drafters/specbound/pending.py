@@ -189,7 +189,8 @@ class PendingChain:
         masks = None
         target = self.target
         # The last node of all may see every entry there is, without padding, shorter rows or windows.
-        sees_all = self.cache.batch == 1 and target.prompt_mask is None and not any(target.windows.values())
+        sees_all = self.cache.batch == 1 and target.prompt_mask is None
+        sees_all &= all(sight.is_whole for sight in target.sights.values())
         if states.shape[1] > 1 or not sees_all:
             if self._masks is None:
                 self._masks = self.target.attention_masks(self._template)
