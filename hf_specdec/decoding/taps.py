@@ -17,7 +17,8 @@ def decoder_of(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
         ValueError: no list of `num_hidden_layers` layers is found in the decoder.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in (model.get_decoder(), model.base_model):
+    decoder = model.get_decoder()  # the model itself, where its decoder has an unusual name, as with Llama 4
+    for module in (decoder, model.base_model, *decoder.children()):
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return module, child
@@ -25,6 +26,16 @@ def decoder_of(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
         f"{type(model).__name__} has no list of {count} decoder layers in its decoder, so its hidden states cannot be "
         "tapped. Open an issue that names the model class."
     )
+
+
+def decoder_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """What leaves the decoder, past its final norm, for tokens [batch, seq] in one forward: [batch, seq, hidden].
+
+    Raises:
+        ValueError: as `decoder_of`.
+    """
+    states: Tensor = decoder_of(model)[0](input_ids=input_ids, use_cache=False).last_hidden_state
+    return states
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -44,7 +55,7 @@ def tap_layer(model: PreTrainedModel, index: int, keep: Callable[[Tensor], None]
         index: 0-based. -1 is what enters the first layer, their number what leaves the decoder, past its final norm.
         keep: called in the thread that runs the forward.
     """
-    layers = decoder_layers(model)
+    decoder, layers = decoder_of(model)
 
     def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep(args[0] if args else kwargs["hidden_states"])
@@ -54,5 +65,5 @@ def tap_layer(model: PreTrainedModel, index: int, keep: Callable[[Tensor], None]
 
     if index == -1:
         return layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
-    tapped = layers[index] if index < len(layers) else model.get_decoder()
+    tapped = layers[index] if index < len(layers) else decoder
     return tapped.register_forward_hook(keep_output)

@@ -178,7 +178,7 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
             "is damaged or hostile: nothing was loaded."
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant)
+        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant, object_hook=_number)
     except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
         raise ValueError(f"{file.name} of {name!r} is not valid JSON ({error}); copy or download it again.") from error
     if not isinstance(content, dict):
@@ -206,6 +206,11 @@ def _constant(name: str) -> float:
     if name == "NaN":
         raise ValueError("NaN is no number")
     return float(name)
+
+
+def _number(content: dict[str, Any]) -> Any:
+    """An object as it is, or the number that transformers writes as one, such as {"__float__": "Infinity"}."""
+    return _constant(str(content["__float__"])) if content.keys() == {"__float__"} else content
 
 
 @dataclass(frozen=True)

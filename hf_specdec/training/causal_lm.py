@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.taps import decoder_layers
+from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.draft_model import DraftVocabulary, target_ids_of
 from hf_specdec.training.features import TargetReader
@@ -81,16 +82,17 @@ def new_draft_model(
     taken = [round(index * (len(layers) - 1) / max(1, num_layers - 1)) for index in range(num_layers)]
     config = copy.deepcopy(target.config)
     text = config.get_text_config(decoder=True)
+    for key, value in text.to_dict().items():  # kinds of layers and the like, of which families have their own lists
+        if isinstance(value, list) and len(value) == len(layers):
+            setattr(text, key, [value[index] for index in taken])
     text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[index] for index in taken]
     if draft_vocab_size is not None:
         text.vocab_size = draft_vocab_size
         config.draft_token_ids = list(range(draft_vocab_size))
     for special in _SPECIAL:  # an id behind the last row would be refused
         setattr(text, special, None)
-    model: PreTrainedModel = type(target)(config).float()
     try:
+        model: PreTrainedModel = type(target)(config).float()
         for layer, index in zip(decoder_layers(model), taken, strict=True):
             layer.load_state_dict(layers[index].state_dict())
         inner = {id(parameter) for layer in decoder_layers(model) for parameter in layer.parameters()}
@@ -99,10 +101,12 @@ def new_draft_model(
             for each, parameter in model.named_parameters():
                 if id(parameter) not in inner:
                     parameter.copy_(of_target[each][: len(parameter)])
-    except (KeyError, RuntimeError) as error:
+        check_trees(model)
+    except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"The layers of target {name!r} ({type(target).__name__}) cannot be taken into a smaller model of its "
-            f"kind: {error}. Draft with a language model of the same tokenizer that is there already."
+            f"kind: {error}. Take another number of --layers, or draft with a language model of the same tokenizer "
+            "that is there already."
         ) from error
     return model
 

@@ -30,6 +30,7 @@ from hf_specdec.training.vocabulary import (
     add_vocabulary_argument,
     checked_vocabulary_size,
     choose_vocabulary,
+    copy_final_norm,
     head_weights,
 )
 
@@ -138,9 +139,7 @@ def _begin_with_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
     """The drafter's head becomes the rows of the target's head that it can say, behind the target's final norm."""
     sayable = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
     drafter.lm_head.weight.copy_(head_weights(target, sayable))
-    norm = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)  # names differ between families
-    if norm is not None and norm.shape == drafter.norm.weight.shape:
-        drafter.norm.weight.copy_(norm)
+    copy_final_norm(drafter.norm.weight, target)
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
-from hf_specdec.decoding.taps import tap_layer
+from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows
 from hf_specdec.training.progress import TokenProgress
 
@@ -98,7 +98,7 @@ class TargetReader:
             for index in dict.fromkeys(self.layers):
                 handles.append(tap_layer(self.model, index, functools.partial(taken.__setitem__, index)))
             # The decoder alone: logits of every position are the most expensive thing that nobody reads.
-            last_hidden = self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+            last_hidden = decoder_states(self.model, input_ids)
         finally:
             for handle in handles:
                 handle.remove()

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
@@ -84,27 +85,45 @@ def recipe_of(name: str) -> Recipe:
 
 
 def decoder_shape(target: PreTrainedModel, intermediate_size: int | None) -> dict[str, Any]:
-    """Fields of a drafter's config that make its decoder layers like the target's.
+    """Fields of a drafter's config that make its decoder layers like the target's, as far as drafters can be like it.
+
+    Targets that do without attention, or without rotary positions, get drafters with the usual ones.
 
     Args:
         target: the model to draft for.
         intermediate_size: of the MLPs; None for the target's.
     """
     config = target.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
+    if intermediate_size is None:
+        intermediate_size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {
         "vocab_size": target.get_input_embeddings().num_embeddings,
         "target_name_or_path": target.name_or_path or None,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size if intermediate_size is None else intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": config.rope_parameters,
+        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 32768,
+        "rope_parameters": _rope_parameters(config),
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
     }
+
+
+def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
+    """The target's rotary settings, of its layers with full attention, where drafters can have them.
+
+    Where a target turns a part of each head alone, drafters turn whole heads by the same base, as published ones do.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    known = parameters.get("rope_type", "default") in ROPE_INIT_FUNCTIONS.keys() | {"default"}
+    if known and parameters.get("partial_rotary_factor", 1) == 1 and "rope_theta" in parameters:
+        return dict(parameters)
+    return {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10000.0)}
 
 
 def add_shape_arguments(group: argparse._ArgumentGroup) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.taps import decoder_of
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Rows
 
@@ -55,6 +56,14 @@ def head_weights(target: PreTrainedModel, target_ids: Tensor) -> Tensor:
     """[tokens, hidden] rows of the target's head: what a head over a draft vocabulary begins as."""
     rows: Tensor = target.get_output_embeddings().weight
     return rows[target_ids.to(rows.device)]
+
+
+@torch.no_grad()
+def copy_final_norm(goal: Tensor, target: PreTrainedModel) -> None:
+    """`goal` becomes the weight of the target's norm before its head, if it has one of this size and name."""
+    weight = getattr(getattr(decoder_of(target)[0], "norm", None), "weight", None)
+    if isinstance(weight, Tensor) and weight.shape == goal.shape:
+        goal.copy_(weight)
 
 
 def choose_vocabulary(rows: Rows, size: int, target: PreTrainedModel) -> Tensor:

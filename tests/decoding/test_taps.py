@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.verification.precision import Raised
 from tests.scripted import StubDrafter, right_for
 from tests.targets import PROMPTS, make_target
 
@@ -35,17 +36,19 @@ def reading(target: PreTrainedModel, prompts: dict[str, Tensor], **settings: obj
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 4}])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3.5", "granite-hybrid", "llama4"])
 @torch.no_grad()
 def test_taps_read_what_goes_in_what_layers_give_and_what_the_head_gets(family: str, settings: dict[str, int]) -> None:
     target = make_target(family, "sdpa")
-    output, outcomes = reading(target, PROMPTS["batch of one"](), **settings)
+    with Raised(torch.float64):  # some compute in float32 whatever the target is in
+        output, outcomes = reading(target, PROMPTS["batch of one"](), **settings)
     raw: list[Tensor] = []
     layers = target.model.layers if family != "gpt2" else target.transformer.h
     handle = layers[-1].register_forward_hook(
         lambda module, args, given: raw.append(given[0] if isinstance(given, tuple) else given)
     )
-    states = target(output[:, :-1], output_hidden_states=True).hidden_states
+    with Raised(torch.float64):
+        states = target(output[:, :-1], output_hidden_states=True).hidden_states
     handle.remove()
     # The last entry of the host's hidden states is after the final norm; what layer 3 gives is not.
     expected = torch.cat([states[0], states[1], states[3], raw[0], states[4]], dim=-1)

@@ -209,6 +209,8 @@ def test_generation_settings_of_endless_depth_are_refused(draft_model: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"rms_norm_eps": {"__float__": "NaN"}}, "config.json of .* is not valid JSON .NaN is no number"),
+        ({"rms_norm_eps": {"__float__": "much"}}, "config.json of .* is not valid JSON .could not convert string"),
         ({"rms_norm_eps": float("nan")}, "config.json of .* is not valid JSON .NaN is no number"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06; it must be a finite number of at least 0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'; it must be a finite number of at least 0"),
@@ -218,7 +220,18 @@ def test_generation_settings_of_endless_depth_are_refused(draft_model: Path) -> 
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor=0; it must be a finite number above 0"),
         ({"target_name_or_path": [["owner/name"]]}, r"target_name_or_path=\[\['owner/name'\]\]; it must be a name"),
     ],
-    ids=["NaN", "negative", "text", "no base", "endless base", "infinite base", "no factor", "list"],
+    ids=[
+        "NaN as transformers writes it",
+        "no number",
+        "NaN",
+        "negative",
+        "text",
+        "no base",
+        "endless base",
+        "infinite base",
+        "no factor",
+        "list",
+    ],
 )
 def test_fields_that_mean_nothing_are_refused(folder: Path, fields: dict[str, Any], message: str) -> None:
     change_config(folder, **fields)

@@ -21,12 +21,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
+from hf_specdec import load_drafter
 from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import main
 from hf_specdec.training.specblock import new_drafter
 from hf_specdec.training.start_from import go_on_from
 from hf_specdec.training.text import read_text
-from tests.targets import fresh_target, make_target, tiny_tokenizer
+from tests.targets import HYBRIDS, fresh_target, make_target, one_prompt, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +179,12 @@ def write_text(folder: Path, first: int = 0) -> None:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-TRAIN = [
+COMMON = [
     "--target", "target", "--work-dir", "work", "--rows", "64", "--prompt-tokens", "8", "16", "--new-tokens", "16",
-    "--batch-size", "4", "--writers", "1", "--text", "text.jsonl", "--mask-token-id", "1", "--block-size", "4",
+    "--batch-size", "4", "--writers", "1", "--text", "text.jsonl",
 ]  # fmt: skip
+DFLASH = ["--mask-token-id", "1", "--block-size", "4"]
+TRAIN = [*COMMON, *DFLASH]
 
 
 def train(*options: str) -> None:
@@ -376,3 +379,25 @@ def test_ctrl_c_ends_the_writers_without_a_word_from_them(moment: str, place: Pa
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert errors.endswith("hf-specdec: stopped\n"), errors[-2000:]
+
+
+# Families of which two layers make no model: one reads what another keeps, or none of them attends.
+ALONE_OF_NO_USE = {"gemma4": "The set of layer types", "nemotron-h": "In a trial, .* only contain LinearAttention"}
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "gemma4", "llama4", "mamba2", "nemotron-h", "bloom"])
+@pytest.mark.parametrize("method", ["causal_lm", "dflash", "eagle3", "specblock"])
+def test_drafters_are_trained_for_targets_of_every_kind_of_layer(method: str, family: str, place: Path) -> None:
+    target = make_target(family, HYBRIDS[family][2][-1], dtype=torch.float32)
+    target.save_pretrained(place / "target")
+    if method == "causal_lm" and family in ALONE_OF_NO_USE:
+        with pytest.raises(ValueError, match=f"cannot be taken into .* of its kind: {ALONE_OF_NO_USE[family]}"):
+            main([*COMMON, "--method", method, "--steps", "2", "--output", "drafter"])
+        assert not (place / "work").exists()
+        return
+    options = DFLASH if method == "dflash" else []
+    main([*COMMON, "--method", method, "--steps", "2", "--no-bf16", "--output", "drafter", *options])
+    drafter, prompts = load_drafter(place / "drafter", target), one_prompt()
+    alone = target.generate(**prompts, max_new_tokens=12, do_sample=False)
+    assert target.generate(**prompts, max_new_tokens=12, do_sample=False, assistant_model=drafter).equal(alone)
+    assert drafter.stats.num_draft_tokens > 0

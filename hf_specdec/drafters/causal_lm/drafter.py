@@ -200,7 +200,8 @@ class CausalLMDrafter(PublishedDrafter):
         target_name = model.name_or_path or type(model).__name__
         try:
             check_supported(self.model)
-            check_trees(self.model)
+            if self.device.type != "meta":  # a blueprint has no weights to try
+                check_trees(self.model)
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
         self._check_vocabulary(model, target_name)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa.configuration import STATIC_TREE, MedusaConfig, MedusaOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -137,7 +138,7 @@ def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: T
     Returns:
         [heads, ranks] float32, shares of the positions. Medusa, arXiv 2401.10774, Section 2.3.3.
     """
-    states = model.get_decoder()(input_ids).last_hidden_state.to(device=drafter.device, dtype=drafter.dtype)
+    states = decoder_states(model, input_ids).to(device=drafter.device, dtype=drafter.dtype)
     batch, seq, hidden = states.shape
     logits = drafter(states.reshape(-1, hidden), model.get_output_embeddings()).unflatten(0, (batch, seq))
     found = []

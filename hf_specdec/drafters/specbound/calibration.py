@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import wait_for
+from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.fingerprint import tokenizer_at_hand
 from hf_specdec.drafters.specbound.pending import SlicedTarget
@@ -222,7 +223,7 @@ def exits_of(
     handles = [slices.layers[layer - 1].register_forward_hook(keep(layer)) for layer in all_exits]
     try:
         for row, text in zip(rows, texts, strict=True):
-            target.get_decoder()(input_ids=torch.tensor([text[:-1]], device=target.device), use_cache=False)
+            decoder_states(target, torch.tensor([text[:-1]], device=target.device))
             labels = torch.tensor(text[len(row) :])
             for layer, rule in all_exits.items():
                 logits = drafter.exit_logits(layer, states[layer][0, len(row) - 1 :], slices)

@@ -25,6 +25,7 @@ from hf_specdec.training.vocabulary import (
     add_vocabulary_argument,
     checked_vocabulary_size,
     choose_vocabulary,
+    copy_final_norm,
     head_weights,
 )
 
@@ -80,8 +81,7 @@ def new_drafter(
     if warm_start:
         _pass_states_on(drafter)
         _copy_head(drafter, target)
-        with torch.no_grad():
-            drafter.norm.weight.copy_(target.get_decoder().norm.weight)
+        copy_final_norm(drafter.norm.weight, target)
     return drafter
 
 
