@@ -21,6 +21,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,12 +31,13 @@ from transformers.generation import GenerationMode
 
 from hf_specdec.decoding.chains import HostChains
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.host import EXPECTED, cache_name, check_host, sample
+from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
+from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.stats import SpeculationStats
-from hf_specdec.decoding.support import TreesRefusedError, chains_refused, check_supported
+from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import chains_trouble, check_trees
 from hf_specdec.drafters.base import Drafter
@@ -97,7 +99,7 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             reason = str(refusal)
         rows = len(args[0] if args else kwargs["input_ids"])
         trouble = f"they are one row at a time, and this batch has {rows}" if rows > 1 else None
-        trouble = trouble or chains_refused(self) or chains_trouble(self)
+        trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length) or chains_trouble(self)
         if trouble is not None:
             return _decode_plainly(self, assistant_model, f"{reason}. Nor can chains be: {trouble}", *args, **kwargs)
         run = functools.partial(original, self, *args, **kwargs)
@@ -299,9 +301,10 @@ def _decode_chains(
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator = drafter.candidate_generator(target)
     generator.host_loop = chains
+    cache = others[CACHE] if CACHE in others else new_cache(model)
     try:
-        with target.tapping():
-            output = run(assistant_model=generator)
+        with target.tapping(), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
+            output = run(assistant_model=generator, **{CACHE: cache})
         generator.count(stats)
         return output
     finally:

@@ -24,6 +24,7 @@ from hf_specdec.verification.replay import TreeReplay
 from tests.faults import FAULTS, SOUND, Relaxed, drafting_best_last, seeing_siblings
 from tests.methods import METHODS
 from tests.scripted import StubDrafter
+from tests.support_table import tiny_model
 from tests.targets import make_target, one_prompt, tiny_tokenizer
 
 PROMPT = one_prompt()["input_ids"]
@@ -284,3 +285,10 @@ def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:
         verify_lossless(target, METHODS["ngram"](target), ["hello"])
     with pytest.raises(ValueError, match=r"A prompt has shape \[3\]; prompts must be texts or ids of shape"):
         verify_lossless(target, METHODS["ngram"](target), [torch.tensor([1, 2, 3])])
+
+
+@pytest.mark.filterwarnings("ignore:.*the output is not affected")
+def test_chains_in_the_hosts_loop_are_verified_too() -> None:
+    report = verify_lossless(tiny_model("gpt_neo"), NGramDrafter(), [one_prompt()["input_ids"]], max_time_s=5)
+    assert report.lossless
+    assert report.replays

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     cache_utils,
 )
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.pipelines import base as pipelines
 
@@ -24,6 +25,8 @@ from hf_specdec.decoding.once import once_per_model
 
 # A layer of the host's cache that keeps nothing; 5.17 has none.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
+
+CACHE = "past_key_values"  # the argument of most forwards that is the cache
 
 # What we wrap or call, and the leading parameters that each must have.
 EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -84,7 +87,7 @@ def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwar
 @once_per_model
 def cache_name(model: PreTrainedModel) -> str:
     """The argument by which a model is given its cache."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else CACHE
 
 
 @once_per_model
@@ -100,6 +103,22 @@ def takes_dynamic_cache(model: PreTrainedModel) -> bool:
     # A class of the caller's may hand all arguments on.
     given = cache_name(model) in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return given and bool(model._supports_default_dynamic_cache())
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache of the kind that a model is given by `generate`, or else makes itself.
+
+    Raises:
+        TypeError: it keeps what it has read in something else.
+    """
+    if model._supports_default_dynamic_cache():
+        return DynamicCache(config=model.config)
+    with torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+        made = model(input_ids=token, use_cache=True).get("past_key_values")
+    if not isinstance(made, Cache):
+        raise TypeError(f"{type(model).__name__} keeps what it has read in no cache")
+    return type(made)()
 
 
 @once_per_model

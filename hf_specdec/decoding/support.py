@@ -8,7 +8,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_specdec.decoding.attention import own_implementation
-from hf_specdec.decoding.host import attention_of, cache_layers, is_recurrent, takes_dynamic_cache, takes_positions
+from hf_specdec.decoding.host import (
+    CACHE,
+    attention_of,
+    cache_layers,
+    cache_name,
+    is_recurrent,
+    takes_dynamic_cache,
+    takes_positions,
+)
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.once import once_per_model
@@ -65,13 +73,20 @@ def keeps_states(model: PreTrainedModel) -> bool:
     return any(isinstance(layer, LinearAttentionLayer) for layer in cache_layers(model))
 
 
-def chains_refused(model: PreTrainedModel) -> str | None:
-    """Why the host's own loop cannot verify chains on a target either; None if it can."""
+@once_per_model
+def can_be_cut_back(model: PreTrainedModel) -> bool:
+    """Whether tokens can be dropped from what a target stores; else what is kept must run again."""
     known = takes_dynamic_cache(model) and not is_recurrent(model) and not keeps_states(model)
-    if not known or any(type(layer) not in KINDS for layer in cache_layers(model)):
-        return "what it stores cannot be cut back"
-    if getattr(model.config.get_text_config(decoder=True), "keep_window_size", None):
-        return "drafted keys would take the places of others"
+    return known and all(type(layer) in KINDS for layer in cache_layers(model))
+
+
+def chains_refused(model: PreTrainedModel, max_length: int) -> str | None:
+    """Why the host's own loop cannot verify chains on a target either, in texts of that length; None if it can."""
+    if cache_name(model) != CACHE:
+        return f"that loop knows no caches by the name {cache_name(model)}"
+    kept = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    if kept is not None and max_length > kept:
+        return f"texts may get {max_length} tokens, where drafted keys would take the places of others"
     return None
 
 

@@ -183,6 +183,12 @@ class TargetModel:
                     "its forward was compiled (torch.compile) without the hooks that read it. Generate with a target "
                     "that is not compiled; the drafter's compile_mode='reduce-overhead' compiles what can be compiled."
                 )
+            if states[0].dim() != 3:
+                raise ValueError(
+                    f"The drafter reads layer {layer} of target {type(self.model).__name__}, which gives states of "
+                    f"shape {tuple(states[0].shape)}, several per token: no drafter that is known here reads such "
+                    "states. Use one that reads none, such as a draft model or an n-gram look-up."
+                )
             chunks.append(states[0] if len(states) == 1 else torch.cat(states, 1))
         self.forget_taps()
         device = chunks[-1].device

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding import host
 from hf_specdec.decoding.layers import standins
@@ -78,7 +78,7 @@ def chains_trouble(model: PreTrainedModel) -> str | None:
     chain = tuple(range(-1, len(PARENTS) - 1))
     try:
         prompt, drafts = _tokens(model)
-        cache = {host.cache_name(model): DynamicCache(config=model.config)}
+        cache = {host.cache_name(model): host.new_cache(model)}
         with torch.no_grad():
             model(input_ids=prompt, use_cache=True, **cache)
             found = model(input_ids=drafts.expand(len(prompt), -1), use_cache=True, **cache).logits[0]
@@ -129,7 +129,7 @@ def _tree(model: PreTrainedModel) -> Tensor:
 def _steps(model: PreTrainedModel, parents: Sequence[int]) -> Tensor:
     """The same one token at a time, each from a copy of its parent's cache."""
     name, (prompt, drafts) = host.cache_name(model), _tokens(model)
-    caches, depths, logits = {-1: DynamicCache(config=model.config)}, {-1: -1}, []
+    caches, depths, logits = {-1: host.new_cache(model)}, {-1: -1}, []
     model(input_ids=prompt, use_cache=True, **{name: caches[-1]})
     for node, parent in enumerate(parents):
         caches[node], depths[node] = copy.deepcopy(caches[parent]), depths[parent] + 1

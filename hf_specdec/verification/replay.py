@@ -30,6 +30,7 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 from hf_specdec.chi_square import p_value
 from hf_specdec.decoding import loop
 from hf_specdec.decoding.accept import Verdict
+from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
@@ -117,6 +118,8 @@ def listening(drafter: Drafter, rounds: list[FrozenRound], most: int) -> Iterato
         def noting(committed: Committed) -> None:
             if committed.tree is not None and bool(committed.tree.valid[0, 1:].any()) and len(rounds) < most:
                 tree = committed.tree.of_rows([0])  # a copy: captured drafts are written over by the next ones
+                if committed.target_logits.shape[1] < tree.num_nodes:
+                    tree = _as_verified_by_host(tree, committed.target_logits.shape[1])
                 prefix, layers_passed = drafted[-1]
                 rounds.append(FrozenRound(prefix, tree, committed.target_logits[0].clone(), layers_passed))
             observe(committed)
@@ -129,6 +132,13 @@ def listening(drafter: Drafter, rounds: list[FrozenRound], most: int) -> Iterato
         yield
     finally:
         del drafter.candidate_generator
+
+
+def _as_verified_by_host(tree: DraftTree, nodes: int) -> DraftTree:
+    """The chain of that many nodes which the host's loop verifies of a tree of one row."""
+    path = best_path(tree)[:nodes]
+    probs = None if tree.draft_probs is None else tree.draft_probs[:, : len(path) - 1]
+    return replace(DraftTree.chain(tree.token_ids[:, path]), draft_probs=probs)
 
 
 class FrozenDrafter(Drafter):

@@ -34,6 +34,7 @@ from tests.decoding.test_sampling import DEPTH, PROMPT, arguments_of, count, enu
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_causal_lm_chain
 from tests.scripted import fixed_tree, right_for
+from tests.support_table import tiny_model
 from tests.targets import PROMPTS, fresh_target, make_target
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
@@ -231,14 +232,66 @@ def test_layers_whose_rule_is_wrong_step_from_node_to_node(monkeypatch: pytest.M
     assert target in STEPPED
 
 
-def test_layers_that_cannot_step_either_are_named_and_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_cannot_step_either_are_named_and_chains_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_rule(monkeypatch)
     monkeypatch.setattr("hf_specdec.decoding.layers.stepped.keepers", lambda model: [])
     target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
-    with pytest.warns(UserWarning, match=r"differ by .*Qwen3_5GatedDeltaNet.*is not known here.*Nothing is drafted"):
-        assert target.generate(**prompts, **GREEDY, assistant_model=right_for(2, alone)).tolist() == alone.tolist()
+    drafter = right_for(2, alone, siblings=0)
+    with pytest.warns(UserWarning, match=r"differ by .*Qwen3_5GatedDeltaNet.*is not known here.*own loop verifies"):
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_accepted_draft_tokens > 0
     assert target not in STEPPED
+
+
+# Caches of their own that cannot be cut back, states beside windows of keys, and keys that are chosen among all.
+REPLAYED = ["deepseek_v4", "doge", "inkling_text", "minimax"]
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
+def test_what_cannot_be_cut_back_is_put_back_and_runs_again(right: Any, family: str) -> None:
+    target, prompts = tiny_model(family), PROMPTS["batch of one"]()
+    settings = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    alone = target.generate(**prompts, **settings)
+    drafter = right_for(right, alone.sequences, siblings=0)
+    assisted = target.generate(**prompts, **settings, assistant_model=drafter)
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert (drafter.stats.num_accepted_draft_tokens > 0) == (right != 0)
+    torch.testing.assert_close(torch.stack(assisted.scores), torch.stack(alone.scores).float(), rtol=1e-4, atol=1e-4)
+    if family == "minimax":  # plain decoding hands no cache back, which it makes itself
+        return
+    # The cache that is handed back goes on as the other one does.
+    longer = torch.cat([alone.sequences, prompts["input_ids"][:, :3]], 1)
+    then = [target.generate(longer, **GREEDY, past_key_values=each.past_key_values) for each in (assisted, alone)]
+    assert then[0].tolist() == then[1].tolist()
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "ngram"])
+def test_drafters_draft_chains_for_what_cannot_be_cut_back(method: str, family: str) -> None:
+    target, prompts = tiny_model(family), PROMPTS["batch of one"]()
+    alone, drafter = target.generate(**prompts, **GREEDY), drafter_of(method, target)
+    if family == "deepseek_v4" and method in ("dflash", "eagle3"):
+        with pytest.raises(ValueError, match=r"layer 0 of target DeepseekV4ForCausalLM, .* \(1, 9, 4, 32\)"):
+            target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        return
+    assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0
+
+
+def test_keys_that_would_take_the_places_of_others_are_not_drafted() -> None:
+    target, prompts = tiny_model("doge"), PROMPTS["batch of one"]()
+    longest = prompts["input_ids"].shape[1] + GREEDY["max_new_tokens"]
+    for kept, drafts in ((longest, True), (longest - 1, False)):
+        for layer in target.model.layers:
+            layer.self_attn.keep_window_size = kept
+        target.config.keep_window_size = kept
+        alone = target.generate(**prompts, **GREEDY)
+        drafter = right_for(2, alone)
+        with pytest.warns(UserWarning, match=f"keeps {kept} of all keys"):
+            assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        assert (drafter.stats.num_draft_tokens > 0) == drafts
 
 
 def test_the_best_path_of_a_tree_is_its_likeliest() -> None:

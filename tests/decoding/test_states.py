@@ -40,10 +40,10 @@ def random_tree(batch: int, nodes: int, seed: int) -> DraftTree:
     return DraftTree.from_lists(tokens.tolist(), above)
 
 
-def prefilled(target: PreTrainedModel, prompts: dict[str, Tensor]) -> TargetModel:
+def prefilled(target: PreTrainedModel, prompts: dict[str, Tensor], longest: int = 200) -> TargetModel:
     model = TargetModel(target)
-    model.prefill_alone(prompts["input_ids"], 200, prompts["attention_mask"])
-    model.begin_rounds(200)
+    model.prefill_alone(prompts["input_ids"], longest, prompts["attention_mask"])
+    model.begin_rounds(longest)
     return model
 
 
@@ -171,14 +171,15 @@ def test_a_draft_model_with_states_drafts_what_it_would_write(family: str, metho
         assert all(accepted == whole for accepted in stats.per_step_accepted[0][:-1])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["qwen3-next", "granite-hybrid", "jamba", "lfm2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -> None:
-    target = fresh_target(family, "sdpa", dtype, max_position_embeddings=1024)
+    target = fresh_target(family, "sdpa", dtype, max_position_embeddings=4096)
     prompts = one_prompt()
     with torch.no_grad():
-        model, draw, kept = prefilled(target, prompts), torch.Generator().manual_seed(0), []
-        for number in range(100):
+        model, draw, kept = prefilled(target, prompts, 4000), torch.Generator().manual_seed(0), []
+        for number in range(500):
             tree = random_tree(1, 6, number)
             model.verify(tree, model.root_positions())
             end = int(torch.randint(0, 6, (1,), generator=draw))
