@@ -175,7 +175,8 @@ class TreeCache(Cache):
 
     @property
     def _stored(self) -> tuple[LayerStates, ...]:
-        return (self.entries, self.recurrent) if self.keeps_states else (self.entries,)
+        stored: tuple[LayerStates, ...] = (self.entries, self.recurrent)
+        return tuple(states for states in stored if states.layers)
 
     @property
     def has_dummies(self) -> bool:

@@ -198,10 +198,10 @@ def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -
 
 @pytest.mark.each_pair
 @pytest.mark.parametrize("batch", PROMPTS)
-@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "lfm2", "gemma4", "mamba2"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "specbound"])  # which knows its families
 def test_every_method_drafts_for_these_targets(method: str, family: str, batch: str) -> None:
-    target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
+    target, prompts = make_target(family, HYBRIDS[family][2][-1]), PROMPTS[batch]()
     alone = target.generate(**prompts, **GREEDY)
     drafter = METHODS[method](target)
     assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()

@@ -37,7 +37,12 @@ class LayerStates(ABC):
     """What all layers of one kind store. During a round what they have stored before stays as it was.
 
     A kind whose base cannot be cut back by entries (recurrent states) computes the new base in `commit`.
+
+    Attributes:
+        layers: those of the kind, in the order of the model's; a model may have none.
     """
+
+    layers: Sequence[Any]
 
     @abstractmethod
     def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
