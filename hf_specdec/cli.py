@@ -218,7 +218,7 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Target and drafter; `default` says what they are where neither is named, which else is refused."""
     given: dict[str, Any] = {"nargs": "?"} if default else {}
     parser.add_argument("target", help=f"Hub id or folder{default}", **given)
-    parser.add_argument("drafter", help="Hub id or folder, or ngram", **given)
+    parser.add_argument("drafter", help="Hub id or folder, or ngram or suffix", **given)
     parser.add_argument("--dtype", help="of the target; float32 on a CPU, else the checkpoint's")
     parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), else cpu")
     parser.add_argument(
@@ -244,11 +244,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from hf_specdec.drafters.ngram import NGramDrafter
+    from hf_specdec.drafters.registry import is_weightless
 
-    drafter: Any = _load(arguments, dtype=arguments.dtype)
-    if isinstance(drafter, NGramDrafter):
+    if is_weightless(arguments.drafter):
         raise ValueError(f"{arguments.drafter!r} has no weights, so there is nothing to convert.")
+    drafter: Any = _load(arguments, dtype=arguments.dtype)
     drafter.save_pretrained(arguments.folder)
     print(f"Wrote {arguments.folder}")
 
@@ -409,15 +409,6 @@ def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) ->
     options = dict(map(_option, getattr(arguments, "option", ())))
     if taken := sorted(options.keys() & signature(load_drafter).parameters.keys()):
         raise ValueError(f"--option {taken[0]}=... is no drafting option; --help tells what else can be set.")
-    if _is_look_up(arguments.drafter):
-        from hf_specdec.drafters.ngram import NGramDrafter
-
-        if arguments.revision is not None:
-            raise ValueError(
-                f"--revision {arguments.revision!r} of 'ngram', which has no checkpoint: leave it out, or name a "
-                "drafter that has."
-            )
-        return NGramDrafter(**options)
     return load_drafter(
         arguments.drafter,
         target,
@@ -439,19 +430,16 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value  # a word
 
 
-def _is_look_up(drafter: str) -> bool:
-    return drafter == "ngram" and not Path("ngram").is_dir()
-
-
 def _check_names(arguments: argparse.Namespace) -> None:
     """Raises if target and drafter are not what they should be, or options are none: the target's weights take long."""
+    from hf_specdec.drafters.registry import is_weightless
     from hf_specdec.hub.checkpoint import check_is_target
     from hf_specdec.hub.files import CONFIG_FILE, Source
 
     for text in arguments.option:
         _option(text)
     check_is_target(arguments.target, arguments.drafter)
-    if not _is_look_up(arguments.drafter):
+    if not is_weightless(arguments.drafter):
         source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
         source.locate([CONFIG_FILE])
 

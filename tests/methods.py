@@ -13,8 +13,8 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
-from hf_specdec.drafters.ngram import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -101,6 +101,11 @@ def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
     return NGramDrafter(**{"tree_budget": 9, "max_depth": 4, **options})
 
 
+def make_suffix(target: PreTrainedModel) -> Drafter:
+    """A look-up in the same text and in what earlier calls of the drafter wrote."""
+    return SuffixDrafter()
+
+
 def make_medusa(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> MedusaDrafter:
     """Random Medusa heads that fit `target`; `settings` as for `make_dflash`."""
     names = ("method", "tree_budget", "rank_accuracies")
@@ -184,6 +189,7 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
     "ngram": make_ngram,
+    "suffix": make_suffix,
     "causal_lm_chain": make_causal_lm_chain,
     "causal_lm_tree": make_causal_lm,
     "eagle3": make_eagle3,

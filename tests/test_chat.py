@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from hf_specdec.chat import Answer, Conversation, converse
 from hf_specdec.cli import main
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
 from tests.methods import METHODS, make_ddtree
 from tests.targets import make_target, tiny_tokenizer
 

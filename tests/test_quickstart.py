@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
 from tests.targets import make_target, tiny_tokenizer
 

@@ -17,7 +17,7 @@ from hf_specdec.decoding import loop
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
 from hf_specdec.verification.precision import Raised
 from hf_specdec.verification.replay import TreeReplay

@@ -50,6 +50,7 @@ def generate(
         sampling = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if way.drafter is not None:
         way.drafter.set_options(**way.settings)
+        way.drafter.forget()
     assistant = {} if way.drafter is None else {"assistant_model": way.drafter}
     clock = Clock(len(inputs["input_ids"]))
     torch.manual_seed(seed)

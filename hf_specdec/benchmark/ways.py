@@ -103,11 +103,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 def load(spec: str, target: PreTrainedModel) -> list[Way]:
     """The way that a `--drafter` names, or one per method where it leaves the method open and there are several."""
     path, options = parse(spec)
-    if path in WEIGHTLESS and not Path(path).exists():
-        drafter = WEIGHTLESS[path](**options)
-        drafter.check_target(target)
-    else:
-        drafter = load_drafter(path, target=target, **options)
+    drafter = load_drafter(path, target=target, **options)
     methods = (drafter.method,) if "method" in options else drafter.methods
     given = {name: value for name, value in options.items() if name != "method"}
     ways = []

@@ -71,6 +71,9 @@ class Drafter(ABC):
         """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
         return (self.method,)
 
+    def forget(self) -> None:
+        """Forgets the texts of earlier calls, so that a prompt which is measured twice is as new each time."""
+
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
         """Raises ValueError, naming both values and the way out, if this drafter cannot draft for `model`."""

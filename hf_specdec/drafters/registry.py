@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,11 @@ def register_marginal_method(name: str, make: Callable[[BlockMarginals, TreeOpti
 def register_weightless(name: str, make: Callable[..., Drafter]) -> None:
     """Makes a drafter without weights known by name; `make(**drafting_options)` gives one."""
     _claim(WEIGHTLESS, name, make)
+
+
+def is_weightless(name: str) -> bool:
+    """Whether a drafter without a checkpoint is meant; a folder may be named like one."""
+    return name in WEIGHTLESS and not os.path.isdir(name)
 
 
 def _claim(table: dict[str, Any], name: str, entry: object) -> None:

@@ -29,6 +29,7 @@ _NOT_SERVED = {
     "specbound": "SpecBound changes how the target itself runs, and vLLM has no class for that",
     "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for that; its draft model is served "
     "as it is (method draft_model)",
+    "suffix": "vLLM has its own (method suffix in --speculative-config)",
     "ngram": "vLLM has its own (method ngram in --speculative-config)",
 }
 

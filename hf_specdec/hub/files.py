@@ -20,8 +20,6 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Drafters that nobody need load, and what makes one; a folder may be named like them.
-WITHOUT_CHECKPOINT = {"ngram": "hf_specdec.drafters.ngram.NGramDrafter()"}
 MAX_JSON_BYTES = 2**26  # an index of a million tensors
 MAX_JSON_DEPTH = 64
 
@@ -74,11 +72,6 @@ class Source:
         if folder.is_absolute() or self.name.startswith((".", "~")) or self.name.count("/") > 1:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
-            )
-        if self.name in WITHOUT_CHECKPOINT:
-            raise ValueError(
-                f"{self.name!r} is a drafter without a checkpoint, so there is nothing to load or to look at: make one "
-                f"with {WITHOUT_CHECKPOINT[self.name]}."
             )
         from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
         from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__

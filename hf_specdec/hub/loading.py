@@ -28,7 +28,7 @@ from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
 from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import FAMILIES
+from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, is_weightless
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
@@ -63,7 +63,7 @@ def load_drafter(
     """Loads a drafter, to be passed to the target's `generate` as `assistant_model=`.
 
     Args:
-        path_or_repo: a local folder, or a Hub id `owner/name`.
+        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter that needs no weights.
         target: the model to draft for. Where given, the two are checked against each other at once, and the drafter
             takes the target's dtype and device; else they are checked at the first `generate`.
         revision: branch, tag or commit on the Hub.
@@ -89,6 +89,12 @@ def load_drafter(
     asked_dtype = floating_dtype(dtype)
     if device is not None:  # else it is the target's
         usable_device(device)
+    if is_weightless(name):
+        if revision is not None:
+            raise ValueError(
+                f"revision={revision!r} of {name!r}, which has no checkpoint: leave it out, or name a drafter that has."
+            )
+        return WEIGHTLESS[name](**drafting_options)
     source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats(), _host_defaults)

@@ -187,7 +187,7 @@ def verify_lossless(
         TypeError: `model` is no model, or `drafter` no drafter.
 
     Example:
-        >>> from hf_specdec.drafters.ngram import NGramDrafter
+        >>> from hf_specdec.drafters.lookup import NGramDrafter
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
         >>> target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **shape)).eval()

@@ -18,7 +18,7 @@ from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
 from hf_specdec.benchmark.ways import ASSISTED, BUNDLED, COMPILED, PLAIN, Way
-from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
 from tests.methods import make_dflash
 from tests.scripted import right_for
@@ -161,7 +161,17 @@ def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_to
     asked = ["--target", "./target/", "--device", "cpu", "--no-compiled", "--output", str(tmp_path)]
     assert main([*asked, *small]) == 0
     made = records.read(tmp_path / "report.jsonl")
-    methods = {"ngram", "ddtree", "dflash", "specblock", "specbound", "specbranch", "causal_lm_chain", "causal_lm_tree"}
+    methods = {
+        "ngram",
+        "suffix",
+        "ddtree",
+        "dflash",
+        "specblock",
+        "specbound",
+        "specbranch",
+        "causal_lm_chain",
+        "causal_lm_tree",
+    }
     assert {call.way for call in made if isinstance(call, Call)} == {PLAIN, ASSISTED, *methods}
 
 

@@ -182,6 +182,7 @@ def test_state_of_one_call_does_not_reach_the_next(target: PreTrainedModel, meth
     drafter = METHODS[method](target)
     runs = []
     for _ in range(2):
+        drafter.forget()
         target.generate(**prompts, **GREEDY, assistant_model=drafter)
         runs.append((drafter.stats.per_step_accepted, drafter.stats.num_draft_tokens))
         target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
@@ -201,6 +202,7 @@ def test_a_row_drafts_the_same_alone_and_in_a_ragged_batch(target: PreTrainedMod
     together = drafter.stats.per_step_accepted
     for row, mask in enumerate(prompts["attention_mask"]):
         ids = prompts["input_ids"][row][mask.bool()][None]
+        drafter.forget()
         target.generate(ids, **GREEDY, assistant_model=drafter)
         alone = drafter.stats.per_step_accepted[0]
         # Without an end of text a row goes on while another one is a few tokens ahead.

@@ -139,6 +139,7 @@ def test_every_method_drafts_the_same_from_captured_rounds(method: str) -> None:
         drafter.to(torch.float64)
     alone = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     drafts = drafter.stats.per_step_accepted
+    drafter.forget()
     assisted = target.generate(**prompts, **GREEDY, assistant_model=compiling(drafter))
     assert assisted.sequences.tolist() == alone.sequences.tolist()
     assert drafter.stats.per_step_accepted == drafts

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
 from tests.methods import METHODS
 from tests.scripted import right_for
 from tests.targets import fresh_target, one_prompt, ragged_prompts

@@ -221,6 +221,7 @@ def test_features_of_a_chunked_prefill_draft_the_same(method: str) -> None:
         drafter.to(torch.float64)
     drafts = []
     for chunk in (None, 4):
+        drafter.forget()
         target.generate(**prompts, **GREEDY, prefill_chunk_size=chunk, assistant_model=drafter)
         drafts.append((drafter.stats.per_step_accepted, drafter.stats.num_draft_tokens))
     assert drafts[0] == drafts[1]

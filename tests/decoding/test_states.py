@@ -205,7 +205,7 @@ def test_every_method_drafts_for_these_targets(method: str, family: str, batch: 
     alone = target.generate(**prompts, **GREEDY)
     drafter = METHODS[method](target)
     assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
-    assert drafter.stats.num_draft_tokens > 0 or method == "ngram"
+    assert drafter.stats.num_draft_tokens > 0 or method in ("ngram", "suffix")
 
 
 def test_rows_that_stop_by_a_rule_of_the_callers_hand_back_states_of_their_end() -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashOptions
-from hf_specdec.drafters.ngram import NGramDrafter, NGramOptions
+from hf_specdec.drafters.lookup import NGramDrafter, NGramOptions
 from hf_specdec.drafters.options import DrafterOptions
 from tests.methods import METHODS, make_causal_lm, make_ddtree, make_dflash, make_specbound, make_specbranch
 from tests.targets import make_target

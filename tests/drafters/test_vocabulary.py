@@ -91,7 +91,7 @@ def test_greedy_tokens_are_the_targets_whatever_the_size_of_the_drafters_tables(
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=watched), alone)
     assert watched.stats is not None
     assert watched.stats.num_plain_steps == 0
-    assert watched.stats.num_draft_tokens > 0 or kind == "ngram"
+    assert watched.stats.num_draft_tokens > 0 or kind in ("ngram", "suffix")
     for tree in watched.trees:
         assert (tree.token_ids[tree.valid] < target.config.vocab_size).all(), (
             "a token that the target lacks was drafted"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
-from hf_specdec.drafters.ngram import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run

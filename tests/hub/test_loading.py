@@ -300,9 +300,11 @@ def test_ngram_names_the_drafter_that_needs_no_checkpoint(
     hub: LoopbackHub, folder: Path, chdir: Callable[[Path], None]
 ) -> None:
     for name in WEIGHTLESS:
-        for look in (load_drafter, inspect_drafter):
-            with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*NGramDrafter()"):
-                look(name)
+        assert load_drafter(name, tree_budget=3).options.tree_budget == 3
+        with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*load_drafter"):
+            inspect_drafter(name)
+        with pytest.raises(ValueError, match=f"revision='v1' of '{name}', which has no checkpoint"):
+            load_drafter(name, revision="v1")
     assert not hub.requests
     chdir(folder.parent)
     folder.rename("ngram")
