@@ -143,6 +143,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     trainer.train(resume_from_checkpoint=last)
     losses = _losses(trainer)
     training_minutes = (time.time() - training_started) / 60
+    processes.wait_for_everyone()
+    processes.destroy_process_group()  # a process that ends with threads of it still running is aborted now and then
     if not trainer.is_world_process_zero():
         return
     if recipe.finish is not None:

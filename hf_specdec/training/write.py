@@ -63,6 +63,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     write_answers(target, tokenizer, conversations, arguments.output, settings, worker=worker)
     processes.wait_for_everyone()
     processes.print(summary(arguments.output))
+    processes.destroy_process_group()
 
 
 def summary(folder: Path) -> str:
