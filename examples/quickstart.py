@@ -42,10 +42,10 @@ from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.benchmark.ways import Way
 from hf_specdec.visualize import Trace, terminal_text
 
-# A row each; trees on a CPU pay at small budgets, since every node costs.
+# A row each.
 DRAFTERS = (
     "dflash:method=dflash",
-    "dflash:method=ddtree,tree_budget=15",
+    "dflash:method=ddtree",
     "specblock",
     "specbound",
     "eagle3",
@@ -207,8 +207,8 @@ def measure_while_it_fits(
     return measured, False
 
 
-def summary(calls: Sequence[Call], plain: Sequence[Call]) -> dict[str, Any]:
-    """The figures of one way at one temperature, beside plain decoding of the same prompts."""
+def summary(calls: Sequence[Call], plain: Sequence[Call], groups: Sequence[str]) -> dict[str, Any]:
+    """The figures of one way at one temperature, beside plain decoding of the same prompts, which are of `groups`."""
     ratios = [own.rate / base.rate for own, base in zip(calls, plain, strict=True)]
     seconds, rounds = sum(call.seconds for call in calls), sum(call.rounds for call in calls)
     return {
@@ -218,11 +218,22 @@ def summary(calls: Sequence[Call], plain: Sequence[Call]) -> dict[str, Any]:
         "slowest_prompt": round(min(ratios), 3),
         "mean_acceptance_length": round(sum(call.committed for call in calls) / rounds, 3) if rounds else None,
         "drafting_share": round(sum(call.draft_s for call in calls) / seconds, 3) if rounds else None,
+        "acceptance_by_group": acceptance_by_group(calls, groups) if rounds and any(groups) else {},
     }
 
 
-def report(console: Console, measured: Sequence[Prompt], names: Sequence[str]) -> Figures:
-    """Prints a table per temperature; returns the figures."""
+def acceptance_by_group(calls: Sequence[Call], groups: Sequence[str]) -> dict[str, float]:
+    """The mean acceptance length of each group of prompts."""
+    totals: dict[str, list[int]] = {}
+    for call, group in zip(calls, groups, strict=True):
+        total = totals.setdefault(group, [0, 0])
+        total[0] += call.committed
+        total[1] += call.rounds
+    return {group: round(committed / rounds, 2) for group, (committed, rounds) in totals.items() if rounds}
+
+
+def report(console: Console, measured: Sequence[Prompt], names: Sequence[str], groups: Sequence[str]) -> Figures:
+    """Prints a table per temperature; returns the figures. `groups` are those of the prompts."""
     figures: Figures = {}
     for temperature in TEMPERATURES:
         table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
@@ -230,7 +241,7 @@ def report(console: Console, measured: Sequence[Prompt], names: Sequence[str]) -
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "method" else "right")
         calls = {name: [prompt[name, temperature] for prompt in measured] for name in names}
-        figures[temperature] = {name: summary(calls[name], calls[PLAIN]) for name in names}
+        figures[temperature] = {name: summary(calls[name], calls[PLAIN], groups) for name in names}
         for name, row in figures[temperature].items():
             if temperature == 0:
                 row["identical"] = all(call.identical for call in calls[name])
@@ -380,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"measured {len(measured)} of {len(prompts)} held-out prompts, {arguments.new_tokens} new tokens each{stopped}"
     )
     if measured:
-        figures = report(console, measured, list(found))
+        figures = report(console, measured, list(found), [prompt.group for prompt in asked[: len(measured)]])
     if interrupted:
         return 130
 

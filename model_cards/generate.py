@@ -12,12 +12,12 @@ from hf_specdec import load_drafter
 CARDS = Path(__file__).parent
 PROJECT = CARDS.parent
 
-for config in sorted(PROJECT.glob("examples/tiny-code/*/config.json")):
+for config in sorted(PROJECT.glob("examples/*/*/config.json")):
     folder = config.parent
     if folder.name == "target":
         continue
     name = folder.relative_to(PROJECT).as_posix()
     drafter = load_drafter(folder)
-    (CARDS / f"tiny-code-{folder.name}.md").write_text(drafter.model_card(name).content, encoding="utf-8")
+    (CARDS / f"{folder.parent.name}-{folder.name}.md").write_text(drafter.model_card(name).content, encoding="utf-8")
     drafter.write_records(folder, name)  # a README.md that somebody edited stays
     print(f"{name}: {'measured' if drafter.measurements else 'not measured'}")

@@ -171,6 +171,11 @@ def test_one_thread_is_used_where_it_is_quicker(demo: ModuleType) -> None:
         torch.set_num_threads(before)
 
 
+def test_acceptance_is_told_apart_by_groups_of_prompts(demo: ModuleType) -> None:
+    calls = [demo.Call(1.0, 8, True, committed, rounds) for committed, rounds in ((8, 2), (6, 3), (4, 4), (0, 0))]
+    assert demo.acceptance_by_group(calls, ["code", "chat", "code", "plain"]) == {"code": 2.0, "chat": 2.0}
+
+
 def test_the_share_of_repeated_ngrams(demo: ModuleType) -> None:
     assert demo.repeated_ngrams([1, 2, 3, 4, 5, 6]) == 0
     assert demo.repeated_ngrams([1] * 8) == 0.8

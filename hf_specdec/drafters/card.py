@@ -251,6 +251,13 @@ def _measured(measurements: Record | None) -> str:
             sentences.append(meaning)
         else:
             del columns[heading]
+    by_group = {
+        f"{decoding}, {method}": numbers["acceptance_by_group"]
+        for decoding, method, numbers in rows
+        if isinstance(numbers.get("acceptance_by_group"), dict) and numbers["acceptance_by_group"]
+    }
+    groups = list(dict.fromkeys(group for lengths in by_group.values() for group in lengths))
+    lengths = ((way, *(_number(found.get(group)) for group in groups)) for way, found in by_group.items())
     around = [
         (_words(field), _value(value))
         for field, value in measurements.items()
@@ -260,6 +267,7 @@ def _measured(measurements: Record | None) -> str:
         [
             " ".join(sentences),
             _table(tuple(columns), zip(*columns.values(), strict=True)),
+            *([_table(("mean acceptance length of", *groups), lengths)] if by_group else []),
             _table(("", ""), around),
             f"```\n{measurements['command']}\n```",
         ]

@@ -64,6 +64,17 @@ def test_card_states_rollback_where_it_was_measured() -> None:
     assert "in turn" not in plain
 
 
+def test_card_states_acceptance_by_group_where_it_was_measured() -> None:
+    methods = {
+        "ddtree": {"mean_acceptance_length": 3, "speedup": 2, "acceptance_by_group": {"code": 3.5, "chat": 2.25}},
+        "dflash": {"mean_acceptance_length": 2, "speedup": 1, "acceptance_by_group": {"chat": 2}},
+    }
+    text = card(measurements=MEASUREMENTS | {"methods": methods, "sampled": None}).text
+    assert "| mean acceptance length of | code | chat |" in text
+    assert "| greedy, ddtree | 3.50 | 2.25 |" in text
+    assert "| greedy, dflash |  | 2.00 |" in text
+
+
 def test_card_states_how_it_was_trained() -> None:
     text = card(
         training={"data": "a|b", "time": 2.34567, "losses": {"first": 4.0, "last_one": 1.25}, "gpus": ["x", "y"]}
