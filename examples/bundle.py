@@ -25,18 +25,21 @@ class Bundle:
     """A target with its drafters and prompts.
 
     Attributes:
-        target: folder or Hub id.
+        target: folder or Hub id to load.
+        name: of the target in records, where a folder is one of this machine.
         folder: of the drafters.
         prompts: JSONL.
     """
 
     target: str
+    name: str
     folder: Path
     prompts: Path
 
 
-TINY = Bundle(str(EXAMPLES / "tiny-code/target"), EXAMPLES / "tiny-code", EXAMPLES / "tiny-code/prompts.jsonl")
-ASSISTANT = Bundle(smollm2.HUB_ID, EXAMPLES / "smollm2-135m", EXAMPLES / "smollm2-135m/held_out.jsonl")
+_TINY = str(EXAMPLES / "tiny-code/target")
+TINY = Bundle(_TINY, _TINY, EXAMPLES / "tiny-code", EXAMPLES / "tiny-code/prompts.jsonl")
+ASSISTANT = Bundle(smollm2.HUB_ID, smollm2.HUB_ID, EXAMPLES / "smollm2-135m", EXAMPLES / "smollm2-135m/held_out.jsonl")
 
 
 def bundle_of(model: str | None, line: Callable[[str], None]) -> Bundle | None:

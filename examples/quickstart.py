@@ -412,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(tokenizer.decode(trace.prompt_ids[0] + [token for token, _ in trace.output()]))
 
     record = {
-        "target": bundle.target if bundle is not None else arguments.model,
+        "target": bundle.name if bundle is not None else arguments.model,
         "methods": figures[0.0],
         "sampled": {"temperature": SAMPLED, "methods": figures[SAMPLED]},
         "prompts": f"{len(measured)} held-out prompts, {arguments.new_tokens} new tokens",
