@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WITHOUT_CHECKPOINT = ("ngram", "suffix")  # drafters that nobody need load; a folder may be named like them
 MAX_JSON_BYTES = 2**26  # an index of a million tensors
 MAX_JSON_DEPTH = 64
 
@@ -72,6 +73,11 @@ class Source:
         if folder.is_absolute() or self.name.startswith((".", "~")) or self.name.count("/") > 1:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
+            )
+        if self.name in WITHOUT_CHECKPOINT:
+            raise ValueError(
+                f"{self.name!r} is a drafter without a checkpoint, so there is nothing to look at: "
+                f"load_drafter({self.name!r}) makes one."
             )
         from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
         from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.drafters.registry import is_weightless
 from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
@@ -115,11 +114,6 @@ def inspect_drafter(
         ValueError: the name is neither a folder nor a Hub id.
     """
     source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir)
-    if is_weightless(source.name):
-        raise ValueError(
-            f"{source.name!r} is a drafter without a checkpoint, so there is nothing to look at: "
-            f"load_drafter({source.name!r}) makes one."
-        )
     found = Inspection(source.name)
     folder = source.locate([CONFIG_FILE])
     with warnings.catch_warnings(record=True) as said:
