@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_chunked_causal_mask
 
 from hf_specdec import load_drafter
 from hf_specdec.training import dflash, specbound
@@ -382,12 +384,17 @@ def test_ctrl_c_ends_the_writers_without_a_word_from_them(moment: str, place: Pa
 
 
 # Families of which two layers make no model: one reads what another keeps, or none of them attends.
-ALONE_OF_NO_USE = {"gemma4": "The set of layer types", "nemotron-h": "In a trial, .* only contain LinearAttention"}
+ALONE_OF_NO_USE = {
+    "gemma4": "(The set of layer types|Error.s. in loading)",
+    "nemotron-h": "In a trial, .* only contain LinearAttention",
+}
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "granite-hybrid", "gemma4", "llama4", "mamba2", "nemotron-h", "bloom"])
 @pytest.mark.parametrize("method", ["causal_lm", "dflash", "eagle3", "specblock"])
 def test_drafters_are_trained_for_targets_of_every_kind_of_layer(method: str, family: str, place: Path) -> None:
+    if family == "llama4" and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
+        pytest.skip("in this version of transformers the family does not write with a static cache")
     target = make_target(family, HYBRIDS[family][2][-1], dtype=torch.float32)
     target.save_pretrained(place / "target")
     if method == "causal_lm" and family in ALONE_OF_NO_USE:
