@@ -73,8 +73,7 @@ def of_drafter(model: Any, way: ways.Way) -> Decode:
     """One of this library's methods."""
 
     def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
-        assert way.drafter is not None
-        way.drafter.set_options(**way.settings)
+        way.begin()
         return of_transformers(model, assistant_model=way.drafter)(prompt, new_tokens, temperature)
 
     return decode

@@ -110,10 +110,8 @@ def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None, fol
 
 def generate(model: Any, inputs: Any, way: Way, temperature: float, new_tokens: int) -> tuple[torch.Tensor, float]:
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    drafting = {}
-    if way.drafter is not None:
-        way.drafter.set_options(**way.settings)
-        drafting = {"assistant_model": way.drafter}
+    way.begin()
+    drafting = {} if way.drafter is None else {"assistant_model": way.drafter}
     torch.manual_seed(0)
     started = time.perf_counter()
     output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **way.arguments, **drafting)

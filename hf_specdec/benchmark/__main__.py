@@ -279,7 +279,7 @@ def _num_calls(settings: Settings, compared: Sequence[Way], num_prompts: int) ->
 
 def _picture(model: Any, tokenizer: Any, way: Way, inputs: Any, settings: Settings) -> Picture:
     assert way.drafter is not None
-    way.drafter.set_options(**way.settings)
+    way.begin()
     way.drafter.trace = trace = Trace()
     try:
         model.generate(**inputs, assistant_model=way.drafter, max_new_tokens=settings.new_tokens, do_sample=False)

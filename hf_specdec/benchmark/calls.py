@@ -48,9 +48,7 @@ def generate(
     if not temperature:
         # None for what would have no meaning, so that a target's own settings bring no warning.
         sampling = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    if way.drafter is not None:
-        way.drafter.set_options(**way.settings)
-        way.drafter.forget()
+    way.begin()
     assistant = {} if way.drafter is None else {"assistant_model": way.drafter}
     clock = Clock(len(inputs["input_ids"]))
     torch.manual_seed(seed)

@@ -54,6 +54,12 @@ class Way:
     leads: bool = True
     batches: bool = True
 
+    def begin(self) -> None:
+        """Before each call: sets the drafter's options, and has it forget the texts of earlier calls."""
+        if self.drafter is not None:
+            self.drafter.set_options(**self.settings)
+            self.drafter.forget()
+
 
 def baselines(backend: str = "inductor") -> list[Way]:
     """Plain `generate` as it comes, and compiled with a static cache by this backend of `torch.compile`."""

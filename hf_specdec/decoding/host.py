@@ -113,12 +113,19 @@ def new_cache(model: PreTrainedModel) -> Cache:
     """
     if model._supports_default_dynamic_cache():
         return DynamicCache(config=model.config)
-    with torch.no_grad():
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
-        made = model(input_ids=token, use_cache=True).get("past_key_values")
-    if not isinstance(made, Cache):
+    own = _own_cache_class(model)
+    if own is None:
         raise TypeError(f"{type(model).__name__} keeps what it has read in no cache")
-    return type(made)()
+    return own()
+
+
+@once_per_model
+@torch.no_grad()
+def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
+    """The class of the cache that a model makes itself; found by running a token."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    made = model(input_ids=token, use_cache=True).get(CACHE)
+    return type(made) if isinstance(made, Cache) else None
 
 
 @once_per_model

@@ -29,9 +29,9 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     last: dict[str, Any] = {}
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal before, last
         if kwargs.get(CACHE) is cache:  # another thread's forward has another
-            last.update(kwargs)
-            before.update(_copied(cache))
+            before, last = _copied(cache), kwargs
 
     def crop(tokens: int) -> None:
         """As the host's, of minus the number of tokens to drop."""
@@ -42,7 +42,7 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
             name: value[..., :tokens] if name in _BY_TOKEN and isinstance(value, Tensor) else value
             for name, value in last.items()
         }
-        model(**kept)
+        model.forward(**kept)  # past the hook: nothing drops tokens twice
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     own = {"crop": crop, "activate_past_recording": lambda: None}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
@@ -101,6 +102,7 @@ def new_draft_model(
             for each, parameter in model.named_parameters():
                 if id(parameter) not in inner:
                     parameter.copy_(of_target[each][: len(parameter)])
+        check_supported(model)
         check_trees(model)
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(

@@ -267,6 +267,17 @@ def test_what_cannot_be_cut_back_is_put_back_and_runs_again(right: Any, family: 
     assert then[0].tolist() == then[1].tolist()
 
 
+@pytest.mark.parametrize("family", ["doge", "inkling_text"])
+def test_a_prompt_that_came_as_embeddings_does_not_run_again(family: str) -> None:
+    target, ids = tiny_model(family), PROMPTS["batch of one"]()["input_ids"]
+    settings = {**GREEDY, "inputs_embeds": target.get_input_embeddings()(ids)}
+    alone = target.generate(**settings)
+    drafter = right_for([2, 0, 5, 1], alone, siblings=0)
+    with pytest.warns(UserWarning, match="own loop verifies"):
+        assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_accepted_draft_tokens > 0
+
+
 @pytest.mark.parametrize("family", REPLAYED)
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "ngram"])
 def test_drafters_draft_chains_for_what_cannot_be_cut_back(method: str, family: str) -> None:

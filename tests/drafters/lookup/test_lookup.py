@@ -55,7 +55,7 @@ def matches_by_search(texts: list[list[int]], context: list[int], shortest: int)
     return found
 
 
-def split(index: SuffixIndex, texts: list[list[int]], place: int) -> tuple[int, ...]:
+def split(texts: list[list[int]], place: int) -> tuple[int, ...]:
     """The text of a place, told as above."""
     start = place
     for text in texts:
@@ -81,14 +81,12 @@ def test_matches_are_those_of_a_plain_search_however_the_texts_grew(longest: int
             index.extend(tokens)
         context = torch.randint(0, vocab, (longest,), generator=draw).tolist()
         matches = index.matches(context, most=1000, shortest=shortest)
-        assert {split(index, texts, place): length for place, length in matches} == matches_by_search(
-            texts, context, shortest
-        )
+        assert {split(texts, place): length for place, length in matches} == matches_by_search(texts, context, shortest)
         lengths = [length for _, length in matches]
         assert lengths == sorted(lengths, reverse=True)
         assert index.matches(context, most=3, shortest=shortest) == matches[:3]
         for place, _ in matches:
-            text = split(index, texts, place)
+            text = split(texts, place)
             assert index.continuation(place, 4) == list(text[text.index(-1) + 1 :][:4])
 
 
