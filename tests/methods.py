@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
@@ -23,9 +24,18 @@ from hf_specdec.drafters.specbranch import SpecBranchDrafter
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
     """A random DFlash drafter that fits `target`; `settings` are fields of its config or drafting options."""
     options = {name: settings.pop(name) for name in ("tree_budget",) if name in settings}
+    config = dflash_config(target, DFlashConfig, **settings)
+    torch.manual_seed(seed)
+    drafter = DFlashDrafter(config).eval()
+    drafter.set_options(method=method, **options)
+    return drafter
+
+
+def dflash_config(target: PreTrainedModel, config_class: type[DFlashConfig], **settings: Any) -> Any:
+    """The config of a small drafter that fits `target`."""
     hidden = target.config.hidden_size
     dflash = {"mask_token_id": 1, "target_layer_ids": [0, 2]} | settings.pop("dflash_config", {})
-    config = DFlashConfig(
+    return config_class(
         **{
             "vocab_size": target.get_input_embeddings().num_embeddings,
             "hidden_size": hidden,
@@ -42,15 +52,29 @@ def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 
         }
         | settings
     )
-    torch.manual_seed(seed)
-    drafter = DFlashDrafter(config).eval()
-    drafter.set_options(method=method, **options)
-    return drafter
 
 
 def make_ddtree(target: PreTrainedModel, **settings: Any) -> DFlashDrafter:
     """A random DFlash drafter that drafts best-first trees."""
     return make_dflash(target, **{"method": "ddtree", "tree_budget": 9, **settings})
+
+
+def make_dspark(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> DSparkDrafter:
+    """A random DSpark drafter that fits `target` and drafts trees; `settings` as for `make_dflash`."""
+    options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    heads = {"markov_rank": 6, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    settings["dflash_config"] = heads | settings.get("dflash_config", {})
+    config = dflash_config(target, DSparkConfig, **settings)
+    torch.manual_seed(seed)
+    drafter = DSparkDrafter(config).eval()
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_dspark_chain(target: PreTrainedModel, **settings: Any) -> DSparkDrafter:
+    """The same with a recurrent head, drafting one path; drawn at random where the call samples."""
+    heads = {"markov_head_type": "rnn"} | settings.pop("dflash_config", {})
+    return make_dspark(target, **{"method": "dspark_chain", "dflash_config": heads, **settings})
 
 
 def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Eagle3Drafter:
@@ -188,6 +212,8 @@ def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
 METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
+    "dspark": make_dspark,
+    "dspark_chain": make_dspark_chain,
     "ngram": make_ngram,
     "suffix": make_suffix,
     "causal_lm_chain": make_causal_lm_chain,

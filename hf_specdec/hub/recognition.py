@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH, DEEPSPEC_EAGLE3, is_deepspec_dflash, is_deepspec_eagle3
+from hf_specdec.hub.formats.dspark import DSPARK, is_dspark
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.medusa import MEDUSA
 from hf_specdec.hub.formats.muse import MUSE, is_muse
@@ -145,7 +146,7 @@ def _model_type(part: str) -> Callable[[Config], bool]:
 
 
 _DFLASH_2 = Unread("DFlash 2", "convolutions inside the draft layers and a selector of token pairs")
-_DSPARK = "a head that corrects each slot by the token before it, and one that tells how far to trust a block"
+_GEMMA_4 = "draft layers of Gemma 4 shape: four norms, scaled embeddings"
 _P_EAGLE = "a learned state for tokens that are not known yet, with which it drafts all depths in one forward"
 _MTP = Unread("multi-token prediction", "the target's own layers of which it is a part: load the target with them")
 
@@ -154,7 +155,6 @@ _BY_CONFIG: list[Rule] = [
     *((_speculators(kind), format) for kind, format in SPECULATORS.items()),
     (_speculators("dflash2"), Unread("speculators dflash2", _DFLASH_2.missing)),
     (_speculators("peagle"), Unread("speculators peagle", _P_EAGLE)),
-    (_speculators("dspark"), Unread("speculators dspark", _DSPARK)),
     (_speculators("mtp"), Unread("speculators mtp", _MTP.missing)),
     (_speculators("eagle"), Unread("speculators eagle", "a reader for EAGLE-1, whose drafters have no head")),
     (lambda config: speculators_type(config) is not None, Unread("speculators", "a kind that is named and known")),
@@ -171,11 +171,17 @@ _BY_CONFIG: list[Rule] = [
     (lambda config: bool({"selector_rank", "conv_kernel_size"} & set(config.get("dflash_config") or ())), _DFLASH_2),
     (is_deepspec_dflash, DEEPSPEC_DFLASH),
     (_architecture("Domino"), Unread("Domino", "a recurrent net over the drafted prefix that corrects the logits")),
-    (_architecture("DSpark"), Unread("DSpark", _DSPARK)),
+    (is_dspark, DSPARK),
+    (_architecture("Gemma4DSpark"), Unread("DSpark for Gemma 4", _GEMMA_4)),
+    (
+        _architecture("Qwen35DSpark"),
+        Unread("DSpark for Qwen3.5", "draft layers with gated queries and norms of gain 1 + w"),
+    ),
+    (_architecture("DSpark"), Unread("DSpark of another architecture", "draft layers that are not Qwen3's")),
     (is_deepspec_eagle3, DEEPSPEC_EAGLE3),
     (
         _architecture("Gemma4Eagle3"),
-        Unread("DeepSpec EAGLE-3 for Gemma 4", "draft layers of Gemma 4 shape: four norms, scaled embeddings"),
+        Unread("DeepSpec EAGLE-3 for Gemma 4", _GEMMA_4),
     ),
     (
         _architecture("DFlashLaguna"),

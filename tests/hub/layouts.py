@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
-from tests.methods import make_dflash, make_eagle3, make_specblock
+from tests.methods import make_dflash, make_dspark, make_eagle3, make_specblock
 
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -130,6 +131,50 @@ def as_deepspec_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, T
     return config | fields, dict(drafter.state_dict())
 
 
+def dspark_heads(drafter: DSparkDrafter) -> Fields:
+    names = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    return {name: getattr(drafter.config, name) for name in names}
+
+
+def as_speculators_dspark(drafter: DSparkDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config, tensors = as_speculators_dflash(drafter, **fields)
+    config["speculators_model_type"] = config["speculators_config"]["algorithm"] = "dspark"
+    return config | {"architectures": ["DSparkDraftModel"]} | dspark_heads(drafter) | fields, tensors
+
+
+def as_deepspec_dspark(drafter: DSparkDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config, tensors = as_deepspec_dflash(drafter)
+    return config | dspark_heads(drafter) | fields, tensors
+
+
+def as_specforge_dspark(drafter: DSparkDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    heads = dspark_heads(drafter) | {"projector_type": "dspark", "attention_mode": "gqa"}
+    config, tensors = as_zlab(drafter, dflash_config=heads | fields.pop("dflash_config", {}))
+    prefixed = ("markov_head.", "confidence_head.")
+    return config | {"architectures": ["DSparkDraftModel"]} | fields, {
+        f"logit_head.{name}" if name.startswith(prefixed) else name: tensor for name, tensor in tensors.items()
+    }
+
+
+def as_angelspec_dspark(drafter: DSparkDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config = as_deepspec_dspark(drafter)[0] | {
+        "architectures": ["DSparkDraftModel"],
+        "model_type": "dspark",
+        "num_target_layers": len(drafter.config.target_layer_ids),
+        "target_num_hidden_layers": LAYERS,
+        "fusion_type": "concat_fc",
+    }
+    theirs = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "final_norm."}
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        for ours, other in theirs.items():
+            if name.startswith(ours):
+                name = other + name.removeprefix(ours)
+                break
+        tensors[f"draft_model.{name}"] = tensor
+    return config | fields, tensors
+
+
 def as_zlab(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
     config = shape_of(drafter.config, "head_dim") | {
         "architectures": ["DFlashDraftModel"],
@@ -215,6 +260,10 @@ SPEC_DFLASH = {"format": "DFlash (speculators)", "make": make_dflash, "write": a
 ZLAB = {"format": "dflash", "make": make_dflash, "write": as_zlab}
 BLOCKS = {"format": "specblock", "make": make_specblock, "write": as_specblock}
 DEEP_DFLASH = {"format": "DFlash (DeepSpec)", "make": make_dflash, "write": as_deepspec_dflash}
+SPEC_DSPARK = {"format": "DSpark (speculators)", "make": make_dspark, "write": as_speculators_dspark}
+DEEP_DSPARK = {"format": "DSpark", "make": make_dspark, "write": as_deepspec_dspark}
+FORGE_DSPARK = {"format": "DSpark", "make": make_dspark, "write": as_specforge_dspark}
+ANGEL_DSPARK = {"format": "DSpark", "make": make_dspark, "write": as_angelspec_dspark}
 OWN = {"own_embeddings": True, "own_head": True}
 
 # Of 8 layers, hs[2], hs[4] and hs[5] are what layers 1, 3 and 4 give.
@@ -439,6 +488,52 @@ CASES = {
         **DEEP_DFLASH,
         ours={"dflash_config": {"target_layer_ids": [-1, 5], "sample_from_anchor": True, **OWN}},
         written={"target_layer_ids": [-1, 5]},
+    ),
+    # Formats of 2026, 2.2 to 2.6: keys at the top or nested, heads told by their tensors, next-token slots where
+    # nothing is said but in AngelSpec's, whose names are others.
+    "speculators dspark, a gate over a draft vocabulary": Case(
+        **SPEC_DSPARK,
+        ours={
+            "dflash_config": {"target_layer_ids": [1, 5], "draft_vocab_size": 32, "markov_head_type": "gated", **OWN}
+        },
+        written={"aux_hidden_state_layer_ids": [2, 6]},
+    ),
+    "speculators dspark, fill-in slots, recurrent": Case(
+        **SPEC_DSPARK,
+        ours={
+            "dflash_config": {"target_layer_ids": [1, 5], "sample_from_anchor": False, "markov_head_type": "rnn"},
+        },
+        written={"aux_hidden_state_layer_ids": [2, 6], "sample_from_anchor": False},
+    ),
+    "deepspec dspark, embeddings and head of its own, the target's rotary share": Case(
+        **DEEP_DSPARK,
+        ours={"dflash_config": {"target_layer_ids": [-1, 5], **OWN}} | rope(300.0),
+        written={
+            "target_layer_ids": [-1, 5],
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "specforge dspark, nested, a confidence head that reads states alone": Case(
+        **FORGE_DSPARK,
+        ours={"dflash_config": {"target_layer_ids": [1, 5], "confidence_head_with_markov": False}},
+        written={"dflash_config": {"target_layer_ids": [1, 5], "block_size": 5, "confidence_head_with_markov": None}},
+    ),
+    "specforge dspark, no confidence head": Case(
+        **FORGE_DSPARK,
+        ours={
+            "dflash_config": {
+                "target_layer_ids": [1, 5],
+                "enable_confidence_head": False,
+                "confidence_head_with_markov": False,
+            }
+        },
+        written={"dflash_config": {"target_layer_ids": [1, 5]}, "block_size": 5},
+    ),
+    "angelspec dspark": Case(
+        **ANGEL_DSPARK,
+        ours={"dflash_config": {"target_layer_ids": [1, 5], "sample_from_anchor": False}},
+        written={"target_layer_ids": [1, 5]},
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
@@ -21,7 +21,7 @@ from hf_specdec.drafters.dflash.static import StaticBlocks
 
 
 class DFlashMarginals(BlockMarginals):
-    """Per-position logits of one block per round.
+    """Per-position logits of one block per round, or the states of its slots.
 
     Features of tokens committed since the last round enter the context cache in the same forward that drafts; the
     block's own keys and values are written behind them and forgotten afterwards.
@@ -54,8 +54,12 @@ class DFlashMarginals(BlockMarginals):
             self.cache.keep_rows(rows)
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
-    @in_inference_mode  # cheaper than no_grad, and nothing made here outlives the round but our own cache
     def marginals(self, context: DraftContext) -> Tensor:
+        return self.run_block(context, self.lm_head)
+
+    @in_inference_mode  # cheaper than no_grad, and nothing made here outlives the round but our own cache
+    def run_block(self, context: DraftContext, lm_head: nn.Module | None) -> Tensor:
+        """The round's one forward; with `lm_head` logits, else the states of all slots: see `DFlashDrafter.forward`."""
         device, dtype = self.device, self.dtype
         pending = self.pending
         assert pending is not None, "draft() before the prefill was observed"
@@ -70,7 +74,7 @@ class DFlashMarginals(BlockMarginals):
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
                 device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
-        if self.static is not None and self.static.fits(pending):
+        if self.static is not None and lm_head is not None and self.static.fits(pending):
             logits = self.static(self.cache, context, pending, self.block_size)
             self.pending = None
             return logits
@@ -81,14 +85,14 @@ class DFlashMarginals(BlockMarginals):
         else:
             block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
             positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
-        logits = self.drafter(
+        output = self.drafter(
             torch.constant_pad_nd(context.root_ids.unsqueeze(1), (0, self.block_size - 1), self.mask_token_id),
             pending.features.to(device=device, dtype=dtype),
             positions,
             embed_tokens=self.embed_tokens,
             masks=self._masks(pending),
             cache=self.cache,
-            lm_head=self.lm_head,
+            lm_head=lm_head,
         )
         if pending.tree is None and pending.valid is not None:
             # A left-padded prompt has its padding in front: keep the other entries, in order.
@@ -97,7 +101,7 @@ class DFlashMarginals(BlockMarginals):
         else:
             self.cache.commit_first(pending.counts.to(device))
         self.pending = None
-        return logits
+        return output
 
     def _masks(self, pending: Committed) -> list[Tensor | None] | None:
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""

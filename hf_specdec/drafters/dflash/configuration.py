@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
-
-ARCHITECTURE = "DFlashDraftModel"
 
 
 def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
@@ -54,6 +52,7 @@ class DFlashConfig(Qwen3Config):
     """
 
     vocab_size: int | None = 151936
+    architecture: ClassVar[str] = "DFlashDraftModel"
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class DFlashConfig(Qwen3Config):
         self.target_name_or_path = target_name_or_path
         self.target_revision = target_revision
         self.target_tokenizer_sha256 = target_tokenizer_sha256
-        self.architectures = [ARCHITECTURE]
+        self.architectures = [self.architecture]
 
     def check(self) -> None:
         """Raises ValueError, naming the field and where it lives, if the drafter cannot be built from this config."""
@@ -201,7 +200,7 @@ class DFlashConfig(Qwen3Config):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, in the published layout, which every DFlash loader reads."""
-        fields = super().to_dict() | {"model_type": "qwen3", "architectures": [ARCHITECTURE]}
+        fields = super().to_dict() | {"model_type": "qwen3", "architectures": [self.architecture]}
         del fields["_as_published"]
         if "block_size" in fields["dflash_config"]:
             fields["dflash_config"]["block_size"] = fields.pop("block_size")
@@ -230,7 +229,7 @@ class DFlashConfig(Qwen3Config):
         if "rope_parameters" in changed:
             written.pop("rope_scaling", None)
             changed |= _legacy_rope(changed["rope_parameters"])
-        return {"model_type": "qwen3", "architectures": [ARCHITECTURE]} | written | changed
+        return {"model_type": "qwen3", "architectures": [self.architecture]} | written | changed
 
 
 # Fields of ours that other loaders need not see when they say nothing.
@@ -270,9 +269,13 @@ class DFlashOptions(TreeOptions):
         TreeOptions.validate(self, config)
         if self.method not in tuple(MARGINAL_METHODS):
             raise unknown_name("method", self.method, MARGINAL_METHODS)
-        size, trained = self.block_size, config.block_size
-        if size is not None and (type(size) is not int or not 2 <= size <= trained):
-            raise ValueError(
-                f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained "
-                "with (root included), or None for all of it."
-            )
+        check_block_option(self.block_size, config.block_size)
+
+
+def check_block_option(size: object, trained: int) -> None:
+    """Raises ValueError unless the option `block_size` is None, or a part of the trained block."""
+    if size is not None and (type(size) is not int or not 2 <= size <= trained):
+        raise ValueError(
+            f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained with "
+            "(root included), or None for all of it."
+        )

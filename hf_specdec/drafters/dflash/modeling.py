@@ -30,6 +30,7 @@ from hf_specdec.decoding.logits_process import (
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
+from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS
 from hf_specdec.drafters.shapes import check_shapes, way_out
@@ -102,9 +103,9 @@ class DFlashDrafter(PretrainedDrafter):
     Drafting options: `DFlashOptions`.
     """
 
-    config_class = DFlashConfig
+    config_class: type[DFlashConfig] = DFlashConfig
     config: DFlashConfig
-    options_class = DFlashOptions
+    options_class: ClassVar[type[TreeOptions]] = DFlashOptions
     options: DFlashOptions
     d2t: Tensor
     base_model_prefix = ""
@@ -171,14 +172,18 @@ class DFlashDrafter(PretrainedDrafter):
         if lm_head is None:
             return hidden
         slots = hidden if self.config.sample_from_anchor else hidden[:, 1:]
-        logits = lm_head(slots.to(next(lm_head.parameters()).dtype)).float()
-        logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
+        logits = self.draft_logits(slots, lm_head)
         if self.config.maps_vocabulary:
             assert self.config.vocab_size is not None, "check() asks for it"
             logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, self.target_ids.to(logits.device))(
                 None, logits
             )
         return NeverProposedLogitsProcessor(self.config.mask_token_id)(None, logits)
+
+    def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        """[..., hidden] after the final norm -> [..., draft_vocab] float32, in the drafter's own ids."""
+        logits = lm_head(hidden.to(next(lm_head.parameters()).dtype)).float()
+        return SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
 
     def head(self, target_head: nn.Module) -> nn.Module:
         """What gives the logits of its slots: its own head, or the target's, or the rows of it that it can say."""

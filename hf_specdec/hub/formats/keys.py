@@ -150,7 +150,6 @@ def decoder(
     only: Mapping[str, tuple[Any, ...]] | None = None,
     nested: Mapping[str, Section] | None = None,
 ) -> Section:
-    """The section of a decoder's config that has further keys."""
-    return Section(
-        DECODER.union(read), HOST | EXPERTS.union(idle), {**WHOLE_ROTARY, **(only or {})}, {**ROPES, **(nested or {})}
-    )
+    """The section of a decoder's config that has further keys; what is `idle` may have any value."""
+    limited = {key: values for key, values in {**WHOLE_ROTARY, **(only or {})}.items() if key not in idle}
+    return Section(DECODER.union(read), HOST | EXPERTS.union(idle), limited, {**ROPES, **(nested or {})})

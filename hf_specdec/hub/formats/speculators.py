@@ -12,6 +12,8 @@ from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
 from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
+from hf_specdec.hub.formats.dspark import dspark_shapes, with_heads
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
 from hf_specdec.hub.formats.keys import HOST, Section, decoder
 
@@ -86,6 +88,16 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
         "sample_from_anchor": bool(fields.get("sample_from_anchor", False)),
     }
     return dflash_reading(ours, block, stored)
+
+
+def read_dspark(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a DSpark drafter in the speculators layout."""
+    # The class's own defaults; of the slots engines disagree (shared facts on formats of 2026, section 2.6).
+    given = {"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"} | fields
+    reading = read_dflash(given, stored)
+    heads = {key: given[key] for key in DSPARK_HEADS if given.get(key) is not None}
+    block = {"projector_type": "dspark"} | reading.fields["dflash_config"] | heads
+    return with_heads(Reading(reading.fields | {"dflash_config": block}, reading.names), stored)
 
 
 def write_eagle3(fields: Config, target: Config) -> Config:
@@ -257,6 +269,9 @@ def _keys(*read: str, layer: Section) -> Section:
     )
 
 
+_DFLASH = (
+    "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal",
+)  # fmt: skip
 SPECULATORS = {
     "eagle3": Format(
         "EAGLE-3 (speculators)",
@@ -271,15 +286,16 @@ SPECULATORS = {
         "DFlash (speculators)",
         "dflash",
         read_dflash,
-        _keys(
-            "aux_hidden_state_layer_ids",
-            "block_size",
-            "mask_token_id",
-            "sample_from_anchor",
-            "sliding_window_non_causal",
-            layer=decoder("is_causal"),
-        ),
+        _keys(*_DFLASH, layer=decoder("is_causal")),
         check=check_vocabulary_maps,
         shapes=dflash_shapes,
+    ),
+    "dspark": Format(
+        "DSpark (speculators)",
+        "dspark",
+        read_dspark,
+        _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal")),
+        check=check_vocabulary_maps,
+        shapes=dspark_shapes,
     ),
 }

@@ -1,0 +1,248 @@
+"""DSpark in one `generate` call: one forward of the block, then its slots in order, as a tree or as one chain.
+
+Given the token before it, a slot's law needs no further forward: W2 z is added to its logits. So a tree is grown level
+by level, each node's children from its own law, and the likeliest `tree_budget` paths are kept. DDTree's marginals
+know nothing of the token before; otherwise it is the same tree. What the confidence head says of a slot counts as a
+factor of all its tokens. Source: shared facts on formats of 2026, section 2.4; DDTree, arXiv 2604.12989, for the tree.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hf_specdec.decoding.devices import abilities, in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.base import path_notes
+from hf_specdec.drafters.ddtree.candidates import ranked_logprobs
+from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.drafters.dspark.modeling import DSparkDrafter
+
+
+class Slots:
+    """The slots of one round's block, ready to be walked in order.
+
+    Args:
+        drafter: whose block it is.
+        states: [batch, block, hidden] of all slots.
+        logits: [batch, depth, draft_vocab] float32 of the slots that draft.
+
+    Attributes:
+        depth: how many slots draft.
+        state: [batch, 1, rank], the Markov head's before the first of them; None without the head.
+    """
+
+    def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
+        self.drafter, self.logits = drafter, logits
+        anchored = drafter.config.sample_from_anchor
+        self.states = states if anchored else states[:, 1:]
+        self.depth = self.states.shape[1]
+        self.state: Tensor | None = None
+        if (head := drafter.markov_head) is not None:
+            embedded = head.embed(root_ids.unsqueeze(1))
+            self.state = head.start(embedded)
+            if not anchored:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
+                _, self.state = head(states[:, :1], embedded, self.state)
+
+    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The laws of a slot behind given tokens.
+
+        Args:
+            slot: from 0, among those that draft.
+            token_ids: [batch, nodes] int64, of the target; what stands before the slot.
+            state: [batch, nodes, rank], the Markov head's there.
+
+        Returns:
+            [batch, nodes, draft_vocab] float32 logits; [batch, nodes] log-probabilities that the slot is accepted, None
+            where the drafter does not say; and the states behind the slot.
+        """
+        drafter = self.drafter
+        hidden = self.states[:, slot, None].expand(-1, token_ids.shape[1], -1)
+        logits, embedded = self.logits[:, slot, None], None
+        if (head := drafter.markov_head) is not None:
+            assert state is not None
+            embedded = head.embed(token_ids)
+            code, state = head(hidden, embedded, state)
+            logits = logits + head.markov_w2(code).float()
+        trust = drafter.confidence(hidden, embedded)
+        return logits, None if trust is None else logsigmoid(trust.float()), state
+
+
+class DSparkGenerator(TreeCandidateGenerator):
+    """One `generate` call of a DSpark drafter; subclasses make a tree of the slots.
+
+    Args:
+        drafter: with its options.
+        target: of the call.
+    """
+
+    drops_rows = True
+
+    def __init__(self, drafter: DSparkDrafter, target: TargetModel) -> None:
+        self.drafter = drafter
+        self.blocks = DFlashMarginals(drafter, target)
+        self.target_ids = drafter.target_ids
+        self.columns = 0  # of the target's logits
+        self.path_logprobs: Tensor | None = None  # [batch, nodes] of the latest tree
+
+    @abstractmethod
+    def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
+        """The tree of a round."""
+
+    @in_inference_mode
+    def draft(self, context: DraftContext) -> DraftTree:
+        states = self.blocks.run_block(context, None)
+        drafting = states if self.drafter.config.sample_from_anchor else states[:, 1:]
+        logits = self.drafter.draft_logits(drafting, self.blocks.lm_head)
+        logits[..., self.never] = -torch.inf
+        slots = Slots(self.drafter, states, logits, context.root_ids.to(states.device))
+        context.lap("draft")
+        tree = self.tree(context, slots)
+        self.path_logprobs = tree.path_logprobs
+        context.lap("tree")
+        return tree
+
+    def observe(self, committed: Committed) -> None:
+        if committed.tree is None:
+            self.columns = committed.target_logits.shape[-1]
+            # Draft ids of what must not be drafted: the mask, and what this target has no logits for.
+            ids = self.target_ids
+            self.never = ((ids == self.drafter.config.mask_token_id) | (ids >= self.columns)).nonzero().squeeze(1)
+        self.blocks.observe(committed)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.blocks.keep_rows(rows)
+
+    def close(self) -> None:
+        self.blocks.close()
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        if self.path_logprobs is None:
+            return None
+        return path_notes(tree, self.path_logprobs, tree.depths.clamp(max=1))  # one forward for all depths
+
+
+class TreeGenerator(DSparkGenerator):
+    """The likeliest `tree_budget` paths, each token's probability given the path before it."""
+
+    def __init__(self, drafter: DSparkDrafter, target: TargetModel, tree_budget: int) -> None:
+        super().__init__(drafter, target)
+        self.tree_budget = tree_budget
+
+    def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        return conditional_tree(context.root_ids, slots, self.target_ids, budget)
+
+
+def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget: int) -> DraftTree:
+    """The root and the `budget` likeliest paths of the slots, where a slot's law depends on the token before it.
+
+    No path is likelier than what it extends, so only the best `budget` of a level are extended; in host memory only
+    those that are among the best `budget` of all so far.
+
+    Args:
+        root_ids: [batch] int64.
+        slots: of the round.
+        target_ids: [draft_vocab] int64.
+        budget: most drafted nodes.
+
+    Returns:
+        a tree with `path_logprobs`. A row with a slot of NaN, +inf or nothing but -inf is not `finite`.
+    """
+    if budget == 0:
+        return DraftTree.root_only(root_ids)
+    device = slots.logits.device
+    token_ids, state = root_ids.to(device).unsqueeze(1), slots.state
+    finite = slots.logits.amax(-1).isfinite().all(1)
+    scores = torch.zeros(token_ids.shape, device=device).masked_fill(~finite.unsqueeze(1), -torch.inf)
+    # Of every level the tokens, their parents' places in what follows one another here, and the paths' scores.
+    tokens, parents = [token_ids], [torch.full_like(token_ids, -1)]
+    paths = [torch.full_like(scores, torch.inf)]  # the root comes first
+    start = 0  # of the level above
+    for slot in range(slots.depth):
+        logits, trust, state = slots.step(slot, token_ids, state)
+        logprobs, ids = ranked_logprobs(logits, min(budget, logits.shape[-1]))
+        if trust is not None:
+            logprobs = logprobs + trust.unsqueeze(-1)
+        reached = scores.unsqueeze(-1) + logprobs
+        reached = reached.masked_fill(reached.isnan(), -torch.inf)
+        best, order = (part[:, :budget] for part in reached.flatten(1).sort(dim=1, descending=True, stable=True))
+        above = order // ids.shape[-1]
+        level = target_ids[ids.flatten(1).gather(1, order)]
+        tokens.append(level)
+        parents.append(start + above)
+        paths.append(best)
+        start += tokens[-2].shape[1]
+        width = best.shape[1]
+        if abilities(device).host_memory:
+            so_far = torch.cat(paths, 1)
+            least = so_far.topk(min(1 + budget, so_far.shape[1])).values[:, -1:]
+            width = int(((best >= least) & best.isfinite()).sum(1).max())
+            if not width:
+                break
+        token_ids, scores = level[:, :width], best[:, :width]
+        if state is not None:
+            state = state.gather(1, above[:, :width, None].expand(-1, -1, state.shape[-1]))
+    chosen, order = torch.cat(paths, 1).sort(dim=1, descending=True, stable=True)
+    chosen, order = chosen[:, : 1 + budget], order[:, : 1 + budget]
+    # Where each of them stands in the tree; parents are likelier than their children, or come first as likely ones.
+    places = torch.zeros(len(root_ids), start + tokens[-1].shape[1], dtype=torch.int64, device=device)
+    places.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
+    nodes = torch.cat(parents, 1).gather(1, order)
+    nodes = places.gather(1, nodes.clamp(min=0)).masked_fill(nodes < 0, -1)
+    chosen[:, 0] = 0
+    home = root_ids.device
+    return DraftTree.from_parents(
+        torch.cat(tokens, 1).gather(1, order).to(home),
+        nodes.to(home),
+        len(tokens) - 1,
+        valid=(chosen > -torch.inf).to(home),
+        finite=finite.to(home),
+        path_logprobs=chosen.to(home),
+    )
+
+
+class ChainGenerator(DSparkGenerator):
+    """One path: each slot's likeliest token, or in calls that sample a drawn one that says of which law."""
+
+    def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
+        device = slots.logits.device
+        to_target = TargetVocabularyLogitsProcessor(self.drafter.config.vocab_size or self.columns, self.target_ids)
+        to_columns = TargetVocabularyLogitsProcessor(self.columns)
+        finite = slots.logits.amax(-1).isfinite().all(1)
+        token_ids, state = context.root_ids.to(device).unsqueeze(1), slots.state
+        path = torch.zeros(token_ids.shape, device=device)
+        laws, paths = [], [path]
+        for slot in range(slots.depth):
+            logits, trust, state = slots.step(slot, token_ids[:, -1:], state)
+            logits = to_columns(None, to_target(None, logits.squeeze(1)))
+            # A row without sensible logits is not drafted for, but the others are drawn in the same call.
+            logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
+            if context.choice.do_sample:
+                laws.append(context.choice.warpers(token_ids[:, -1:], logits).softmax(-1))
+                chosen = torch.multinomial(laws[-1], num_samples=1)
+            else:
+                chosen = logits.argmax(-1, keepdim=True)
+                path = path + logits.log_softmax(-1).gather(1, chosen)
+                path = path if trust is None else path + trust
+                paths.append(path)
+            token_ids = torch.cat([token_ids, chosen], dim=1)
+        valid = finite.unsqueeze(1).expand_as(token_ids).clone()
+        valid[:, 0] = True
+        home = context.root_ids.device
+        chain = DraftTree.chain(
+            token_ids.to(home),
+            valid=valid.to(home),
+            finite=finite.to(home),
+            draft_probs=torch.stack(laws, dim=1).to(home) if laws else None,
+        )
+        return chain if laws else replace(chain, path_logprobs=torch.cat(paths, 1).to(home))

@@ -1,0 +1,152 @@
+"""DSpark in the layouts of DeepSpec, SpecForge and AngelSpec; the second is also how `DSparkDrafter` is saved.
+
+DeepSpec has the keys at the top and brings embeddings and head; SpecForge has them in `dflash_config` and borrows both
+from the target. Files mix the two, so keys are read in either place and heads are told by their tensors. The slots are
+next-token where nothing is said, fill-in in AngelSpec's. Source: shared facts on formats of 2026, section 2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes, decoder_shape
+from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
+from hf_specdec.hub.formats.keys import OURS, ROPES, Section, decoder
+
+HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_BLOCK = ("block_size", "mask_token_id", "target_layer_ids", "sample_from_anchor", "causal", "projector_type", *HEADS)
+_IN_BLOCK_MASK = ("is_causal", "dflash_query_causal")
+# DSpark's classes whose draft layers are Qwen3's.
+_CLASSES = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel")
+# AngelSpec's names, and ours.
+_ANGELSPEC = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
+
+
+def is_dspark(fields: Config) -> bool:
+    """Whether a `config.json` is of a DSpark drafter with Qwen3 layers."""
+    block: Any = fields.get("dflash_config") or {}
+    named = any(name in _CLASSES for name in fields.get("architectures") or ())
+    ranked = bool(fields.get("markov_rank") or block.get("markov_rank"))
+    return named or block.get("projector_type") == "dspark" or ranked
+
+
+def read(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a DSpark drafter.
+
+    Raises:
+        ValueError: something is said twice, with two values.
+    """
+    angelspec = fields.get("model_type") == "dspark"
+    nested = dict(fields.get("dflash_config") or {})
+    block = {key: _once(fields, nested, key) for key in _BLOCK}
+    block = {key: value for key, value in block.items() if value is not None}
+    block.setdefault("sample_from_anchor", not angelspec)
+    alpha = _once(fields, nested, "confidence_head_alpha")  # weight of its loss; trained where it is positive
+    block.setdefault("enable_confidence_head", bool(alpha))
+    causal = {key: fields[key] for key in _IN_BLOCK_MASK if fields.get(key) is not None}
+    if len(set(map(bool, causal.values()))) > 1:
+        raise ValueError(f"is_causal and dflash_query_causal contradict each other: {causal}. Remove the wrong one.")
+    rope = _once(fields, nested, "rope_is_neox_style")
+    shape = decoder_shape(fields, "qwen3")
+    shape["rope_parameters"].pop("partial_rotary_factor", None)  # the target's; draft layers turn whole heads
+    ours = shape | {
+        "draft_vocab_size": _once(fields, nested, "draft_vocab_size") or fields.get("vocab_size"),
+        "final_logit_softcapping": fields.get("final_logit_softcapping"),
+        # AngelSpec counts the layers that are read in num_target_layers.
+        "num_target_layers": fields.get("target_num_hidden_layers" if angelspec else "num_target_layers"),
+        "is_causal": next(map(bool, causal.values()), None),
+        "target_name_or_path": fields.get("target_name_or_path", fields.get("target_model_name_or_path")),
+        **{key: fields[key] for key in OURS if fields.get(key) is not None},
+        **({} if rope is None else {"rope_is_neox_style": rope}),
+    }
+    if nested.get("own_head") or nested.get("own_embeddings"):  # of ours, before the tensors are there
+        block |= {key: bool(nested.get(key)) for key in ("own_head", "own_embeddings")}
+    return with_heads(dflash_reading(ours, block, stored), stored)
+
+
+def with_heads(reading: Reading, stored: Headers | None) -> Reading:
+    """The same with DSpark's heads as the tensors have them, and tensors under our names."""
+    if stored is None:
+        return reading
+    block = dict(reading.fields["dflash_config"])
+    names = {name: _our_name(ours) for name, ours in reading.names.items()}
+    of = {ours: stored[name].shape for name, ours in names.items()}
+    proj = of.get("confidence_head.proj.weight")
+    block["enable_confidence_head"] = proj is not None
+    if proj is not None:
+        block["confidence_head_with_markov"] = proj[-1] > reading.fields["hidden_size"]
+    return Reading(reading.fields | {"dflash_config": block}, names)
+
+
+def dspark_shapes(fields: Config) -> Shapes:
+    """The tensors of a `DSparkDrafter` whose config has these fields."""
+    found, block = dflash_shapes(fields), fields["dflash_config"]
+    hidden, rank, kind = fields["hidden_size"], block.get("markov_rank") or 0, block.get("markov_head_type", "vanilla")
+    if rank:
+        draft_vocab = block.get("draft_vocab_size") or fields["vocab_size"]
+        found |= {
+            "markov_head.markov_w1.weight": (fields["vocab_size"], rank),
+            "markov_head.markov_w2.weight": (draft_vocab, rank),
+        }
+        if kind == "gated":
+            found |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
+        if kind == "rnn":
+            found |= {
+                "markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+                "markov_head.joint_proj.bias": (3 * rank,),
+            }
+    if block.get("enable_confidence_head"):
+        read = hidden + (rank if block.get("confidence_head_with_markov") else 0)
+        found |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
+    return found
+
+
+def _once(fields: Config, nested: Config, key: str) -> Any:
+    """The value of a key that may be at the top or in `dflash_config`."""
+    top, inner = fields.get(key), nested.get(key)
+    if top is not None and inner is not None and top != inner:
+        raise ValueError(
+            f"{key} is {top!r} at the top and {inner!r} in dflash_config; remove the one that the drafter was not "
+            "trained with."
+        )
+    return inner if top is None else top
+
+
+def _our_name(name: str) -> str:
+    name = re.sub(r"^(draft_model|logit_head)\.", "", name)
+    for theirs, ours in _ANGELSPEC.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+_READ = (*_BLOCK, "confidence_head_alpha", "rope_is_neox_style", "draft_vocab_size")
+# What they were trained with, and what is the target's in configs that are copies of its.
+_IDLE = (
+    "attention_mode", "has_lm_head", "has_own_embed_tokens", "loss_decay_gamma", "num_anchors", "partial_rotary_factor",
+    "target_hidden_size", "target_model_type", "target_text_model_type",
+)  # fmt: skip
+DSPARK = Format(
+    "DSpark",
+    "dspark",
+    read,
+    decoder(
+        "final_logit_softcapping", "num_target_layers", "target_model_name_or_path", "target_num_hidden_layers",
+        *_IN_BLOCK_MASK, *_READ, *OURS,
+        idle=_IDLE,
+        only={"attention_sink_bias": (False,), "enable_qwen35_gated_q_proj": (False,), "fusion_type": ("concat_fc",)},
+        nested={
+            **{key: replace(rope, idle=rope.idle | {"partial_rotary_factor"}, only={}) for key, rope in ROPES.items()},
+            "dflash_config": Section(
+                frozenset((*_READ, "own_embeddings", "own_head")),
+                frozenset((*_IDLE, "num_target_layers")),
+                {"attention_sink_bias": (False,)},
+            ),
+        },
+    ),
+    check=check_vocabulary_maps,
+    shapes=dspark_shapes,
+)  # fmt: skip
