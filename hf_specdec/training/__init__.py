@@ -6,9 +6,18 @@ Nothing here is imported by `import hf_specdec`. Rows of text and the training o
 
 from hf_specdec.training.causal_lm import DistillationStep
 from hf_specdec.training.dflash import DFlashStep
+from hf_specdec.training.dspark import DSparkStep
 from hf_specdec.training.eagle3 import Eagle3Step
 from hf_specdec.training.specblock import SpecBlockStep
 from hf_specdec.training.specbound import SpecBoundStep
 from hf_specdec.training.trainer import DrafterTrainer
 
-__all__ = ["DFlashStep", "DistillationStep", "DrafterTrainer", "Eagle3Step", "SpecBlockStep", "SpecBoundStep"]
+__all__ = [
+    "DFlashStep",
+    "DSparkStep",
+    "DistillationStep",
+    "DrafterTrainer",
+    "Eagle3Step",
+    "SpecBlockStep",
+    "SpecBoundStep",
+]

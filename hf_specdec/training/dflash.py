@@ -1,7 +1,8 @@
 """The DFlash training step: random anchors, masked blocks, all blocks of a row in one drafter forward.
 
 A block is what the drafter sees at inference: the anchor (there the root) in slot 0, the mask token in the others, and
-the target's features of the positions before the anchor as context. Slot k is for the token k places after the anchor.
+the target's features of the positions before the anchor as context. Slot k is for the token k places after the anchor,
+or k + 1 where the anchor's own slot drafts.
 The blocks of a row share its context and lie behind one another; a mask keeps them apart.
 Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The drafter is in
 `hf_specdec/drafters/dflash/`, the losses in `losses.py`, the target's side in `data.py`.
@@ -12,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor, SoftCapLogitsProcessor
+from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
 from hf_specdec.drafters.dflash.configuration import (
     DFlashConfig,
     default_target_layer_ids,
@@ -68,13 +70,12 @@ class DFlashStep(TrainingStep):
         eta: float = LK_ETA,
     ) -> None:
         drafter.check_target(target)
-        other = [name for name in ("sample_from_anchor", "own_embeddings", "own_head") if getattr(drafter.config, name)]
+        other = [name for name in ("own_embeddings", "own_head") if getattr(drafter.config, name)]
         if other:
             raise ValueError(
                 f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has {', '.join(other)} in its "
-                "dflash_config, from another layout than z-lab's. What is trained here has the root in its first slot "
-                "and the target's embeddings and head. Train this one where it comes from, or a new one, see "
-                "hf_specdec.training.dflash.new_drafter."
+                "dflash_config, from another layout than z-lab's. What is trained here has the target's embeddings and "
+                "head. Train this one where it comes from, or a new one, see hf_specdec.training.dflash.new_drafter."
             )
         if loss not in LOSS_NAMES:
             raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
@@ -84,7 +85,8 @@ class DFlashStep(TrainingStep):
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
         self.num_anchors, self.loss, self.eta = num_anchors, loss, eta
         self.block_size, _ = _block(drafter.config)
-        self.weights = position_weights(self.block_size, gamma)
+        self.first_slot = 0 if drafter.config.sample_from_anchor else 1  # that drafts
+        self.weights = position_weights(1 + self.block_size - self.first_slot, gamma)
         self.embed_tokens = block_embeddings(target)
         self.drafter = drafter
 
@@ -95,10 +97,12 @@ class DFlashStep(TrainingStep):
         anchors, valid = choose_anchors(batch["first_anchor"], batch["length"], self.num_anchors, random=training)
 
         hidden = block_hidden(model, self.config, self.embed_tokens, input_ids, states.features, anchors)
-        hidden = hidden.unflatten(1, (anchors.shape[1], self.block_size))[:, :, 1:]
-        places = anchors.unsqueeze(-1) + torch.arange(1, self.block_size, device=device)
+        hidden = hidden.unflatten(1, (anchors.shape[1], self.block_size))
+        places = anchors.unsqueeze(-1) + torch.arange(1, 1 + len(self.weights), device=device)
         labelled = valid.unsqueeze(-1) & (places < batch["length"][:, None, None])
         places = places.clamp(max=input_ids.shape[1] - 1)
+        before = input_ids.gather(1, (places - 1).flatten(1)).view_as(places)
+        reading = self.reading(hidden, before)
         rows = torch.arange(input_ids.shape[0], device=device)[:, None, None].expand_as(places)[labelled]
         places = places[labelled]
 
@@ -113,9 +117,9 @@ class DFlashStep(TrainingStep):
             token_ids = draft_ids_of(self.drafter.d2t, self.config.vocab_size)[token_ids]
             sayable &= token_ids >= 0
             token_ids = token_ids.clamp(min=0)
-        losses, hits = draft_losses(
+        losses, hits, agreement = draft_losses(
             self.loss,
-            hidden[labelled],
+            reading[labelled],
             self._draft_head,
             token_ids,
             target_hidden=target_hidden,
@@ -124,15 +128,30 @@ class DFlashStep(TrainingStep):
         )
         weights = self.weights.to(device).expand(labelled.shape)[labelled] * sayable
         # Empty batches (no row with room for a block) give 0, attached to the graph so that backward still works.
-        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * hidden.sum()
+        losses = losses + self.further_losses(reading[labelled], agreement)
+        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * reading.sum()
         correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits & sayable)
         return StepOutput(loss, correct.detach(), labelled)
 
-    def _draft_head(self, hidden: Tensor) -> Tensor:
-        head = self.drafter.head(self.reader.lm_head)
-        logits = head(hidden.to(next(head.parameters()).dtype)).float()
-        logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
-        return self._without_mask(logits)
+    def reading(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """[batch, anchors, depth, width], what the draft head and `further_losses` read of the slots that draft.
+
+        Args:
+            hidden: [batch, anchors, block, hidden], of all slots.
+            before: [batch, anchors, depth] int64, the row's tokens before them.
+        """
+        return hidden[:, :, self.first_slot :]
+
+    def draft_head(self, reading: Tensor) -> Tensor:
+        """[positions, width] -> [positions, draft_vocab] float32 logits."""
+        return self.drafter.draft_logits(reading, self.drafter.head(self.reader.lm_head))
+
+    def further_losses(self, reading: Tensor, agreement: Tensor) -> Tensor:
+        """[positions] float32, what else is learned at each position; see `draft_losses` for `agreement`."""
+        return torch.zeros_like(agreement)
+
+    def _draft_head(self, reading: Tensor) -> Tensor:
+        return self._without_mask(self.draft_head(reading))
 
     def _target_head(self, hidden: Tensor) -> Tensor:
         logits = self.reader.head(hidden)
@@ -169,24 +188,31 @@ def new_drafter(
         draft_vocab_size: tokens that it can say, of the target's head those rows: the first ones, until
             `set_vocabulary` names others; by default all.
     """
+    block = {"mask_token_id": mask_token_id, "block_size": block_size, "draft_vocab_size": draft_vocab_size}
+    drafter = DFlashDrafter(DFlashConfig(**new_fields(target, num_layers, target_layer_ids, intermediate_size, block)))
+    drafter.check_target(target)
+    return drafter
+
+
+def new_fields(
+    target: PreTrainedModel,
+    num_layers: int,
+    target_layer_ids: Sequence[int] | None,
+    intermediate_size: int | None,
+    block: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Fields of a new drafter's config; arguments as for `new_drafter`, `block` what else is in its `dflash_config`."""
     config = target.config.get_text_config(decoder=True)
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(max(4, num_layers), config.num_hidden_layers)
-    draft_config = DFlashConfig(
-        dflash_config={
-            "mask_token_id": mask_token_id,
-            "target_layer_ids": list(target_layer_ids),
-            "block_size": block_size,
-            **({} if draft_vocab_size is None else {"draft_vocab_size": draft_vocab_size}),
-        },
-        num_target_layers=config.num_hidden_layers,
-        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
-        num_hidden_layers=num_layers,
+    block = {name: value for name, value in block.items() if value is not None}
+    return {
+        "dflash_config": {"target_layer_ids": list(target_layer_ids), **block},
+        "num_target_layers": config.num_hidden_layers,
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "num_hidden_layers": num_layers,
         **decoder_shape(target, intermediate_size),
-    )
-    drafter = DFlashDrafter(draft_config)
-    drafter.check_target(target)
-    return drafter
+    }
 
 
 def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: bool) -> tuple[Tensor, Tensor]:
@@ -344,7 +370,8 @@ def default_mask_token(
     )
 
 
-def _add_arguments(group: argparse._ArgumentGroup) -> None:
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """The options of drafters that fill a block."""
     add_shape_arguments(group)
     group.add_argument("--block-size", type=positive_int, default=8, help="the root's slot included")
     group.add_argument("--mask-token-id", type=int, help="default: one that text does not use; printed")
@@ -356,15 +383,25 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def find_mask_token(
+    arguments: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Sequence[int]],
+) -> None:
+    """Sets `arguments.mask_token_id` where the command line does not name one, and says which it is."""
+    if arguments.mask_token_id is None:
+        arguments.mask_token_id, name = default_mask_token(tokenizer, target, documents)
+        print(f"mask token: {arguments.mask_token_id}, {name}; --mask-token-id chooses another")
+
+
 def _prepare(
     arguments: argparse.Namespace,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Sequence[int]],
 ) -> tuple[DFlashDrafter, DFlashStep]:
-    if arguments.mask_token_id is None:
-        arguments.mask_token_id, name = default_mask_token(tokenizer, target, documents)
-        print(f"mask token: {arguments.mask_token_id}, {name}; --mask-token-id chooses another")
+    find_mask_token(arguments, target, tokenizer, documents)
     drafter = new_drafter(
         target,
         mask_token_id=arguments.mask_token_id,
@@ -379,18 +416,20 @@ def _prepare(
     )
 
 
-def _read_rows(arguments: argparse.Namespace, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def read_rows(arguments: argparse.Namespace, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
+    """Sets the drafter's vocabulary from the rows."""
     if drafter.config.maps_vocabulary:
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
 
 
+RECORDED = ("mask_token_id", "draft_vocab_size", "anchors", "loss", "gamma")
 register_recipe(
     Recipe(
         "dflash",
-        _add_arguments,
+        add_arguments,
         _prepare,
-        read_rows=_read_rows,
-        recorded=("mask_token_id", "draft_vocab_size", "anchors", "loss", "gamma"),
+        read_rows=read_rows,
+        recorded=RECORDED,
         eval_batch_size=32,
     )
 )

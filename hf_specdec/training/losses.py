@@ -10,10 +10,11 @@ Samarin et al., arXiv 2602.23881, for the schedule of `lk`; DFlash, arXiv 2602.0
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 LossName = Literal["ce", "kl", "tv", "lk"]
 LOSS_NAMES: tuple[str, ...] = get_args(LossName)
@@ -93,16 +94,15 @@ def draft_losses(
     target_head: Callable[[Tensor], Tensor] | None = None,
     eta: float = LK_ETA,
     max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor]:
-    """Loss and greedy hit of every position, holding at most `max_chunk_elements` logits of a model at a time.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, greedy hit and agreement of every position, holding at most `max_chunk_elements` logits of a model.
 
-    The gradient with respect to `draft_hidden` is found chunk by chunk in the forward pass, where the logits are at
-    hand, so nothing is recomputed. The heads are taken as frozen: their parameters get no gradient.
+    Where that takes several chunks, the logits of each are computed again for its gradient.
 
     Args:
         loss: one of "ce", "kl", "tv", "lk".
         draft_hidden: [positions, hidden], input of the head.
-        draft_head: [chunk, hidden] -> [chunk, vocab] logits.
+        draft_head: [chunk, hidden] -> [chunk, vocab] logits; parameters of it that want a gradient get one.
         token_ids: [positions] int64, the token that belongs at each position: the label of "ce", and what a hit is.
         target_hidden: [positions, hidden], the target's head input at the same positions; for "kl", "tv" and "lk".
         target_head: [chunk, hidden] -> [chunk, vocab], the target's logits.
@@ -110,8 +110,8 @@ def draft_losses(
         max_chunk_elements: bound on chunk * vocab; one position is always taken.
 
     Returns:
-        Per position the loss, [positions] float32 with gradient, and whether the draft's likeliest token is the
-        token, [positions] bool.
+        Per position the loss, [positions] float32 with gradient; whether the draft's likeliest token is the token,
+        [positions] bool; and how likely a drawn draft is accepted, [positions] float32: 1 - TV, or with "ce" the hit.
 
     Raises:
         ValueError: the loss is unknown, or the target's side that it needs is missing.
@@ -124,59 +124,29 @@ def draft_losses(
             'with the tokens alone use loss="ce".'
         )
 
-    def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+    def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
         logits = draft_head(hidden)
         hits = logits.detach().argmax(-1) == token_ids[chunk]
         if loss == "ce":
-            return ce_loss(logits, token_ids[chunk]), hits
+            return ce_loss(logits, token_ids[chunk]).float(), hits, hits.float()
         assert target_hidden is not None
         assert target_head is not None
         with torch.no_grad():
             target_logits = target_head(target_hidden[chunk])
+            agreement = 1 - tv_loss(logits, target_logits)
         if loss == "kl":
-            return kl_loss(logits, target_logits), hits
-        return (tv_loss(logits, target_logits) if loss == "tv" else lk_loss(logits, target_logits, eta)), hits
+            values = kl_loss(logits, target_logits)
+        else:
+            values = tv_loss(logits, target_logits) if loss == "tv" else lk_loss(logits, target_logits, eta)
+        return values.float(), hits, agreement.float()
 
-    return _ChunkedLosses.apply(draft_hidden, of_chunk, draft_head, max_chunk_elements)
-
-
-class _ChunkedLosses(torch.autograd.Function):
-    """Per-position losses whose gradients are taken in the forward pass; positions must not depend on each other."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        of_chunk: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
-        head: Callable[[Tensor], Tensor],
-        max_chunk_elements: int,
-    ) -> tuple[Tensor, Tensor]:
-        positions = hidden.shape[0]
-        losses = hidden.new_empty(positions, dtype=torch.float32)
-        hits = torch.empty(positions, dtype=torch.bool, device=hidden.device)
-        needs_grad = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if needs_grad else None
-        start = 0
-        # The vocabulary is the head's to know; one position tells it.
-        vocab = head(hidden[:1]).shape[-1] if positions else 1
-        length = max(1, max_chunk_elements // vocab)
-        while start < positions:
-            chunk = slice(start, start + length)
-            if gradient is not None:
-                with torch.enable_grad():
-                    leaf = hidden[chunk].detach().requires_grad_()
-                    values, hits[chunk] = of_chunk(leaf, chunk)
-                    (gradient[chunk],) = torch.autograd.grad(values.sum(), leaf)
-            else:
-                values, hits[chunk] = of_chunk(hidden[chunk], chunk)
-            losses[chunk] = values.detach()
-            start += length
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(hits)
-        return losses, hits
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * gradients[0].unsqueeze(1).to(gradient.dtype), None, None, None)
+    positions = draft_hidden.shape[0]
+    with torch.no_grad():  # the vocabulary is the head's to know; one position tells it
+        vocab = draft_head(draft_hidden[:1]).shape[-1] if positions else 1
+    length = max(1, max_chunk_elements // vocab)
+    if positions <= length:
+        return of_chunk(draft_hidden, slice(0, positions))
+    chunks = [slice(start, start + length) for start in range(0, positions, length)]
+    parts = [checkpoint(of_chunk, draft_hidden[chunk], chunk, use_reentrant=False) for chunk in chunks]
+    losses, hits, agreements = (torch.cat(each) for each in zip(*parts, strict=True))
+    return losses, hits, agreements

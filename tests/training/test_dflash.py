@@ -291,7 +291,7 @@ def test_arguments_out_of_range_raise():
         DFlashStep(drafter, fresh_target(hidden_size=64))
 
 
-@pytest.mark.parametrize("field", ["sample_from_anchor", "own_embeddings", "own_head"])
+@pytest.mark.parametrize("field", ["own_embeddings", "own_head"])
 def test_drafters_of_other_layouts_are_refused(field):
     target, drafter = make_pair(dflash_config={field: True})
     with pytest.raises(ValueError, match=rf"has {field} in its dflash_config, from another layout .* or a new one"):

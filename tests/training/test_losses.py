@@ -50,7 +50,7 @@ def case() -> dict[str, Tensor | nn.Linear]:
 def test_chunked_losses_and_gradients_equal_the_plain_formula(loss, rows_at_once, case):
     weights = torch.rand(POSITIONS)
     chunked, whole = (case["hidden"].clone().requires_grad_() for _ in range(2))
-    losses, hits = draft_losses(
+    losses, hits, agreement = draft_losses(
         loss, chunked, case["head"], case["token_ids"],
         target_hidden=case["target_hidden"], target_head=case["target_head"], max_chunk_elements=rows_at_once * VOCAB,
     )  # fmt: skip
@@ -61,9 +61,11 @@ def test_chunked_losses_and_gradients_equal_the_plain_formula(loss, rows_at_once
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(chunked.grad, whole.grad)
     assert torch.equal(hits, logits.argmax(-1) == case["token_ids"])
+    overlap = torch.minimum(logits.softmax(-1), case["target_head"](case["target_hidden"]).softmax(-1)).sum(-1)
+    torch.testing.assert_close(agreement, hits.float() if loss == "ce" else overlap)
 
 
-def test_draft_losses_hold_no_more_logits_than_allowed_and_leave_the_head_untrained(case):
+def test_draft_losses_hold_no_more_logits_than_allowed_and_train_a_head_that_is_to_learn(case):
     seen = []
 
     def spying_head(hidden: Tensor) -> Tensor:
@@ -72,18 +74,21 @@ def test_draft_losses_hold_no_more_logits_than_allowed_and_leave_the_head_untrai
         return logits
 
     hidden = case["hidden"].clone().requires_grad_()
-    losses, _ = draft_losses("ce", hidden, spying_head, case["token_ids"], max_chunk_elements=2 * VOCAB)
+    losses, _, _ = draft_losses("ce", hidden, spying_head, case["token_ids"], max_chunk_elements=2 * VOCAB)
     losses.sum().backward()
     assert max(seen) == 2 * VOCAB
-    assert case["head"].weight.grad is None
+    learned = case["head"].weight.grad.clone()
+    case["head"].weight.grad = None
+    ce_loss(case["head"](hidden), case["token_ids"]).sum().backward()
+    torch.testing.assert_close(learned, case["head"].weight.grad)
 
 
 def test_draft_losses_work_without_gradients_and_without_positions(case):
     with torch.no_grad():
-        losses, _ = draft_losses("ce", case["hidden"], case["head"], case["token_ids"])
+        losses, _, _ = draft_losses("ce", case["hidden"], case["head"], case["token_ids"])
     torch.testing.assert_close(losses, ce_loss(case["head"](case["hidden"]), case["token_ids"]))
     none = torch.empty(0, HIDDEN, requires_grad=True)
-    losses, hits = draft_losses("ce", none, case["head"], torch.empty(0, dtype=torch.long))
+    losses, hits, _ = draft_losses("ce", none, case["head"], torch.empty(0, dtype=torch.long))
     assert losses.shape == hits.shape == (0,)
     losses.sum().backward()
 
