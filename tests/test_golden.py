@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from hf_specdec import load_drafter
 from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
@@ -251,3 +252,27 @@ def test_features_marginals_and_trees_of_every_round_equal_the_reference(file: P
         assert tree.token_ids[0, 1:].tolist() == expected_round["tree"]["node_token_ids"]
         assert tree.depths[0, 1:].tolist() == expected_round["tree"]["node_depths"]
         assert tree.parents[0].tolist() == expected_round["tree"]["parents"]
+
+
+@pytest.mark.parametrize("file", golden("dspark_*.safetensors", "dspark-"))
+def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> None:
+    """A checkpoint that `speculators` wrote, at 40 places of a text: the drafted tokens, and how likely they are."""
+    tensors, described = load_file(file), metadata(file)
+    config = CONFIG_MAPPING["llama"].from_dict(json.loads(described["target_config"]))
+    target = AutoModelForCausalLM.from_config(config).eval()
+    target.load_state_dict(part_of(tensors, "target."))
+    (tmp_path / "config.json").write_text(described["config"])
+    save_file(part_of(tensors, "checkpoint."), tmp_path / "model.safetensors")
+    drafter = load_drafter(tmp_path, target, method="dspark_chain")
+    watched = Watched(drafter)
+    first, count = int(tensors["first_place"]), len(tensors["tokens"])
+    assert count >= 32
+    for index in range(count):
+        place = first + index
+        target.generate(tensors["text"][:, :place], max_new_tokens=3, do_sample=False, assistant_model=watched)
+        tree = watched.rounds[0].tree
+        assert tree.token_ids[0].tolist() == [int(tensors["text"][0, place]), *tensors["tokens"][index].tolist()]
+        logprobs = tensors["logits"][index].log_softmax(-1).amax(-1)
+        expected = (logprobs + torch.nn.functional.logsigmoid(tensors["confidence"][index])).cumsum(0)
+        assert tree.path_logprobs is not None
+        torch.testing.assert_close(tree.path_logprobs[0, 1:], expected, rtol=1e-5, atol=1e-5)
