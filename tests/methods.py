@@ -16,6 +16,7 @@ from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
+from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -209,6 +210,17 @@ def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
     return drafter
 
 
+def make_merged(target: PreTrainedModel) -> Drafter:
+    """DDTree with a look-up: features, and none."""
+    return MergedDrafter(make_ddtree(target), make_ngram(target))
+
+
+def make_merged_three(target: PreTrainedModel) -> Drafter:
+    """Two that read features of different layers, and one that runs a cache of its own."""
+    sources = make_causal_lm(target), make_dspark(target), make_eagle3(target)
+    return MergedDrafter(*sources, tree_budget=12)
+
+
 METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
@@ -221,7 +233,11 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "eagle3": make_eagle3,
     "medusa": make_medusa,
     "medusa_static": make_medusa_static,
+    "merged": make_merged,
+    "merged_three": make_merged_three,
     "specblock": make_specblock,
     "specbranch": make_specbranch,
     "specbound": make_specbound,
 }
+# Those whose drafts do not depend on what calls before, or other rows, were about.
+STEADY = [name for name in METHODS if not name.startswith("merged")]

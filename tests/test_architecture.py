@@ -78,6 +78,7 @@ def test_only_what_methods_share_is_imported_by_another_method(path: Path) -> No
 @pytest.mark.parametrize("path", [path for path in FILES if part_of(path) == "decoding"], ids=identifier)
 def test_the_shared_half_names_no_method_in_its_code(path: Path) -> None:
     code = ast.unparse(without_docstrings(ast.parse(path.read_text()))).lower()
+    code = code.replace("merged_adapters", "")  # an attribute of PEFT's layers
     for name in {*METHOD_FOLDERS, *FAMILIES, *MARGINAL_METHODS}:
         assert not re.search(rf"\b\w*{name}\w*\b", code), f"{path.name} names {name!r}"
 

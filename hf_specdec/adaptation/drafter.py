@@ -105,6 +105,8 @@ class AdaptiveDrafter(Drafter):
         TypeError: `drafter` is no drafter.
     """
 
+    mergeable = False
+
     def __init__(
         self,
         drafter: PretrainedDrafter,

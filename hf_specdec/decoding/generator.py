@@ -92,7 +92,8 @@ class Committed:
         counts: valid entries of each row. The host knows them at once, but for generators that draft early.
         target_logits: [batch, nodes, vocab], the target's raw logits of the whole tree.
         tree: the tree that was verified; None for the prefill.
-        path: [batch, steps] int64, the node of each token in `tree`; None for the prefill.
+        path: [batch, steps] int64, the node of each token in `tree`, -1 for a token that this drafter has not drafted;
+            None for the prefill.
         tokens: per row the accepted tokens, root excluded, then the bonus token, as far as the host knows; empty for
             the prefill. The bonus token is the next root of rows that go on.
     """

@@ -19,6 +19,21 @@ STAGES = ("prefill", "draft", "tree", "verify", "accept", "commit")
 
 
 @dataclass
+class SourceCounts:
+    """What one of several drafters contributed to a call; a token that two proposed counts for both.
+
+    Attributes:
+        num_drafts: rounds in which it was asked.
+        num_draft_tokens: verified nodes that it proposed.
+        num_accepted_tokens: accepted tokens that it proposed.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass
 class SpeculationStats(Observer):
     """Counts and host times of one `generate` call.
 
@@ -51,6 +66,7 @@ class SpeculationStats(Observer):
         num_path_kept: those of them that became part of the text.
         speed_ratio: T_p / T_q, a verification by the target over a forward of the draft model; 0 where not measured.
         peak_draft_entries: most cache entries a row that the draft model held at once, text and all branches.
+        by_source: for drafters that are made of several, what each contributed, by name; empty for others.
         stopwatch: times the stages of the call.
     """
 
@@ -72,6 +88,7 @@ class SpeculationStats(Observer):
     num_path_kept: int = 0
     speed_ratio: float = 0.0
     peak_draft_entries: int = 0
+    by_source: dict[str, SourceCounts] = field(default_factory=dict)
 
     def count_ahead(self, draft_s: float, verify_s: float, wall_s: float) -> None:
         """Adds a round in which drafter and target ran at the same time: own time of each, and time of both."""

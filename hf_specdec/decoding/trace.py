@@ -23,10 +23,12 @@ class NodeNotes:
             where it has none. Anything at the root and at invalid nodes.
         forwards: [batch, nodes] int64, which of the round's drafter forwards made each node, counted from 1; None
             where nodes come from no forward.
+        sources: [batch][nodes], names of those that proposed each node, joined by "+"; None where there is one alone.
     """
 
     probs: Tensor | None = None
     forwards: Tensor | None = None
+    sources: list[list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class TracedRound:
             stopping criterion cut the round short.
         probs: see `NodeNotes`; the root's is 1.
         forwards: see `NodeNotes`; the root's is 0.
+        sources: see `NodeNotes`; the root's is empty.
     """
 
     row: int
@@ -55,6 +58,7 @@ class TracedRound:
     num_kept: int
     probs: list[float] | None = None
     forwards: list[int] | None = None
+    sources: list[str] | None = None
 
     @property
     def depths(self) -> list[int]:
@@ -122,6 +126,7 @@ class Trace(Observer):
                     num_kept=num_kept,
                     probs=probs,
                     forwards=forwards,
+                    sources=None if notes.sources is None else [notes.sources[place][node] for node in valid],
                 )
             )
 

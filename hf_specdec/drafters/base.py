@@ -32,12 +32,14 @@ class Drafter(ABC):
 
     Attributes:
         options_class: what holds the drafting options of this kind of drafter.
+        mergeable: whether its trees may be merged with those of others: it asks nothing of the target but features.
         options: the drafting options; every drafter sets them in its `__init__`.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
     """
 
     options_class: ClassVar[type[DrafterOptions]] = DrafterOptions
+    mergeable: ClassVar[bool] = True
 
     options: DrafterOptions
     stats: SpeculationStats | None = None

@@ -25,6 +25,7 @@ import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import MEASUREMENTS_FILE, TRAINING_FILE, read_record
 from hf_specdec.drafters.fingerprint import TOKENIZER_FILES
+from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
@@ -49,7 +50,7 @@ MAX_TABLE_BYTES = 2**30  # of rotary and mask tables that a language model makes
 
 
 def load_drafter(
-    path_or_repo: str | os.PathLike[str],
+    path_or_repo: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | Drafter],
     target: PreTrainedModel | None = None,
     *,
     revision: str | None = None,
@@ -63,7 +64,8 @@ def load_drafter(
     """Loads a drafter, to be passed to the target's `generate` as `assistant_model=`.
 
     Args:
-        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter that needs no weights.
+        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter that needs no weights; or a list
+            of such, and of drafters that are loaded already, which are merged into one (`MergedDrafter`).
         target: the model to draft for. Where given, the two are checked against each other at once, and the drafter
             takes the target's dtype and device; else they are checked at the first `generate`.
         revision: branch, tag or commit on the Hub.
@@ -72,7 +74,8 @@ def load_drafter(
         dtype: of the drafter; None for the target's, without a target the checkpoint's.
         device: of the drafter; None for the target's, without a target the CPU.
         cache_dir: of the Hub client.
-        **drafting_options: of the drafter's `options`, such as `method` and `tree_budget`.
+        **drafting_options: of the drafter's `options`, such as `method` and `tree_budget`; of a list, those of the
+            merged drafter.
 
     Raises:
         OSError: there is no such folder or repo, files are missing, or the Hub cannot be asked.
@@ -80,6 +83,19 @@ def load_drafter(
             unknown or out of range; the drafter does not fit the target.
         TypeError: `target` is not a model.
     """
+    if isinstance(path_or_repo, (list, tuple)):
+        if revision is not None:
+            raise ValueError(
+                f"revision={revision!r} for {len(path_or_repo)} drafters: load the one that it is of by itself, and "
+                "put it into the list."
+            )
+        common: dict[str, Any] = {
+            "token": token, "local_files_only": local_files_only, "dtype": dtype, "device": device,
+            "cache_dir": cache_dir,
+        }  # fmt: skip
+        sources = [each if isinstance(each, Drafter) else load_drafter(each, target, **common) for each in path_or_repo]
+        return MergedDrafter(*sources, **drafting_options)
+    assert not isinstance(path_or_repo, Sequence) or isinstance(path_or_repo, str)
     name = os.fspath(path_or_repo)
     # A compiled or wrapped model is another module that generates.
     if target is not None and not (isinstance(target, nn.Module) and hasattr(target, "generate")):

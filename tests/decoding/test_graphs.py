@@ -29,7 +29,7 @@ from hf_specdec.verification import verify_lossless
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of
 from tests.decoding.test_outputs import assert_same_cache
-from tests.methods import METHODS, make_dflash
+from tests.methods import METHODS, STEADY, make_dflash
 from tests.scripted import random_trees, right_for
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target
 
@@ -131,7 +131,7 @@ def test_captured_rounds_give_the_targets_tokens_and_cache(family: str, batch: s
             assert_same_cache(assisted.past_key_values, alone.past_key_values)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STEADY)
 def test_every_method_drafts_the_same_from_captured_rounds(method: str) -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = METHODS[method](target)

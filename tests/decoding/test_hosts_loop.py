@@ -89,6 +89,8 @@ def test_both_loops_give_the_tokens_of_plain_decoding(method: str, padded: bool)
 @pytest.mark.parametrize("method", METHODS)
 def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(method: str, make: Any) -> None:
     target, prompts = make(), PROMPTS["batch of one"]()
+    if method == "merged_three":
+        pytest.skip("it has a draft model in it, which is run on trees in any loop; merged has not")
     if method == "specbound" and make is gpt_neo:
         with pytest.raises(ValueError, match="not known to be exact when run in slices"):
             drafter_of(method, target).check_target(target)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdec.decoding.stats import SpeculationStats
-from tests.methods import METHODS
+from tests.methods import METHODS, STEADY
 from tests.scripted import StubDrafter, right_for
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -213,7 +213,7 @@ def test_chunked_prefill_changes_no_token(method: str, batch: str, chunk: int) -
     assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STEADY)
 def test_features_of_a_chunked_prefill_draft_the_same(method: str) -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = METHODS[method](target)

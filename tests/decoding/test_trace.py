@@ -8,7 +8,7 @@ import torch
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.drafters.base import Drafter
-from tests.methods import METHODS
+from tests.methods import METHODS, STEADY
 from tests.scripted import right_for
 from tests.targets import PROMPTS, make_target, one_prompt
 
@@ -47,7 +47,7 @@ def test_a_trace_tells_what_was_written_and_which_tokens_were_drafted(method: st
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", STEADY)
 def test_probabilities_and_forwards_in_a_trace_are_possible_ones(method: str, do_sample: bool) -> None:
     trace, _ = traced(METHODS[method](make_target("llama", "sdpa")), one_prompt(), do_sample=do_sample)
     assert trace.rounds

@@ -16,10 +16,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specdec import load_drafter
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
+from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
 from hf_specdec.drafters.vocabulary import HeadRows
 from tests.laws import assert_follows
-from tests.methods import METHODS, make_causal_lm, make_dflash, make_eagle3, make_medusa, make_specblock, make_specbound
+from tests.methods import (
+    METHODS,
+    make_causal_lm,
+    make_dflash,
+    make_dspark,
+    make_eagle3,
+    make_medusa,
+    make_specblock,
+    make_specbound,
+)
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
 from tests.watched import Watched
 
@@ -73,6 +83,9 @@ OTHERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
 KINDS: dict[str, Callable[..., Drafter]] = {**METHODS, **OTHERS}
 # Their own vocabularies reach beyond the smaller table.
 KINDS["eagle3"] = lambda target: make_eagle3(target, draft_vocab_size=30)
+KINDS["merged_three"] = lambda target: MergedDrafter(
+    make_causal_lm(target), make_dspark(target), KINDS["eagle3"](target)
+)
 KINDS["specblock"] = lambda target: saying(range(0, SMALL, 2), make_specblock(target, draft_vocab_size=SMALL // 2))
 
 

@@ -17,6 +17,7 @@ from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.host_keys import without_host_keys
 from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.keys import DECODER, HOST, OURS, Section, check_keys
 from hf_specdec.hub.formats.own import own_format
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
@@ -123,7 +124,6 @@ def test_about_engines_an_unknown_key_only_warns(target: PreTrainedModel, tmp_pa
         ("dflash_config", "attention_mode", "mha", "mla"),
         ("dflash_config", "use_aux_hidden_state", True, False),
         ("dflash_config", "projector_type", "dflash", "other"),
-        ("", "markov_rank", 0, 256),
         ("", "output_multiplier", 1.0, 0.5),
         ("", "partial_rotary_factor", 1.0, 0.5),
         ("dflash_config", "layer_ids", [2, 3, 6], [2, 3, 5]),
@@ -221,7 +221,9 @@ def test_every_layout_but_that_of_the_host_says_which_keys_it_knows() -> None:
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.load is None])
 def test_fields_of_our_config_classes_are_known(family: str) -> None:
-    own = {"dflash": ZLAB, "specblock": SPECBLOCK}.get(family) or own_format({"model_type": f"hf_specdec_{family}"}, "")
+    own = {"dflash": ZLAB, "dspark": DSPARK, "specblock": SPECBLOCK}.get(family) or own_format(
+        {"model_type": f"hf_specdec_{family}"}, ""
+    )
     assert own is not None
     assert own.keys is not None
     config_class: Any = FAMILIES[family].drafter.config_class

@@ -27,7 +27,7 @@ def test_help_lists_only_the_options_of_its_method(method, capsys):
         command.main(["--method", method, "--help"])
     shown = capsys.readouterr().out
     assert "--write-minutes" in shown
-    assert ("--gamma" in shown) == (method == "dflash")
+    assert ("--gamma" in shown) == (method in ("dflash", "dspark"))
     assert ("--rank-start-step" in shown) == (method == "specblock")
 
 

@@ -165,7 +165,10 @@ class ChainGenerator(DraftModelGenerator):
         self.longest_chain = None
 
     def keep_accepted(self, committed: Committed) -> None:
-        counts = [min(count, self.num_run) for count in committed.num_committed]
+        assert committed.path is not None
+        drafted = (committed.path >= 0).sum(1).tolist()
+        known = zip(committed.num_committed, drafted, strict=True)
+        counts = [min(count, own, self.num_run) for count, own in known]
         self.drafter.cache.commit_first(Counts.of(counts, self.drafter.cache.device))
 
     def draft(self, context: DraftContext) -> DraftTree:
@@ -272,7 +275,7 @@ class TreeGenerator(DraftModelGenerator):
         cache = self.drafter.cache
         paths = []
         for row, path in enumerate(committed.path.tolist()):
-            places = [self.places[row][node] for node in path[: committed.num_committed[row]]]
+            places = [self.places[row][node] for node in path[: committed.num_committed[row]] if node >= 0]
             paths.append([place for place in places if place >= 0])  # leaves only are missing
         steps = max(1, *map(len, paths))
         padded = from_host([path + [0] * (steps - len(path)) for path in paths], cache.device)

@@ -7,9 +7,10 @@ section 2.4. What a `generate` call remembers is in `candidates.py`.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 from hf_specdec.drafters.dspark.configuration import CHAIN, TREE, DSparkConfig, DSparkOptions
@@ -44,6 +45,11 @@ class DSparkDrafter(DFlashDrafter):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(hidden + (rank if config.confidence_head_with_markov else 0))
         self.post_init()
+
+    def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        # The Markov head has as many columns as the config says; those of a target's head may be more or fewer.
+        logits = super().draft_logits(hidden, lm_head)
+        return TargetVocabularyLogitsProcessor(self.config.draft_vocab_size)(None, logits)
 
     def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor | None:
         """Logits of the probability that slots are accepted; None where the drafter does not say.

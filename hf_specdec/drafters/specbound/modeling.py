@@ -70,6 +70,7 @@ class SpecBoundDrafter(PretrainedDrafter):
     config_class = SpecBoundConfig
     config: SpecBoundConfig
     options_class = SpecBoundOptions
+    mergeable = False
     options: SpecBoundOptions
     d2t: Tensor
     base_model_prefix = ""

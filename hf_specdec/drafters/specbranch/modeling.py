@@ -77,6 +77,7 @@ class SpecBranchDrafter(PretrainedDrafter):
     config_class = SpecBranchConfig
     config: SpecBranchConfig
     options_class = SpecBranchOptions
+    mergeable = False
     options: SpecBranchOptions
     base_model_prefix = ""
     late_files: ClassVar[tuple[str, ...]] = (f"{OWN_DRAFT_MODEL}/*",)

@@ -1,0 +1,255 @@
+"""Merged drafting in one `generate` call: the union of what the sources propose, likeliest paths first.
+
+A node of the union is a prefix; several sources may have proposed it. How likely the target follows it is read from
+their stated probabilities by what was accepted before (`calibration.py`). Sources are asked in turn, and each only
+where it has gained tokens beside what the ones before it expect: with `tree_budget="auto"` the cheaper ones first, and
+each as long as it gains more than the time that it takes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from hf_specdec.decoding.generator import GREEDY, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.merged.calibration import LEAST_GAIN, Calibration
+from hf_specdec.drafters.merged.drafter import MergedDrafter
+
+UNSTATED = 0.8  # what a source that states no probabilities is taken to state of each node after its parent
+LEAST = 0.01  # a path less likely than this is not worth a node
+
+
+@dataclass
+class Union:
+    """The prefixes that the sources propose for one row. Node 0 is the root; parents come before their children.
+
+    Attributes:
+        token_ids: of the nodes.
+        parents: index of each node's parent, -1 at the root.
+        depths: 0 at the root.
+        stated: the largest probability that a source states for the node after its parent.
+        sources: who proposed the node, as bits.
+        children: by node and token.
+        kept: the nodes that are verified, likeliest first, root included.
+    """
+
+    token_ids: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    stated: list[float] = field(default_factory=lambda: [1.0])
+    sources: list[int] = field(default_factory=lambda: [0])
+    children: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, source: int, tree: DraftTree, row: int) -> None:
+        """Adds what a source proposes; `tree` is its tree of all rows."""
+        token_ids, parents = tree.token_ids[row].tolist(), tree.parents[row].tolist()
+        valid = tree.valid[row].tolist()
+        logprobs = None if tree.path_logprobs is None else tree.path_logprobs[row].tolist()
+        place = [0] * len(token_ids)
+        for node in range(1, len(token_ids)):
+            if not valid[node]:
+                continue
+            parent, token = place[parents[node]], token_ids[node]
+            stated = UNSTATED
+            if logprobs is not None:
+                stated = math.exp(min(0.0, logprobs[node] - logprobs[parents[node]]))
+            own = self.children.setdefault((parent, token), len(self.token_ids))
+            if own == len(self.token_ids):
+                self.token_ids.append(token)
+                self.parents.append(parent)
+                self.depths.append(self.depths[parent] + 1)
+                self.stated.append(stated)
+                self.sources.append(0)
+            self.stated[own] = max(self.stated[own], stated)
+            self.sources[own] |= 1 << source
+            place[node] = own
+
+    def path_probabilities(self, calibration: Calibration) -> list[float]:
+        """How likely the target follows the path to each node; no node beats its parent."""
+        found = [1.0]
+        for node in range(1, len(self.token_ids)):
+            after = calibration.probability(self.sources[node], self.depths[node], self.stated[node])
+            found.append(found[self.parents[node]] * after)
+        return found
+
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes of the longest prefix of `tokens` that was proposed, root first."""
+        path = [0]
+        for token in tokens:
+            if (node := self.children.get((path[-1], token))) is None:
+                break
+            path.append(node)
+        return path
+
+
+class MergedGenerator(TreeCandidateGenerator):
+    """One `generate` call of a `MergedDrafter`."""
+
+    def __init__(self, drafter: MergedDrafter, target: TargetModel) -> None:
+        self.names = drafter.names
+        self.budget = drafter.options.node_limit
+        self.knowledge = drafter.knowledge(target.model)
+        self.features: list[slice | None] = []  # of the target's features, those that each source reads
+        layers = [len(source.feature_layers(target.model)) for source in drafter.sources]
+        width, start = getattr(target.model.config.get_text_config(decoder=True), "hidden_size", 0), 0
+        for count in layers:
+            self.features.append(slice(start, start + count * width) if count else None)
+            start += count * width
+        self.sources = [source.candidate_generator(target) for source in drafter.sources]
+        self.drops_rows = all(source.drops_rows for source in self.sources)
+        self.trees: list[DraftTree | None] = [None for _ in self.sources]  # of the latest round, of those asked
+        self.expected: list[float] = [0.0 for _ in self.sources]  # accepted tokens, before each was asked
+        self.unions: list[Union] = []
+        self.counts = [SourceCounts() for _ in self.sources]
+        self.counts_time = drafter.options.tree_budget == "auto"
+        self.began = 0.0  # when the round under way did, by the clock of `time.perf_counter`
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        self.began = time.perf_counter()
+        budget = self.budget if context.node_limit is None else min(self.budget, context.node_limit)
+        # What is drawn for one source would not be of the law of the union.
+        asked = replace(context, choice=GREEDY, node_limit=budget)
+        self.unions = [Union([root]) for root in context.root_ids.tolist()]
+        self.trees = [None for _ in self.sources]
+        worths = self.knowledge.worths
+        order = list(range(len(self.sources)))
+        if self.counts_time:
+            order.sort(key=lambda place: worths[place].seconds)
+        for place in order:
+            self.expected[place] = self._expected(budget, context.active)
+            if not worths[place].asks(self.expected[place]):
+                continue
+            start = time.perf_counter()
+            self.trees[place] = tree = self.sources[place].draft(asked)
+            for row, union in enumerate(self.unions):
+                if context.active[row]:
+                    union.add(place, tree, row)
+            worths[place].timed(time.perf_counter() - start)
+            self.counts[place].num_drafts += 1
+        tree = self._cut(budget, context.root_ids.device)
+        context.lap("tree")
+        return tree
+
+    def _expected(self, budget: int, active: Sequence[bool]) -> float:
+        """Tokens that are expected to be accepted of what was proposed so far, the mean of the rows."""
+        sums = [
+            sum(sorted(union.path_probabilities(self.knowledge.calibration)[1:], reverse=True)[:budget])
+            for union, going in zip(self.unions, active, strict=True)
+            if going
+        ]
+        return sum(sums) / max(1, len(sums))
+
+    def _cut(self, budget: int, device: torch.device) -> DraftTree:
+        """The `budget` likeliest nodes of each row."""
+        token_ids, parents, logprobs = [], [], []
+        for union in self.unions:
+            paths = union.path_probabilities(self.knowledge.calibration)
+            likely = [node for node in range(1, len(paths)) if paths[node] >= LEAST]
+            # The sort is stable, so a parent wins a tie with its child.
+            union.kept = [0, *sorted(likely, key=paths.__getitem__, reverse=True)[:budget]]
+            rank = {node: place for place, node in enumerate(union.kept)}
+            token_ids.append([union.token_ids[node] for node in union.kept])
+            parents.append([rank.get(union.parents[node], -1) for node in union.kept])
+            logprobs.append([math.log(paths[node]) for node in union.kept])
+        return DraftTree.from_lists(token_ids, parents, path_logprobs=logprobs, device=device)
+
+    def observe(self, committed: Committed) -> None:
+        if committed.tree is not None and self.unions:
+            self._learn(committed)
+        for place, source in enumerate(self.sources):
+            source.observe(self._as_seen_by(place, committed))
+
+    def _as_seen_by(self, place: int, committed: Committed) -> Committed:
+        """What was committed, with the source's own features, tree and path."""
+        part = self.features[place]
+        features = None if committed.features is None or part is None else committed.features[..., part]
+        if committed.tree is None:
+            return replace(committed, features=features)
+        tree = self.trees[place]
+        if tree is None:
+            tree = DraftTree.root_only(committed.tree.token_ids[:, 0])
+        paths = []
+        for row, tokens in enumerate(committed.tokens):
+            children = {
+                (parent, token): node
+                for node, (parent, token, valid) in enumerate(
+                    zip(*(part[row].tolist() for part in (tree.parents, tree.token_ids, tree.valid)), strict=True)
+                )
+                if valid
+            }
+            path = [0]
+            for token in tokens[:-1]:
+                path.append(children.get((path[-1], token), -1))
+            steps = committed.token_ids.shape[1]
+            paths.append((path + [-1] * steps)[:steps])
+        return replace(committed, features=features, tree=tree, path=torch.tensor(paths))
+
+    def _learn(self, committed: Committed) -> None:
+        """Counts who was right about the tokens that the target chose, those of nodes that were cut among them."""
+        calibration = self.knowledge.calibration
+        gains = [0.0 for _ in self.sources]
+        going = 0
+        for union, tokens in zip(self.unions, committed.tokens, strict=True):
+            if not tokens:
+                continue
+            going += 1
+            proposed = union.walk(tokens)
+            below: dict[int, list[int]] = {}
+            for node, parent in enumerate(union.parents):
+                below.setdefault(parent, []).append(node)
+            for depth, token in enumerate(tokens):
+                if depth >= len(proposed):
+                    break
+                for node in below.get(proposed[depth], ()):
+                    followed = union.token_ids[node] == token
+                    calibration.note(union.sources[node], union.depths[node], union.stated[node], followed)
+            accepted = proposed[1 : len(tokens)]
+            for place in range(len(self.sources)):
+                alone = next((at for at, node in enumerate(accepted) if union.sources[node] == 1 << place), None)
+                gains[place] += 0 if alone is None else len(accepted) - alone
+                self.counts[place].num_draft_tokens += sum(union.sources[node] >> place & 1 for node in union.kept)
+                self.counts[place].num_accepted_tokens += sum(union.sources[node] >> place & 1 for node in accepted)
+        if not going:
+            return
+        per_token = (time.perf_counter() - self.began) * going / sum(map(len, committed.tokens))
+        for place, (worth, tree) in enumerate(zip(self.knowledge.worths, self.trees, strict=True)):
+            if tree is not None:
+                least = worth.seconds / per_token if self.counts_time else LEAST_GAIN
+                worth.note(self.expected[place], gains[place] / going, least)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.unions = [self.unions[row] for row in rows] if self.unions else []
+        self.trees = [None if tree is None else tree.of_rows(rows) for tree in self.trees]
+        for source in self.sources:
+            source.keep_rows(rows)
+
+    def count(self, stats: SpeculationStats) -> None:
+        stats.by_source = dict(zip(self.names, self.counts, strict=True))
+        for source in self.sources:
+            source.count(stats)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        assert tree.path_logprobs is not None
+        above: Tensor = tree.path_logprobs.gather(1, tree.parents.clamp(min=0))
+        rows = []
+        for union in self.unions:
+            proposed = [
+                "+".join(name for place, name in enumerate(self.names) if union.sources[node] >> place & 1)
+                for node in union.kept
+            ]
+            rows.append((proposed + [""] * tree.num_nodes)[: tree.num_nodes])
+        return NodeNotes((tree.path_logprobs - above).exp(), sources=rows)

@@ -1,0 +1,137 @@
+"""MergedDrafter: several drafters for one target, whose proposals make one tree. Its calls are in `candidates.py`."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.merged.calibration import Calibration, Worth
+from hf_specdec.drafters.options import TreeOptions
+
+
+@dataclass(slots=True, kw_only=True)
+class MergedOptions(TreeOptions):
+    """How a merged drafter drafts; how each source proposes is a matter of its own options.
+
+    Attributes:
+        tree_budget: see `TreeOptions`; of the whole tree. By default the first source's. With a number a source rests
+            where it gains next to nothing, with `"auto"` also where it gains less than the time that it takes.
+    """
+
+    method = "merged"
+    tree_budget: int | Literal["auto"] = 16
+
+
+class Knowledge:
+    """What calls on one target leave behind for later ones."""
+
+    def __init__(self, num_sources: int) -> None:
+        self.calibration = Calibration()
+        self.worths = [Worth() for _ in range(num_sources)]
+
+
+class MergedDrafter(Drafter):
+    """Drafts one tree from the proposals of several drafters: the paths that the target most likely follows.
+
+    A look-up sees what repeats and nothing else, a learned drafter the other way round. How often each is right is
+    counted while they serve, so that a source which is wrong on a text gets fewer nodes, and one that gains nothing is
+    asked now and then only.
+
+    Args:
+        sources: at least two drafters for the same target. Those that run the target's own layers, or draft while it
+            verifies (SpecBound, SpecBranch), cannot be among them.
+        drafting_options: of `MergedOptions`.
+
+    Raises:
+        TypeError: a source is no drafter.
+        ValueError: there are fewer than two, one is there twice or cannot be merged, or an option is out of range.
+
+    Example:
+        >>> from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
+        >>> merged = MergedDrafter(SuffixDrafter(tree_budget=8), NGramDrafter())
+        >>> merged.names, merged.options.tree_budget
+        (('suffix', 'ngram'), 8)
+    """
+
+    options_class = MergedOptions
+    options: MergedOptions
+    mergeable = False
+
+    def __init__(self, *sources: Drafter, **drafting_options: Any) -> None:
+        for source in sources:
+            check_is_drafter(source)
+        if len(sources) < 2 or len(set(map(id, sources))) < len(sources):
+            raise ValueError(f"{len(set(map(id, sources)))} drafters were given; a merged drafter needs two or more.")
+        for source in sources:
+            if not source.mergeable:
+                raise ValueError(
+                    f"A drafter of method {source.method!r} cannot be merged: it runs layers of the target, drafts "
+                    "beside it or is made of others. Leave it out, or pass it to generate alone."
+                )
+        self.sources = sources
+        budget = getattr(sources[0].options, "tree_budget", None)
+        self.options = self.options_class(**({} if budget is None else {"tree_budget": budget}))
+        self.set_options(**drafting_options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sources: their methods, numbered where several are the same."""
+        methods = [source.method for source in self.sources]
+        seen: Counter[str] = Counter()
+        names = []
+        for method in methods:
+            seen[method] += 1
+            names.append(f"{method} {seen[method]}" if methods.count(method) > 1 else method)
+        return tuple(names)
+
+    def knowledge(self, model: PreTrainedModel) -> Knowledge:
+        """What was learned of the sources with this target."""
+        by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
+        return by_target.setdefault(model, Knowledge(len(self.sources)))
+
+    def forget(self) -> None:
+        for source in self.sources:
+            source.forget()
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        for source in self.sources:
+            source.check_target(model)
+
+    def check_options(self) -> None:
+        super().check_options()
+        for source in self.sources:
+            source.check_options()
+
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        for source in self.sources:
+            source.check_pairing(model, input_ids)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return tuple(layer for source in self.sources for layer in source.feature_layers(model))
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.merged.candidates import MergedGenerator
+
+        return MergedGenerator(self, target)
+
+    def to(self, *args: Any, **kwargs: Any) -> MergedDrafter:
+        """Moves the sources that have weights; arguments as for `torch.nn.Module.to`."""
+        for source in self.sources:
+            if isinstance(source, torch.nn.Module):
+                source.to(*args, **kwargs)
+        return self
+
+
+# Beside the drafters, not in them: it is nothing to be copied.
+_KNOWLEDGE: weakref.WeakKeyDictionary[MergedDrafter, weakref.WeakKeyDictionary[PreTrainedModel, Knowledge]] = (
+    weakref.WeakKeyDictionary()
+)
