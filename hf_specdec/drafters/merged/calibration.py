@@ -6,6 +6,8 @@ A few counts for each source and depth. What they lead to concerns speed alone.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Hashable
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)  # of stated probabilities
@@ -13,8 +15,7 @@ DEEPEST = 6  # depths from here on are counted together
 PRIOR = 3.0  # how many cases the coarser estimate counts as
 MEMORY = 0.99  # of every count per case: texts change
 EXPECTED_EDGES = (0.3, 1.0, 2.0, 4.0)  # of tokens that cheaper sources are expected to get accepted
-LEAST_GAIN = 0.05  # tokens per round for which a source is asked, where times are not to count
-FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds in which a source that does not pay is not asked
+PROBING = 0.01  # share of the time that looking again may take, where a source does not pay
 
 
 class Calibration:
@@ -51,17 +52,12 @@ class Calibration:
 
 
 class Worth:
-    """Whether a source is worth its time, by how many tokens the cheaper ones are expected to get accepted.
-
-    Attributes:
-        seconds: of a draft of it, lately; 0 before the first.
-    """
+    """Whether a source is worth its time, by how many tokens the cheaper ones are expected to get accepted."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self._gains: dict[int, float] = {}  # accepted tokens a round that nobody else proposed, lately
+        self._seconds: deque[float] = deque(maxlen=9)
+        self._gains: dict[int, float] = {}  # tokens a round that it adds to the expected ones, lately
         self._rest: dict[int, int] = {}
-        self._pauses: dict[int, int] = {}
 
     def asks(self, expected: float) -> bool:
         """Whether to ask it in this round; `expected` accepted tokens are there already."""
@@ -73,19 +69,24 @@ class Worth:
 
     def timed(self, seconds: float) -> None:
         """Takes the seconds of a draft."""
-        # The first are slow from warming up, and single ones from other work.
-        self.seconds = seconds if not self.seconds else min(0.8 * self.seconds + 0.2 * seconds, 2 * self.seconds)
+        self._seconds.append(seconds)
 
-    def note(self, expected: float, gain: float, least: float) -> None:
-        """Takes the tokens that a round gained in which it was asked; below `least` on average it rests for a while."""
+    @property
+    def seconds(self) -> float:
+        """Of a draft of it, lately; 0 before the first. A call's first draft reads the whole prompt, so the median."""
+        return statistics.median_low(self._seconds) if self._seconds else 0.0
+
+    def note(self, expected: float, gain: float, seconds_per_token: float, seconds_per_round: float) -> None:
+        """Takes what a round in which it was asked has added to the tokens expected, and what tokens and rounds take.
+
+        A source that gains less than the tokens that could be written in its time rests for so many rounds that looking
+        again takes `PROBING` of the time; one that takes no longer than that never rests.
+        """
         place = _bin(expected, EXPECTED_EDGES)
         mean = self._gains.get(place)
-        self._gains[place] = mean = max(1.0, gain) if mean is None else 0.85 * mean + 0.15 * gain
-        if mean >= least:
-            self._pauses[place] = FIRST_PAUSE
-        else:
-            self._rest[place] = self._pauses.get(place, FIRST_PAUSE)
-            self._pauses[place] = min(2 * self._rest[place], LONGEST_PAUSE)
+        self._gains[place] = mean = max(1.0, gain) if mean is None else 0.8 * mean + 0.2 * gain
+        if mean * seconds_per_token < self.seconds:
+            self._rest[place] = int(self.seconds / (PROBING * seconds_per_round))
 
 
 def _bin(value: float, edges: tuple[float, ...]) -> int:

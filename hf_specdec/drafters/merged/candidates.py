@@ -1,9 +1,8 @@
 """Merged drafting in one `generate` call: the union of what the sources propose, likeliest paths first.
 
 A node of the union is a prefix; several sources may have proposed it. How likely the target follows it is read from
-their stated probabilities by what was accepted before (`calibration.py`). Sources are asked in turn, and each only
-where it has gained tokens beside what the ones before it expect: with `tree_budget="auto"` the cheaper ones first, and
-each as long as it gains more than the time that it takes.
+their stated probabilities by what was accepted before (`calibration.py`). Cheap sources are asked first, and each
+further one where it has gained more tokens, beside what those before it expect, than could be written in its time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.merged.calibration import LEAST_GAIN, Calibration
+from hf_specdec.drafters.merged.calibration import Calibration
 from hf_specdec.drafters.merged.drafter import MergedDrafter
 
 UNSTATED = 0.8  # what a source that states no probabilities is taken to state of each node after its parent
@@ -108,10 +107,10 @@ class MergedGenerator(TreeCandidateGenerator):
         self.sources = [source.candidate_generator(target) for source in drafter.sources]
         self.drops_rows = all(source.drops_rows for source in self.sources)
         self.trees: list[DraftTree | None] = [None for _ in self.sources]  # of the latest round, of those asked
-        self.expected: list[float] = [0.0 for _ in self.sources]  # accepted tokens, before each was asked
+        # Tokens that are expected to be accepted, before and after each was asked.
+        self.expected: list[tuple[float, float]] = [(0.0, 0.0) for _ in self.sources]
         self.unions: list[Union] = []
         self.counts = [SourceCounts() for _ in self.sources]
-        self.counts_time = drafter.options.tree_budget == "auto"
         self.began = 0.0  # when the round under way did, by the clock of `time.perf_counter`
 
     def draft(self, context: DraftContext) -> DraftTree:
@@ -122,18 +121,17 @@ class MergedGenerator(TreeCandidateGenerator):
         self.unions = [Union([root]) for root in context.root_ids.tolist()]
         self.trees = [None for _ in self.sources]
         worths = self.knowledge.worths
-        order = list(range(len(self.sources)))
-        if self.counts_time:
-            order.sort(key=lambda place: worths[place].seconds)
-        for place in order:
-            self.expected[place] = self._expected(budget, context.active)
-            if not worths[place].asks(self.expected[place]):
+        expected = 0.0
+        for place in sorted(range(len(self.sources)), key=lambda place: worths[place].seconds):
+            if not worths[place].asks(expected):
                 continue
             start = time.perf_counter()
             self.trees[place] = tree = self.sources[place].draft(asked)
             for row, union in enumerate(self.unions):
                 if context.active[row]:
                     union.add(place, tree, row)
+            before, expected = expected, self._expected(budget, context.active)
+            self.expected[place] = before, expected
             worths[place].timed(time.perf_counter() - start)
             self.counts[place].num_drafts += 1
         tree = self._cut(budget, context.root_ids.device)
@@ -197,7 +195,6 @@ class MergedGenerator(TreeCandidateGenerator):
     def _learn(self, committed: Committed) -> None:
         """Counts who was right about the tokens that the target chose, those of nodes that were cut among them."""
         calibration = self.knowledge.calibration
-        gains = [0.0 for _ in self.sources]
         going = 0
         for union, tokens in zip(self.unions, committed.tokens, strict=True):
             if not tokens:
@@ -215,17 +212,15 @@ class MergedGenerator(TreeCandidateGenerator):
                     calibration.note(union.sources[node], union.depths[node], union.stated[node], followed)
             accepted = proposed[1 : len(tokens)]
             for place in range(len(self.sources)):
-                alone = next((at for at, node in enumerate(accepted) if union.sources[node] == 1 << place), None)
-                gains[place] += 0 if alone is None else len(accepted) - alone
                 self.counts[place].num_draft_tokens += sum(union.sources[node] >> place & 1 for node in union.kept)
                 self.counts[place].num_accepted_tokens += sum(union.sources[node] >> place & 1 for node in accepted)
         if not going:
             return
-        per_token = (time.perf_counter() - self.began) * going / sum(map(len, committed.tokens))
-        for place, (worth, tree) in enumerate(zip(self.knowledge.worths, self.trees, strict=True)):
+        knowledge = self.knowledge
+        knowledge.note_round(time.perf_counter() - self.began, sum(map(len, committed.tokens)) / going)
+        for worth, tree, (before, after) in zip(knowledge.worths, self.trees, self.expected, strict=True):
             if tree is not None:
-                least = worth.seconds / per_token if self.counts_time else LEAST_GAIN
-                worth.note(self.expected[place], gains[place] / going, least)
+                worth.note(before, after - before, *knowledge.pace)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.unions = [self.unions[row] for row in rows] if self.unions else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +23,7 @@ class MergedOptions(TreeOptions):
     """How a merged drafter drafts; how each source proposes is a matter of its own options.
 
     Attributes:
-        tree_budget: see `TreeOptions`; of the whole tree. By default the first source's. With a number a source rests
-            where it gains next to nothing, with `"auto"` also where it gains less than the time that it takes.
+        tree_budget: see `TreeOptions`; of the whole tree. By default the first source's.
     """
 
     method = "merged"
@@ -37,14 +36,25 @@ class Knowledge:
     def __init__(self, num_sources: int) -> None:
         self.calibration = Calibration()
         self.worths = [Worth() for _ in range(num_sources)]
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=32)  # seconds and tokens of a row, of the latest rounds
+
+    def note_round(self, seconds: float, tokens: float) -> None:
+        """Takes what a round took, and how many tokens a row got of it."""
+        self._rounds.append((seconds, tokens))
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """Seconds of a row's token and of a round, lately."""
+        seconds, tokens = (sum(each) for each in zip(*self._rounds, strict=True))
+        return seconds / tokens, seconds / len(self._rounds)
 
 
 class MergedDrafter(Drafter):
     """Drafts one tree from the proposals of several drafters: the paths that the target most likely follows.
 
     A look-up sees what repeats and nothing else, a learned drafter the other way round. How often each is right is
-    counted while they serve, so that a source which is wrong on a text gets fewer nodes, and one that gains nothing is
-    asked now and then only.
+    counted while they serve, so that a source which is wrong on a text gets fewer nodes, and one that gains less than
+    its time is worth is asked now and then only. So what is drafted depends on times; what is written never does.
 
     Args:
         sources: at least two drafters for the same target. Those that run the target's own layers, or draft while it
