@@ -46,12 +46,14 @@ from hf_specdec.visualize import Trace, terminal_text
 DRAFTERS = (
     "dflash:method=dflash",
     "dflash:method=ddtree",
+    "dspark:method=dspark",
     "specblock",
     "specbound",
     "eagle3",
     "draft-lm:method=causal_lm_chain",
     "specbranch",
 )
+MERGED = "dflash"  # with the look-up, into one tree
 PLAIN = "plain"
 SAMPLED = 0.7
 TEMPERATURES = (0.0, SAMPLED)
@@ -97,8 +99,10 @@ def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None, fol
     if draft_model is not None:
         found.append(ways.stock_assisted(draft_model, model))
     # The look-up shows how much of what is said has been said before, which any drafter gains by.
-    own = [str(folder / each) for each in DRAFTERS if (folder / each.split(":")[0]).is_dir()] if bundled else []
-    specs = drafters or ["ngram", *own]
+    specs = drafters or ["ngram", "suffix"]
+    if bundled:
+        specs += [str(folder / each) for each in DRAFTERS if (folder / each.split(":")[0]).is_dir()]
+        specs += [f"{folder / MERGED}+suffix"] if (folder / MERGED).is_dir() else []
     loaded = [way for spec in specs for way in ways.load(spec, model)]
     if bundled:  # one row per checkpoint: the method it leads with
         loaded = [way for spec, way in zip(specs, loaded, strict=True) if ":method=" in spec or way.leads]

@@ -80,12 +80,11 @@ def functions_of(file: Path) -> Iterator[tuple[str, str | None]]:
         if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
             continue
         text = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])) + "\n"
-        if not text.startswith("def ") or not 80 <= len(text) <= 6000 or text.count("\n") < 3:
+        if not text.startswith("def ") or not 80 <= len(text) <= 1200 or text.count("\n") < 3:
             continue
         has_body = len(node.body) > 1 and ast.get_docstring(node) is not None
-        prompt = (
-            textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])) + "\n" if has_body else None
-        )
+        # Without the line break: it is one token with the indentation that follows, and alone it ends a text.
+        prompt = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])) if has_body else None
         yield text, prompt
 
 
@@ -148,9 +147,9 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("build/tiny-code"), help="checkpoints, resumable")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-size", type=int, default=10, help="rows per step")
-    parser.add_argument("--length", type=int, default=384, help="tokens per row")
+    parser.add_argument("--length", type=int, default=320, help="tokens per row")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --work-dir")
     arguments = parser.parse_args()
     set_seed(0)
@@ -166,12 +165,12 @@ def main() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=arguments.vocab_size,
-            hidden_size=160,
-            intermediate_size=448,
-            num_hidden_layers=24,  # deep and narrow: one token costs many small launches, as on a real model's GPU
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=14,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=40,
+            head_dim=32,
             max_position_embeddings=2048,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             tie_word_embeddings=True,
@@ -271,7 +270,7 @@ tags: [code]
 
 # tiny-code target
 
-A 24-layer Llama-style model of Python functions, small enough to ship with hf_specdec and to run on a laptop. It exists
+A 14-layer Llama-style model of Python functions, small enough to ship with hf_specdec and to run on a laptop. It exists
 to show and test speculative decoding: its code looks like Python and does nothing useful.
 
 Trained on the functions (signature, docstring, body; de-duplicated) of the Python standard library and of these

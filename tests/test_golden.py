@@ -263,8 +263,8 @@ def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> No
     target.load_state_dict(part_of(tensors, "target."))
     (tmp_path / "config.json").write_text(described["config"])
     save_file(part_of(tensors, "checkpoint."), tmp_path / "model.safetensors")
-    drafter = load_drafter(tmp_path, target, method="dspark_chain")
-    watched = Watched(drafter)
+    watched = Watched(load_drafter(tmp_path, target, method="dspark_chain"))
+    tree_of_one = Watched(load_drafter(tmp_path, target, tree_budget=1))
     first, count = int(tensors["first_place"]), len(tensors["tokens"])
     assert count >= 32
     for index in range(count):
@@ -272,7 +272,11 @@ def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> No
         target.generate(tensors["text"][:, :place], max_new_tokens=3, do_sample=False, assistant_model=watched)
         tree = watched.rounds[0].tree
         assert tree.token_ids[0].tolist() == [int(tensors["text"][0, place]), *tensors["tokens"][index].tolist()]
-        logprobs = tensors["logits"][index].log_softmax(-1).amax(-1)
-        expected = (logprobs + torch.nn.functional.logsigmoid(tensors["confidence"][index])).cumsum(0)
+        expected = torch.nn.functional.logsigmoid(tensors["confidence"][index]).cumsum(0)
         assert tree.path_logprobs is not None
         torch.testing.assert_close(tree.path_logprobs[0, 1:], expected, rtol=1e-5, atol=1e-5)
+        target.generate(tensors["text"][:, :place], max_new_tokens=3, do_sample=False, assistant_model=tree_of_one)
+        likeliest = tree_of_one.rounds[0].tree.path_logprobs
+        assert likeliest is not None
+        expected = tensors["logits"][index, 0].log_softmax(-1).amax()
+        torch.testing.assert_close(likeliest[0, 1], expected, rtol=1e-5, atol=1e-5)

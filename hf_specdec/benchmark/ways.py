@@ -107,9 +107,13 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def load(spec: str, target: PreTrainedModel) -> list[Way]:
-    """The way that a `--drafter` names, or one per method where it leaves the method open and there are several."""
+    """The way that a `--drafter` names, or one per method where it leaves the method open and there are several.
+
+    Drafters whose names are joined by "+" are merged; options are then those of the merged drafter.
+    """
     path, options = parse(spec)
-    drafter = load_drafter(path, target=target, **options)
+    parts = path.split("+") if "+" in path and not Path(path).exists() else path
+    drafter = load_drafter(parts, target=target, **options)
     methods = (drafter.method,) if "method" in options else drafter.methods
     given = {name: value for name, value in options.items() if name != "method"}
     ways = []
@@ -117,7 +121,8 @@ def load(spec: str, target: PreTrainedModel) -> list[Way]:
         settings = asdict(drafter.options)
         if "method" in settings:
             settings["method"] = method
-        label = " ".join([method, *(f"{name}={value}" for name, value in given.items())])
+        label = method if isinstance(parts, str) else "+".join(drafter.names)  # type: ignore[attr-defined]
+        label = " ".join([label, *(f"{name}={value}" for name, value in given.items())])
         leads = method == drafter.method
         name = f"{label}\0{Path(path).name}"
         ways.append(Way(name, "drafter", drafter=drafter, settings=settings, leads=leads))

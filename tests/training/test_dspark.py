@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_each_slot_behind_the_rows_own_tokens(kind: str, anc
                 whole = path_logprob(drafter, hidden[0], logits[0], root, tokens)
                 before = path_logprob(drafter, hidden[0], logits[0], root, tokens[:-1])
                 values.append(before - whole)
-                law, _, state = there.step(depth, ids[:, anchor + depth : anchor + depth + 1], state)
+                law, state = there.step(depth, ids[:, anchor + depth : anchor + depth + 1], state)
                 hits.append(int(law.argmax()) == tokens[-1])
     learned = torch.nn.functional.binary_cross_entropy_with_logits(
         torch.full((len(hits),), 1e4), torch.tensor(hits).float(), reduction="none"

@@ -2,8 +2,9 @@
 
 Given the token before it, a slot's law needs no further forward: W2 z is added to its logits. So a tree is grown level
 by level, each node's children from its own law, and the likeliest `tree_budget` paths are kept. DDTree's marginals
-know nothing of the token before; otherwise it is the same tree. What the confidence head says of a slot counts as a
-factor of all its tokens. Source: shared facts on formats of 2026, section 2.4; DDTree, arXiv 2604.12989, for the tree.
+know nothing of the token before; otherwise it is the same tree. The confidence head says how far a chain is worth
+verifying (`tree_budget="auto"`); trees are ranked by the laws alone: with its factors they were 2% shorter.
+Source: shared facts on formats of 2026, section 2.4; DDTree, arXiv 2604.12989, for the tree.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Slots:
             if not anchored:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
                 _, self.state = head(states[:, :1], embedded, self.state)
 
-    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The laws of a slot behind given tokens.
 
         Args:
@@ -62,19 +63,21 @@ class Slots:
             state: [batch, nodes, rank], the Markov head's there.
 
         Returns:
-            [batch, nodes, draft_vocab] float32 logits; [batch, nodes] log-probabilities that the slot is accepted, None
-            where the drafter does not say; and the states behind the slot.
+            [batch, nodes, draft_vocab] float32 logits, and the states behind the slot.
         """
-        drafter = self.drafter
+        logits, head = self.logits[:, slot, None], self.drafter.markov_head
+        if head is None:
+            return logits.expand(-1, token_ids.shape[1], -1), state
+        assert state is not None
         hidden = self.states[:, slot, None].expand(-1, token_ids.shape[1], -1)
-        logits, embedded = self.logits[:, slot, None], None
-        if (head := drafter.markov_head) is not None:
-            assert state is not None
-            embedded = head.embed(token_ids)
-            code, state = head(hidden, embedded, state)
-            logits = logits + head.markov_w2(code).float()
-        trust = drafter.confidence(hidden, embedded)
-        return logits, None if trust is None else logsigmoid(trust.float()), state
+        code, state = head(hidden, head.embed(token_ids), state)
+        return logits + head.markov_w2(code).float(), state
+
+    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
+        """[batch] float32, log-probabilities that a slot is accepted behind `token_ids` [batch]; None if unsaid."""
+        head = self.drafter.markov_head
+        logit = self.drafter.confidence(self.states[:, slot], None if head is None else head.embed(token_ids))
+        return None if logit is None else logsigmoid(logit.float())
 
 
 class DSparkGenerator(TreeCandidateGenerator):
@@ -169,10 +172,8 @@ def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget:
     paths = [torch.full_like(scores, torch.inf)]  # the root comes first
     start = 0  # of the level above
     for slot in range(slots.depth):
-        logits, trust, state = slots.step(slot, token_ids, state)
+        logits, state = slots.step(slot, token_ids, state)
         logprobs, ids = ranked_logprobs(logits, min(budget, logits.shape[-1]))
-        if trust is not None:
-            logprobs = logprobs + trust.unsqueeze(-1)
         reached = scores.unsqueeze(-1) + logprobs
         reached = reached.masked_fill(reached.isnan(), -torch.inf)
         best, order = (part[:, :budget] for part in reached.flatten(1).sort(dim=1, descending=True, stable=True))
@@ -220,10 +221,10 @@ class ChainGenerator(DSparkGenerator):
         to_columns = TargetVocabularyLogitsProcessor(self.columns)
         finite = slots.logits.amax(-1).isfinite().all(1)
         token_ids, state = context.root_ids.to(device).unsqueeze(1), slots.state
-        path = torch.zeros(token_ids.shape, device=device)
-        laws, paths = [], [path]
+        laws, paths = [], [torch.zeros(token_ids.shape, device=device)]
         for slot in range(slots.depth):
-            logits, trust, state = slots.step(slot, token_ids[:, -1:], state)
+            before = token_ids[:, -1]
+            logits, state = slots.step(slot, before.unsqueeze(1), state)
             logits = to_columns(None, to_target(None, logits.squeeze(1)))
             # A row without sensible logits is not drafted for, but the others are drawn in the same call.
             logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
@@ -232,9 +233,10 @@ class ChainGenerator(DSparkGenerator):
                 chosen = torch.multinomial(laws[-1], num_samples=1)
             else:
                 chosen = logits.argmax(-1, keepdim=True)
-                path = path + logits.log_softmax(-1).gather(1, chosen)
-                path = path if trust is None else path + trust
-                paths.append(path)
+                survival = slots.confidence(slot, before)
+                if survival is None:
+                    survival = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
+                paths.append(paths[-1] + survival.unsqueeze(1))
             token_ids = torch.cat([token_ids, chosen], dim=1)
         valid = finite.unsqueeze(1).expand_as(token_ids).clone()
         valid[:, 0] = True

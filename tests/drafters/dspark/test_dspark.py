@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
@@ -41,7 +40,7 @@ def small_drafter(**block: Any) -> DSparkDrafter:
 
 
 def path_logprob(drafter: DSparkDrafter, states: Tensor, logits: Tensor, root: int, path: tuple[int, ...]) -> float:
-    """log of c_1 p_1(x_1) c_2 p_2(x_2) ...: formats of 2026, section 2.4, one slot after the other; of one row."""
+    """log of p_1(x_1) p_2(x_2) ...: formats of 2026, section 2.4, one slot after the other; of one row."""
     head, kind = drafter.markov_head, drafter.config.markov_head_type
     assert head is not None
     anchored = drafter.config.sample_from_anchor
@@ -64,9 +63,6 @@ def path_logprob(drafter: DSparkDrafter, states: Tensor, logits: Tensor, root: i
         h, e = states[slot], head.markov_w1.weight[previous]
         b, s = bias(h, e, s)
         total += float((logits[place] + b).log_softmax(-1)[token])
-        if (confidence := drafter.confidence_head) is not None:
-            read = torch.cat([h, e]) if drafter.config.confidence_head_with_markov else h
-            total += float(logsigmoid(confidence.proj(read)))
         previous = token
     return total
 
@@ -87,8 +83,6 @@ def test_the_tree_is_the_likeliest_paths_of_a_full_enumeration(kind: str, anchor
     drafter = small_drafter(
         markov_head_type=kind,
         sample_from_anchor=anchored,
-        enable_confidence_head=True,
-        confidence_head_with_markov=kind == "gated",
     )
     torch.manual_seed(budget)
     depth = DEPTH if anchored else DEPTH - 1
