@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_specdec.decoding.target import TargetModel
     from hf_specdec.decoding.tree import DraftTree
     from hf_specdec.drafters.base import Drafter
+    from hf_specdec.drafters.merged import MergedDrafter
     from hf_specdec.drafters.options import DrafterOptions
     from hf_specdec.hub.export import export_drafter
     from hf_specdec.hub.inspection import inspect_drafter
@@ -26,6 +27,7 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "DrafterOptions",
+    "MergedDrafter",
     "TargetModel",
     "TreeCandidateGenerator",
     "disable",
@@ -43,6 +45,7 @@ _HOMES = {
     "DraftTree": "decoding.tree",
     "Drafter": "drafters.base",
     "DrafterOptions": "drafters.options",
+    "MergedDrafter": "drafters.merged",
     "TargetModel": "decoding.target",
     "TreeCandidateGenerator": "decoding.generator",
     "disable": "integration",

@@ -435,11 +435,12 @@ def _check_names(arguments: argparse.Namespace) -> None:
     from hf_specdec.drafters.registry import is_weightless
     from hf_specdec.hub.checkpoint import check_is_target
     from hf_specdec.hub.files import CONFIG_FILE, Source
+    from hf_specdec.hub.mtp import MTP
 
     for text in arguments.option:
         _option(text)
     check_is_target(arguments.target, arguments.drafter)
-    if not is_weightless(arguments.drafter):
+    if not is_weightless(arguments.drafter) and arguments.drafter != MTP:  # in the target's own files
         source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
         source.locate([CONFIG_FILE])
 

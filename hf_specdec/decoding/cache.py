@@ -83,6 +83,7 @@ class TreeCache(Cache):
         kv_heads: int,
         head_dim: int,
         *,
+        value_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
         capacity: int = GROWTH,
@@ -91,9 +92,10 @@ class TreeCache(Cache):
         """A cache that starts with rounds at once, no entry committed, all layers of one shape on one device."""
         cache = cls(num_layers)
         cache.workspace = workspace
-        nothing = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        keys = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        values = keys if value_dim is None else keys.new_empty(batch, kv_heads, 0, value_dim)
         for layer in cache.layers:
-            layer.lazy_initialization(nothing, nothing)
+            layer.lazy_initialization(keys, values)
         cache.begin_rounds(capacity)
         return cache
 

@@ -246,4 +246,8 @@ class SpeculationStats(Observer):
             f"over {self.num_spec_steps} rounds, "
             f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens} drafted tokens accepted, "
             f"{self.total_time_s:.2f} s, {share:.0%} of it drafting"
+            + "".join(
+                f"; {name}: {counts.num_accepted_tokens} of {counts.num_draft_tokens} in {counts.num_drafts} rounds"
+                for name, counts in self.by_source.items()
+            )
         )

@@ -69,6 +69,17 @@ class TracedRound:
         return depths
 
     @property
+    def origins(self) -> list[int] | None:
+        """Where nodes come from, as numbers from 1, and 0 at the root; None where it is not known.
+
+        That is who proposed them, where several drafters do, and else in which forward they were made.
+        """
+        if self.sources is None:
+            return self.forwards
+        names = sorted(set(self.sources[1:]))
+        return [0, *(1 + names.index(name) for name in self.sources[1:])]
+
+    @property
     def tokens(self) -> list[tuple[int, bool]]:
         """What the round added to the output: tokens, and whether each was drafted (else it is the bonus token)."""
         tokens = [(self.token_ids[node], True) for node in self.path] + [(self.bonus_id, False)]

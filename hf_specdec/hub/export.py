@@ -15,10 +15,11 @@ import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, read_json
-from hf_specdec.hub.formats.speculators import write_dflash, write_eagle3
+from hf_specdec.hub.formats.speculators import write_dflash, write_dspark, write_eagle3
 
 Engine = Literal["vllm"]
 # Why the others are not served elsewhere.
@@ -29,6 +30,7 @@ _NOT_SERVED = {
     "specbound": "SpecBound changes how the target itself runs, and vLLM has no class for that",
     "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for that; its draft model is served "
     "as it is (method draft_model)",
+    "MergedDrafter": "vLLM runs one drafter at a time; export the sources that it knows",
     "suffix": "vLLM has its own (method suffix in --speculative-config)",
     "ngram": "vLLM has its own (method ngram in --speculative-config)",
 }
@@ -45,7 +47,7 @@ def export_drafter(
 ) -> Path:
     """Writes a drafter so that another engine serves it: `vllm serve <folder or repo>` brings the target itself.
 
-    EAGLE-3 and DFlash drafters are written in the speculators layout; `load_drafter` reads it, too.
+    EAGLE-3, DFlash and DSpark drafters are written in the speculators layout; `load_drafter` reads it, too.
 
     Args:
         drafter: as `load_drafter` gives it.
@@ -76,12 +78,14 @@ def export_drafter(
     write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
     if isinstance(drafter, Eagle3Drafter):
         write, fields = write_eagle3, drafter.config.to_dict()
+    elif isinstance(drafter, DSparkDrafter):
+        write, fields = write_dspark, _dflash_fields(drafter)
     elif isinstance(drafter, DFlashDrafter):
         write, fields = write_dflash, _dflash_fields(drafter)
     else:
         family = _family(drafter)
         why = _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
-        raise ValueError(f"{name!r} cannot be exported to {to}: {why}. EAGLE-3 and DFlash drafters can.")
+        raise ValueError(f"{name!r} cannot be exported to {to}: {why}. EAGLE-3, DFlash and DSpark drafters can.")
     target_id = drafter.config.target_name_or_path if target_id is None else target_id
     place = _target_place(target_id)
     if place is None:

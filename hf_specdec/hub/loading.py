@@ -42,6 +42,7 @@ from hf_specdec.hub.files import (
 )
 from hf_specdec.hub.formats.base import Format, as_it_is
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
+from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 from hf_specdec.hub.wording import printable
@@ -64,8 +65,9 @@ def load_drafter(
     """Loads a drafter, to be passed to the target's `generate` as `assistant_model=`.
 
     Args:
-        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter that needs no weights; or a list
-            of such, and of drafters that are loaded already, which are merged into one (`MergedDrafter`).
+        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter that needs no weights; "mtp", or
+            the target's own name, for the multi-token-prediction layer in the target's checkpoint; or a list of such,
+            and of drafters that are loaded already, which are merged into one (`MergedDrafter`).
         target: the model to draft for. Where given, the two are checked against each other at once, and the drafter
             takes the target's dtype and device; else they are checked at the first `generate`.
         revision: branch, tag or commit on the Hub.
@@ -105,13 +107,15 @@ def load_drafter(
     asked_dtype = floating_dtype(dtype)
     if device is not None:  # else it is the target's
         usable_device(device)
+    source = Source(name, revision, token, local_files_only, cache_dir)
+    if (within_target := load_mtp(target, source, **drafting_options)) is not None:
+        return within_target
     if is_weightless(name):
         if revision is not None:
             raise ValueError(
                 f"revision={revision!r} of {name!r}, which has no checkpoint: leave it out, or name a drafter that has."
             )
         return WEIGHTLESS[name](**drafting_options)
-    source = Source(name, revision, token, local_files_only, cache_dir)
     folder = source.locate([CONFIG_FILE])
     format, fields = read_config(folder, source, registered_formats(), _host_defaults)
     family = FAMILIES[format.family]

@@ -37,7 +37,7 @@ def terminal_text(trace: Trace, tokenizer: Any, row: int = 0, *, colour: bool = 
 def terminal_tree(
     traced: TracedRound, decode: Callable[[int], str], *, colour: bool = True, most_children: int = 6
 ) -> str:
-    """A round's draft tree, a node per line: accepted ones ticked and bold, coloured by the forward that made them.
+    """A round's draft tree, a node per line: accepted ones ticked and bold, coloured by where they come from.
 
     Args:
         traced: the round.
@@ -57,13 +57,15 @@ def terminal_tree(
         notes = []
         if node and traced.probs is not None:
             notes.append(f"{traced.probs[node]:.2f}")
+        if node and traced.sources is not None:
+            notes.append(traced.sources[node])
         if node and traced.forwards is not None:
             notes.append(f"forward {traced.forwards[node]}")
         text = name + (" ✓" if node in taken else "") + (f"  ({', '.join(notes)})" if notes else "")
         if colour:
             style = _BOLD if node in taken or node == 0 else ""
-            if node and traced.forwards is not None:
-                style += _FORWARDS[(traced.forwards[node] - 1) % len(_FORWARDS)]
+            if node and traced.origins is not None:
+                style += _FORWARDS[(traced.origins[node] - 1) % len(_FORWARDS)]
             text = f"{style}{text}{_END}" if style else text
         lines.append(lead + branch + text)
         children = below.get(node, [])

@@ -1,4 +1,4 @@
-"""The draft tree of a round as SVG: tokens, probabilities, the accepted path, and which forward made each node.
+"""The draft tree of a round as SVG: tokens, probabilities, the accepted path, and where each node comes from.
 
 After Figure 7 of the SpecBlock paper. Depth runs to the right, siblings downwards in the drafter's order.
 """
@@ -141,6 +141,8 @@ def tree_legend(traced: TracedRound, decode: Callable[[int], str]) -> str:
     parts.append(f"then the bonus token {label(decode(traced.bonus_id))}, the target's own choice")
     if traced.probs is not None:
         parts.append("p: the drafter's probability after the path above")
+    if traced.sources is not None:
+        parts.append("names and colour: who proposed the node")
     if traced.forwards is not None:
         parts.append(f"f and colour: which of the {max(traced.forwards)} drafter forwards made the node")
     return "; ".join(parts) + "."
@@ -170,6 +172,8 @@ def _note(traced: TracedRound, node: int) -> str:
     if node == 0:
         return "root"
     parts = []
+    if traced.sources is not None:
+        parts.append(traced.sources[node])
     if traced.forwards is not None:
         parts.append(f"f{traced.forwards[node]}")
     if traced.probs is not None:
@@ -186,13 +190,13 @@ def _heads(starts: dict[int, float], deepest: int) -> str:
 
 
 def _draw(traced: TracedRound, node: int, name: str, x: float, y: float, width: float, taken: bool) -> str:
-    forward = 0 if node == 0 or traced.forwards is None else (traced.forwards[node] - 1) % FORWARDS + 1
+    origin = 0 if node == 0 or traced.origins is None else (traced.origins[node] - 1) % FORWARDS + 1
     style = "node taken" if taken else "node"
     tick = " ✓" if taken and node else ""
     note = _note(traced, node) if node else ""
     at = y + (14 if note else 19)
     return (
-        f'<rect class="{style} forward{forward}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_NODE}" rx="5"/>'
+        f'<rect class="{style} forward{origin}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_NODE}" rx="5"/>'
         f'<text x="{x + 7:.1f}" y="{at:.1f}">{escape(name)}{tick}</text>'
         + (f'<text class="small" x="{x + 7:.1f}" y="{y + 26:.1f}">{escape(note)}</text>' if note else "")
     )

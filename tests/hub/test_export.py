@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
-from hf_specdec.drafters.lookup import NGramDrafter
+from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
+from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
 from tests.methods import (
     make_causal_lm,
     make_dflash,
+    make_dspark,
     make_eagle3,
     make_medusa,
     make_specblock,
@@ -137,6 +139,19 @@ def test_dflash_config_is_field_by_field_what_vllm_reads(target: PreTrainedModel
     assert set(load_file(tmp_path / "model.safetensors")) == set(drafter.state_dict())
 
 
+def test_dspark_config_says_what_vllm_reads_at_the_top(target: PreTrainedModel, tmp_path: Path) -> None:
+    config = exported(make_dspark(target), tmp_path)
+    assert config["speculators_config"] == envelope("dspark", "", 5)["speculators_config"], "the root's slot drafts too"
+    heads = {name: config[name] for name in config if name.startswith(("markov", "confidence", "enable", "sample"))}
+    assert heads == {
+        "sample_from_anchor": True,
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
 DRAFTERS: dict[str, Any] = {
     "eagle3, default layers": (make_eagle3, {"target_layer_ids": None}),
@@ -168,7 +183,21 @@ DRAFTERS: dict[str, Any] = {
     "dflash, sliding layers": (make_dflash, SLIDING),
     "dflash, sliding layers, not causal": (make_dflash, SLIDING | {"is_causal": False}),
     "dflash, use_swa": (make_dflash, {"dflash_config": {"use_swa": True, "swa_window_size": 5}}),
+    "dspark": (make_dspark, {}),
+    "dspark, fill-in slots, own head over a draft vocabulary, no confidence head": (
+        make_dspark,
+        {
+            "dflash_config": {
+                "sample_from_anchor": False,
+                "own_head": True,
+                "draft_vocab_size": 32,
+                "enable_confidence_head": False,
+                "confidence_head_with_markov": False,
+            }
+        },
+    ),
 }
+KINDS = {make_dflash: "DFlash (speculators)", make_dspark: "DSpark (speculators)", make_eagle3: "EAGLE-3 (speculators)"}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -187,7 +216,7 @@ def test_exported_drafter_reads_back_tensor_for_tensor_and_drafts_the_same(
     exported(drafter, tmp_path)
     found = inspect_drafter(tmp_path)
     assert not found.problems
-    assert found.format == ("EAGLE-3 (speculators)" if make is make_eagle3 else "DFlash (speculators)")
+    assert found.format == KINDS[make]
     options = asdict(drafter.options)
     loaded = load_drafter(tmp_path, target, **options)
     for key, tensor in drafter.state_dict().items():
@@ -231,6 +260,9 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
             "attention_bias is set beside norms of queries and keys",
         ),
         (make_eagle3, {"qk_norm": True, "mlp_bias": True}, {}, "mlp_bias is set beside norms of queries and keys"),
+        (make_dspark, {"dflash_config": {"markov_head_type": "gated"}}, {}, "vLLM has vanilla Markov heads only"),
+        (make_dspark, {"dflash_config": {"draft_vocab_size": 32}}, {}, "wants a draft vocabulary to come with a head"),
+        (lambda target: MergedDrafter(NGramDrafter(), SuffixDrafter()), {}, {}, "vLLM runs one drafter at a time"),
         (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads as they were published"),
         (make_specblock, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
         (make_causal_lm, {}, {}, "a plain language model is served as it is"),

@@ -25,7 +25,6 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import captured_tree, path_notes
-from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 from hf_specdec.drafters.vocabulary import known_ids
 
 
@@ -39,7 +38,7 @@ class Eagle3Generator(TreeCandidateGenerator):
 
     drops_rows = True
 
-    def __init__(self, drafter: Eagle3Drafter, target: TargetModel) -> None:
+    def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or what drafts as one
         self.drafter = drafter
         options = drafter.options
         self.depth, self.top_k, self.tree_budget = options.depth, options.top_k, options.node_limit
@@ -93,7 +92,7 @@ class Eagle3Generator(TreeCandidateGenerator):
 
     def _take_in(self, root_ids: Tensor) -> Tensor:
         """Enters the pairs committed since the last round; returns each row's output at its last pair."""
-        drafter, config, pending = self.drafter, self.drafter.config, self.pending
+        drafter, pending = self.drafter, self.pending
         assert pending is not None, "draft() before the prefill was observed"
         assert pending.features is not None
         device, dtype = drafter.device, drafter.dtype
@@ -103,9 +102,10 @@ class Eagle3Generator(TreeCandidateGenerator):
             capacity = new + levels + 256
             if self.calls is not None:  # buffers of the size of the target's serve the whole call
                 capacity = max(self.target.cache.capacity, capacity_for(capacity))
+            layers, heads, key_dim, value_dim = drafter.entry_shape
             self.cache = TreeCache.empty(
-                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
-                device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
+                layers, batch, heads, key_dim, value_dim=value_dim, dtype=dtype, device=device, capacity=capacity,
+                workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
         if self.calls is not None and pending.tree is not None and new <= self.width:
             return self._take_in_captured(root_ids, pending)

@@ -139,6 +139,12 @@ class Eagle3Drafter(PretrainedDrafter):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.post_init()
 
+    @property
+    def entry_shape(self) -> tuple[int, int, int, int]:
+        """Layers, heads, and widths of keys and values in its cache."""
+        config = self.config
+        return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim
+
     def fuse(self, features: Tensor) -> Tensor:
         """Brings raw target states [batch, seq, taps * target_hidden] to [batch, seq, hidden]."""
         if self.config.norm_before_fc:

@@ -1,4 +1,4 @@
-"""The speculators layout of vllm-project: an envelope around a nested layer config, here for EAGLE-3 and DFlash.
+"""The speculators layout of vllm-project: an envelope around a nested layer config: EAGLE-3, DFlash, DSpark.
 
 Its layer ids are indices of `output_hidden_states`, one more than ours. The nested config leaves out what is at the
 defaults of the class it names; we write every field, since readers differ in what they make of a missing one. Tensors
@@ -144,13 +144,34 @@ def write_eagle3(fields: Config, target: Config) -> Config:
 
 def write_dflash(fields: Config, target: Config) -> Config:
     """The `config.json` for a `DFlashDrafter` whose config has these fields; arguments as for `write_eagle3`."""
+    if fields["dflash_config"].get("sample_from_anchor"):
+        raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
+    return _block_config("dflash", "DFlashDraftModel", fields["block_size"] - 1, fields, target)
+
+
+def write_dspark(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `DSparkDrafter` whose config has these fields; arguments as for `write_eagle3`."""
+    block = fields["dflash_config"]
+    if not block.get("markov_rank") or block.get("markov_head_type", "vanilla") != "vanilla":
+        raise ValueError(
+            f"markov_rank is {block.get('markov_rank', 0)!r} and markov_head_type {block.get('markov_head_type')!r}, "
+            "and vLLM has vanilla Markov heads only."
+        )
+    if block.get("draft_vocab_size", fields["vocab_size"]) != fields["vocab_size"] and not block.get("own_head"):
+        raise ValueError(
+            "It reads rows of the target's head, and vLLM wants a draft vocabulary to come with a head of its own."
+        )
+    anchored = bool(block.get("sample_from_anchor"))
+    tokens = fields["block_size"] - (not anchored)
+    config = _block_config("dspark", "DSparkDraftModel", tokens, fields, target) | {"sample_from_anchor": anchored}
+    return config | {key: block.get(key) or False for key in DSPARK_HEADS} | {"markov_head_type": "vanilla"}
+
+
+def _block_config(kind: str, architecture: str, speculative_tokens: int, fields: Config, target: Config) -> Config:
+    """What the configs of drafters that fill a block have in common; arguments as for `_envelope`."""
     block, layers = fields["dflash_config"], fields["num_hidden_layers"]
-    for key, why in (
-        ("sample_from_anchor", "vLLM refuses DFlash drafters whose root slot predicts"),
-        ("attention_sink_bias", "this layout has no attention sinks"),
-    ):
-        if block.get(key):
-            raise ValueError(f"{key} is {block[key]!r}, and {why}.")
+    if block.get("attention_sink_bias"):
+        raise ValueError("attention_sink_bias is set, and this layout has no attention sinks.")
     if fields["vocab_size"] is None:
         raise ValueError(
             "vocab_size is None, and this layout names the target's vocabulary: set drafter.config.vocab_size to the "
@@ -175,7 +196,7 @@ def write_dflash(fields: Config, target: Config) -> Config:
             ),
             stacklevel=2,
         )
-    config = _envelope("dflash", fields, target, "DFlashDraftModel", speculative_tokens=fields["block_size"] - 1) | {
+    config = _envelope(kind, fields, target, architecture, speculative_tokens) | {
         "draft_vocab_size": block.get("draft_vocab_size", fields["vocab_size"]),
         "block_size": fields["block_size"],
         "mask_token_id": block["mask_token_id"],
@@ -199,7 +220,7 @@ def _envelope(kind: str, fields: Config, target: Config, architecture: str, spec
     """What every speculators config has around its layer config.
 
     Args:
-        kind: "eagle3" or "dflash".
+        kind: "eagle3", "dflash" or "dspark".
         fields: of our config.
         target: `id` on the Hub or path of its folder, `architectures` and `num_layers`; the last two may be unknown,
             empty or None.

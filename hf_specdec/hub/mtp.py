@@ -1,0 +1,97 @@
+"""The multi-token-prediction layer of a target, from the target's own files: transformers leaves its tensors out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from hf_specdec.drafters.mtp import Layout, MTPDrafter, find_layout
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_headers, read_json
+
+MTP = "mtp"
+
+
+def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options: Any) -> MTPDrafter | None:
+    """Makes the drafter that lies in the target's checkpoint, where "mtp", or the target's own name, asks for it.
+
+    Args:
+        target: the loaded target.
+        source: what was asked for, and how files are had.
+        drafting_options: of `MTPOptions`.
+
+    Returns:
+        None where something else is meant: another name, or a target as its own draft model, without such a layer.
+
+    Raises:
+        ValueError: there is no target, its checkpoint has no such layer, or one of a layout that is not read.
+        OSError: its files cannot be had.
+    """
+    asked = source.name == MTP and not Path(MTP).is_dir()
+    if not asked and (target is None or not source.name or source.name != target.name_or_path):
+        return None
+    if target is None:
+        raise ValueError(
+            "The drafter 'mtp' is the multi-token-prediction layer in a target's own checkpoint: pass the loaded "
+            "model, load_drafter('mtp', target)."
+        )
+    if not target.name_or_path:
+        raise ValueError(
+            "The target has no name_or_path, so the checkpoint with its multi-token-prediction layer is unknown: load "
+            "it with from_pretrained."
+        )
+    commit = getattr(target.config, "_commit_hash", None)
+    source = replace(source, name=target.name_or_path, revision=None)
+    folder = source.locate([CONFIG_FILE, INDEX_FILE], revision=commit)
+    config = target.config.get_text_config(decoder=True)
+    if (folder / INDEX_FILE).is_file():
+        files: dict[str, str] = read_json(folder / INDEX_FILE, source.name).get("weight_map") or {}
+    else:
+        folder = source.locate([WEIGHTS_FILE], revision=commit)
+        files = dict.fromkeys(read_headers([folder / WEIGHTS_FILE], source.name), WEIGHTS_FILE)
+    layout = find_layout(files, config.num_hidden_layers, config.model_type)
+    if layout is None:
+        if not asked:
+            return None
+        raise ValueError(_nothing_found(target, files))
+    wanted = sorted(name for name in files if _belongs(name, layout))
+    shards = sorted({files[name] for name in wanted})
+    if any("/" in shard or not shard.endswith(".safetensors") for shard in shards):
+        raise ValueError(f"{INDEX_FILE} of {source.name!r} names {shards}, which are no safetensors files beside it.")
+    folder = source.locate(shards, revision=commit)
+    scaled = [name for name in files if name.endswith("weight_scale_inv") and _belongs(name, layout)]
+    if scaled:
+        raise ValueError(
+            f"The multi-token-prediction layer of {source.name!r} is stored in blocks of 8 bits with scales "
+            f"({scaled[0]} and {len(scaled) - 1} more), which is not read: use a checkpoint of the target in bfloat16."
+        )
+    tensors: dict[str, Any] = {}
+    for shard in shards:
+        with safe_open(folder / shard, framework="pt") as stored:
+            tensors |= {name: stored.get_tensor(name) for name in wanted if files[name] == shard}
+    return MTPDrafter(target, layout, tensors, **drafting_options)
+
+
+def _belongs(name: str, layout: Layout) -> bool:
+    """Whether a tensor is the layer's, copies of the target's tables left aside."""
+    if any(name.startswith(f"{other}.") for other in layout.others):
+        return False
+    return name.startswith(layout.layer) or any(name.startswith(f"{own}.") for own in layout.own())
+
+
+def _nothing_found(target: PreTrainedModel, names: Any) -> str:
+    config = target.config.get_text_config(decoder=True)
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+    said = {key: getattr(config, key) for key in keys if getattr(config, key, None)}
+    near = [name for name in names if "mtp" in name]
+    hint = f" Its config says {said}." if said else ""
+    if near:
+        hint += f" {near[0]} and {len(near) - 1} more are of a layout that is not read yet."
+    return (
+        f"The checkpoint of target {target.name_or_path!r} has no multi-token-prediction layer that is known here: "
+        f"looked for eh_proj, mtp.fc and mtp_linear_proj among its {len(names)} tensors.{hint} Use another "
+        "drafter for it."
+    )
