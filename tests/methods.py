@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
@@ -17,6 +20,7 @@ from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.merged import MergedDrafter
+from hf_specdec.drafters.mtp import Layout, MTPDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -119,6 +123,21 @@ def make_causal_lm(target: PreTrainedModel, *, noise: float = 0.05, seed: int = 
 def make_causal_lm_chain(target: PreTrainedModel, **settings: Any) -> CausalLMDrafter:
     """The same, drafting one path; drawn at random where the call samples."""
     return make_causal_lm(target, **{"method": "causal_lm_chain", **settings})
+
+
+def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDrafter:
+    """A layer of the target's kind with random weights, as if it were in the target's checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    base: Any = target.get_decoder()
+    rotary = getattr(base, "rotary_emb", None)
+    if rotary is None or not hasattr(base, "norm") or "layer_type" in inspect.signature(rotary.forward).parameters:
+        pytest.skip("no target of this family has a multi-token-prediction layer")
+    layer: Any = decoder_layers(target)
+    tensors = {f"layer.{name}": tensor.clone() for name, tensor in layer[-1].state_dict().items()}
+    hidden = target.config.hidden_size
+    joined = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
+    tensors |= {"join.weight": joined, **{f"{name}.weight": base.norm.weight.data.clone() for name in ("e", "h", "f")}}
+    return MTPDrafter(target, Layout("e", "h", "join", "f", "layer."), tensors, **{"depth": 3, "top_k": 3, **options})
 
 
 def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
@@ -235,9 +254,12 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "medusa_static": make_medusa_static,
     "merged": make_merged,
     "merged_three": make_merged_three,
+    "mtp": make_mtp,
     "specblock": make_specblock,
     "specbranch": make_specbranch,
     "specbound": make_specbound,
 }
 # Those whose drafts do not depend on what calls before, or other rows, were about.
 STEADY = [name for name in METHODS if not name.startswith("merged")]
+# Those that serve any target of the right shape, not one that they were made with.
+FREE = [name for name in METHODS if name != "mtp"]

@@ -16,7 +16,7 @@ from transformers.generation import GenerationMixin
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.decoding.host import EXPECTED
-from tests.methods import METHODS, make_ddtree
+from tests.methods import FREE, METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
 
@@ -283,7 +283,7 @@ def test_gradients_are_neither_needed_nor_kept() -> None:
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == output.sequences.tolist()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FREE)
 def test_one_drafter_serves_targets_and_batches_in_turn(method: str) -> None:
     first, second = make_target("llama", "sdpa"), make_target("llama", "eager", torch.float32, 5)
     drafter = METHODS[method](first)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from hf_specdec import load_drafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
-from tests.methods import METHODS, make_ddtree
+from tests.methods import FREE, METHODS, make_ddtree
 from tests.targets import fresh_target, one_prompt, tiny_tokenizer
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
@@ -46,7 +46,7 @@ def named(target: PreTrainedModel, name: str, commit: str | None = None) -> PreT
     return target
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FREE)
 def test_a_drafter_that_was_paired_can_be_pickled(target: PreTrainedModel, method: str) -> None:
     drafter: Any = METHODS[method](target)
     generate(target, drafter)

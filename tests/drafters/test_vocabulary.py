@@ -21,6 +21,7 @@ from hf_specdec.drafters.specblock import SpecBlockDrafter
 from hf_specdec.drafters.vocabulary import HeadRows
 from tests.laws import assert_follows
 from tests.methods import (
+    FREE,
     METHODS,
     make_causal_lm,
     make_dflash,
@@ -80,7 +81,7 @@ OTHERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
     "specbound, own heads": lambda target: make_specbound(target, head="full"),
     "specbound, any layer": lambda target: make_specbound(target, d_max=4),
 }
-KINDS: dict[str, Callable[..., Drafter]] = {**METHODS, **OTHERS}
+KINDS: dict[str, Callable[..., Drafter]] = {**{name: METHODS[name] for name in FREE}, **OTHERS}
 # Their own vocabularies reach beyond the smaller table.
 KINDS["eagle3"] = lambda target: make_eagle3(target, draft_vocab_size=30)
 KINDS["merged_three"] = lambda target: MergedDrafter(

@@ -72,6 +72,12 @@ class MTPDrafter(Drafter, nn.Module):
         self.set_options(**drafting_options)
         self.layout, self.name_or_path = layout, target.name_or_path
         base: Any = target.get_decoder()
+        missing = [name for name in ("norm", "rotary_emb") if getattr(base, name, None) is None]
+        if missing:
+            raise ValueError(
+                f"{type(base).__name__} of target {target.name_or_path!r} has no {' and no '.join(missing)}, which its "
+                "multi-token-prediction layer would need a copy of: this kind of target is not known here."
+            )
         table = target.get_input_embeddings().weight
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         # What `Eagle3Generator` asks for.
