@@ -166,6 +166,8 @@ def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_to
         "suffix",
         "ddtree",
         "dflash",
+        "dspark",
+        "dspark_chain",
         "specblock",
         "specbound",
         "specbranch",

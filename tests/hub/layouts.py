@@ -519,6 +519,11 @@ CASES = {
         ours={"dflash_config": {"target_layer_ids": [1, 5], "confidence_head_with_markov": False}},
         written={"dflash_config": {"target_layer_ids": [1, 5], "block_size": 5, "confidence_head_with_markov": None}},
     ),
+    "specforge dspark, a draft vocabulary of the target's head": Case(
+        **FORGE_DSPARK,
+        ours={"dflash_config": {"target_layer_ids": [1, 5], "draft_vocab_size": 32}},
+        written={"dflash_config": {"target_layer_ids": [1, 5], "draft_vocab_size": 32}, "block_size": 5},
+    ),
     "specforge dspark, no confidence head": Case(
         **FORGE_DSPARK,
         ours={

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from tests.hub.layouts import LAYERS
 from tests.hub.test_export import DRAFTERS, MIXED, exported
@@ -51,16 +52,21 @@ class Export:
 
     @property
     def method(self) -> str:
-        return "eagle3" if isinstance(self.drafter, Eagle3Drafter) else "dflash"
+        if isinstance(self.drafter, Eagle3Drafter):
+            return "eagle3"
+        return "dspark" if isinstance(self.drafter, DSparkDrafter) else "dflash"
 
     @property
     def known_tensors(self) -> str:
         """A pattern for the names that vLLM's draft classes have room for."""
         biased = {"q_proj|k_proj|v_proj|o_proj": "attention_bias", "gate_proj|up_proj|down_proj": "mlp_bias"}
         biases = "|".join(names for names, flag in biased.items() if self.layer.get(flag)) or "none"
-        own = "hidden_norm" if self.method == "dflash" else r"input_norm|fc_norm\.\d"
+        own = r"input_norm|fc_norm\.\d" if self.method == "eagle3" else "hidden_norm"
+        heads = r"markov_head\.markov_w[12]\.weight|confidence_head\.proj\.(weight|bias)"
         in_layers = r"((self_attn|mlp)\.\w+_proj|self_attn\.[qk]_norm|\w+layernorm|hidden_norm)"
-        return rf"d2t|((embed_tokens|lm_head|fc|norm|{own}|layers\.\d\.{in_layers})\.weight)|layers\..*({biases})\.bias"
+        others = heads if self.method == "dspark" else "none"
+        weights = rf"(embed_tokens|lm_head|fc|norm|{own}|layers\.\d\.{in_layers})\.weight"
+        return rf"{others}|d2t|({weights})|layers\..*({biases})\.bias"
 
     @property
     def pruned(self) -> bool:
@@ -76,7 +82,7 @@ def exports(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
     found = {}
     for name, (make, settings) in (DRAFTERS | {"dflash, mixed layers": (make_dflash, MIXED)}).items():
         drafter, folder = make(target, **settings).to(torch.bfloat16), tmp_path_factory.mktemp("export")
-        if make is make_dflash and drafter.config.maps_vocabulary:
+        if not isinstance(drafter, Eagle3Drafter) and drafter.config.maps_vocabulary:
             drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Full and sliding draft layers are mixed")

@@ -27,6 +27,21 @@ pytest.importorskip("datasets", reason="training needs the extra hf_specdec[trai
 ROOT = Path(__file__).parents[2]
 SHAPES = {
     "dflash": ["--layers", "1", "--taps", "1", "2", "--block-size", "4", "--anchors", "4", "--draft-vocab-size", "200"],
+    "dspark": [
+        "--layers",
+        "1",
+        "--taps",
+        "1",
+        "2",
+        "--block-size",
+        "4",
+        "--anchors",
+        "4",
+        "--draft-vocab-size",
+        "200",
+        "--markov-rank",
+        "8",
+    ],
     "specblock": ["--layers", "1", "--taps", "1", "2", "--draft-vocab-size", "200"],
     "specbound": ["--exit-layers", "2", "--lora-rank", "4", "--draft-vocab-size", "200"],
     "eagle3": ["--taps", "0", "1", "2", "--passes", "3", "--draft-vocab-size", "200"],
@@ -129,7 +144,7 @@ def test_answers_that_were_written_before_are_trained_on_and_told_apart(place: P
     assert (found["rows_written_by_target"], found["temperatures"]) == (160, [0.0, 0.7])
     assert not list((place / "work").glob("answers-*")), "nothing is written"
 
-    fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=4096, seed=5).save_pretrained("target")
+    fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=2048, seed=5).save_pretrained("target")
     with pytest.raises(ValueError, match=r"answers in 'answers0' were not written by target 'target'"):
         main([*options, "--work-dir", "other"])
     assert not (place / "other").exists()
@@ -146,7 +161,7 @@ def test_conversations_with_the_same_opening_are_held_out_together(place: Path) 
     ("options", "message"),
     [
         (["--rows", "5"], "^--rows is for --text and does nothing with --data: leave it out"),
-        (["--draft-vocab-size", "5000"], "--draft-vocab-size 5000 is more than the 4096 tokens of target 'target'"),
+        (["--draft-vocab-size", "5000"], "--draft-vocab-size 5000 is more than the 2048 tokens of target 'target'"),
         (["--max-length", "100000"], "Texts have up to 100000 tokens, --max-length, but 'target' has max_position"),
         (["--data", "no.jsonl"], "no file 'no.jsonl'. Give a JSONL file, or the id of a dataset"),
         (["--data", "robot.jsonl"], "line 1, message 0: role 'robot' is unknown"),

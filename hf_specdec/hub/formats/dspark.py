@@ -64,7 +64,12 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     }
     if nested.get("own_head") or nested.get("own_embeddings"):  # of ours, before the tensors are there
         block |= {key: bool(nested.get(key)) for key in ("own_head", "own_embeddings")}
-    return with_heads(dflash_reading(ours, block, stored), stored)
+    reading = dflash_reading(ours, block, stored)
+    size = ours["draft_vocab_size"]
+    if size != ours["vocab_size"] and (stored is None or "d2t" in stored):  # of the target's head, or of its own
+        fields = reading.fields | {"dflash_config": reading.fields["dflash_config"] | {"draft_vocab_size": size}}
+        reading = Reading(fields, {**reading.names, **({} if stored is None else {"d2t": "d2t"})})
+    return with_heads(reading, stored)
 
 
 def with_heads(reading: Reading, stored: Headers | None) -> Reading:
