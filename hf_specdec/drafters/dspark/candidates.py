@@ -36,6 +36,7 @@ class Slots:
         drafter: whose block it is.
         states: [batch, block, hidden] of all slots.
         logits: [batch, depth, draft_vocab] float32 of the slots that draft.
+        root_ids: [batch] int64.
 
     Attributes:
         depth: how many slots draft.

@@ -123,7 +123,8 @@ class MergedGenerator(TreeCandidateGenerator):
         worths = self.knowledge.worths
         expected = 0.0
         for place in sorted(range(len(self.sources)), key=lambda place: worths[place].seconds):
-            if not worths[place].asks(expected):
+            # A new text may be of another kind: everybody is asked once.
+            if not worths[place].asks(expected) and self.counts[place].num_drafts:
                 continue
             start = time.perf_counter()
             self.trees[place] = tree = self.sources[place].draft(asked)
@@ -183,7 +184,7 @@ class MergedGenerator(TreeCandidateGenerator):
                 for node, (parent, token, valid) in enumerate(
                     zip(*(part[row].tolist() for part in (tree.parents, tree.token_ids, tree.valid)), strict=True)
                 )
-                if valid
+                if valid and parent >= 0
             }
             path = [0]
             for token in tokens[:-1]:
@@ -195,6 +196,8 @@ class MergedGenerator(TreeCandidateGenerator):
     def _learn(self, committed: Committed) -> None:
         """Counts who was right about the tokens that the target chose, those of nodes that were cut among them."""
         calibration = self.knowledge.calibration
+        assert committed.tree is not None
+        num_verified = committed.tree.num_nodes
         going = 0
         for union, tokens in zip(self.unions, committed.tokens, strict=True):
             if not tokens:
@@ -212,7 +215,8 @@ class MergedGenerator(TreeCandidateGenerator):
                     calibration.note(union.sources[node], union.depths[node], union.stated[node], followed)
             accepted = proposed[1 : len(tokens)]
             for place in range(len(self.sources)):
-                self.counts[place].num_draft_tokens += sum(union.sources[node] >> place & 1 for node in union.kept)
+                verified = union.kept[:num_verified]
+                self.counts[place].num_draft_tokens += sum(union.sources[node] >> place & 1 for node in verified)
                 self.counts[place].num_accepted_tokens += sum(union.sources[node] >> place & 1 for node in accepted)
         if not going:
             return

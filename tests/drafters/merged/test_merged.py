@@ -98,12 +98,32 @@ def test_sources_are_told_of_their_own_tree_and_path(target: PreTrainedModel) ->
         for outcome in outcomes:
             assert outcome.path is not None
             assert outcome.tree is not None
+            own = (outcome.path[0] >= 0).tolist()
+            assert own == sorted(own, reverse=True), "behind a token that it has not drafted it has drafted none"
             for token, node in zip(outcome.token_ids[0].tolist(), outcome.path[0].tolist(), strict=True):
                 if node >= 0:
                     assert int(outcome.tree.token_ids[0, node]) == token
                     seen += 1
         assert any((outcome.path < 0).any() for outcome in outcomes) == (drafter is short)
     assert seen
+
+
+def test_a_token_that_repeats_the_root_is_no_node_of_a_tree_without_drafts(target: PreTrainedModel) -> None:
+    """The root has no parent, and a token that nobody drafted has no node: the two must not be taken for each other."""
+    table = target.get_output_embeddings().weight
+    before = table.data.clone()
+    table.data[:] = 0.0
+    table.data[7] = 1.0  # every token is the same one, or 0
+    try:
+        script = target.generate(**one_prompt(), **GREEDY)
+        nothing = StubDrafter(lambda context: DraftTree.root_only(context.root_ids))
+        merged = MergedDrafter(nothing, right_for(3, script), tree_budget=40)
+        assert target.generate(**one_prompt(), **GREEDY, assistant_model=merged).tolist() == script.tolist()
+    finally:
+        table.data.copy_(before)
+    outcomes = [outcome for outcome in nothing.outcomes if outcome.tree is not None]
+    assert outcomes
+    assert all((outcome.path[0, 1:] < 0).all() for outcome in outcomes if outcome.path is not None)
 
 
 def test_rows_of_a_batch_are_merged_each_by_itself(target: PreTrainedModel) -> None:
