@@ -111,8 +111,10 @@ def main() -> None:
         for name, times in rounds.items():
             ratios = [each / softmax for each, softmax in zip(times, base, strict=True)]
             low, _, high = statistics.quantiles(ratios, n=4)
+            weights = targets[name].num_parameters() / targets["softmax (Qwen3)"].num_parameters()
             print(f"hidden {hidden:5}  {name:28} {statistics.median(times):6.1f} ms a round, "
-                  f"{statistics.median(ratios):.2f}x softmax ({low:.2f}-{high:.2f})")  # fmt: skip
+                  f"{statistics.median(ratios):.2f}x softmax ({low:.2f}-{high:.2f}), "
+                  f"with {weights:.2f}x its weights")  # fmt: skip
 
 
 if __name__ == "__main__":
