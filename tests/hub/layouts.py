@@ -517,7 +517,7 @@ CASES = {
     "specforge dspark, nested, a confidence head that reads states alone": Case(
         **FORGE_DSPARK,
         ours={"dflash_config": {"target_layer_ids": [1, 5], "confidence_head_with_markov": False}},
-        written={"dflash_config": {"target_layer_ids": [1, 5], "block_size": 5, "confidence_head_with_markov": None}},
+        written={"dflash_config": {"target_layer_ids": [1, 5], "block_size": 5, "confidence_head_with_markov": True}},
     ),
     "specforge dspark, a draft vocabulary of the target's head": Case(
         **FORGE_DSPARK,

@@ -88,6 +88,19 @@ def test_what_only_one_source_knows_is_accepted(target: PreTrainedModel) -> None
     assert max(first.num_draft_tokens, second.num_draft_tokens) <= merged.stats.num_draft_tokens <= both
 
 
+def test_the_one_node_of_the_budget_goes_to_the_source_that_turns_out_right(target: PreTrainedModel) -> None:
+    settings = {**GREEDY, "max_new_tokens": 60}
+    script = target.generate(**one_prompt(), **settings)
+    unlikely = next(token for token in range(3, 64) if token not in script[0].tolist())
+    boasting, right = stating([unlikely], [0], [-0.01]), right_for(1, script, siblings=0)
+    merged = MergedDrafter(boasting, right, tree_budget=1)
+    target.generate(**one_prompt(), **settings, assistant_model=merged)
+    assert merged.stats is not None
+    accepted = merged.stats.per_step_accepted[0]
+    assert accepted[0] == 0
+    assert sum(accepted[-10:]) == 10
+
+
 def test_sources_are_told_of_their_own_tree_and_path(target: PreTrainedModel) -> None:
     script = target.generate(**one_prompt(), **GREEDY)
     short, long = right_for(1, script), right_for(3, script)
