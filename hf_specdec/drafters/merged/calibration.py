@@ -5,7 +5,7 @@ A few counts for each source and depth. What they lead to concerns speed alone.
 
 from __future__ import annotations
 
-import math
+import bisect
 import statistics
 from collections import deque
 from collections.abc import Hashable
@@ -90,4 +90,4 @@ class Worth:
 
 
 def _bin(value: float, edges: tuple[float, ...]) -> int:
-    return sum(value >= edge for edge in edges) if not math.isnan(value) else 0
+    return bisect.bisect_right(edges, value)

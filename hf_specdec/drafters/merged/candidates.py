@@ -28,6 +28,23 @@ LEAST = 0.01  # a path less likely than this is not worth a node
 
 
 @dataclass
+class Proposal:
+    """What one source proposes for one row, as lists; see `DraftTree` for the fields."""
+
+    token_ids: list[int]
+    parents: list[int]
+    valid: list[bool]
+    logprobs: list[float] | None
+
+    @classmethod
+    def of_rows(cls, tree: DraftTree) -> list[Proposal]:
+        """One for each row of a tree, read from the device at once and not row by row."""
+        rows = len(tree.token_ids)
+        logprobs = [None] * rows if tree.path_logprobs is None else tree.path_logprobs.tolist()
+        return list(map(cls, tree.token_ids.tolist(), tree.parents.tolist(), tree.valid.tolist(), logprobs))
+
+
+@dataclass
 class Union:
     """The prefixes that the sources propose for one row. Node 0 is the root; parents come before their children.
 
@@ -38,6 +55,8 @@ class Union:
         stated: the largest probability that a source states for the node after its parent.
         sources: who proposed the node, as bits.
         children: by node and token.
+        own: per source, its own node for each of these that it has proposed.
+        paths: how likely the target follows the path to each node, as estimated last.
         kept: the nodes that are verified, likeliest first, root included.
     """
 
@@ -47,39 +66,39 @@ class Union:
     stated: list[float] = field(default_factory=lambda: [1.0])
     sources: list[int] = field(default_factory=lambda: [0])
     children: dict[tuple[int, int], int] = field(default_factory=dict)
+    own: dict[int, dict[int, int]] = field(default_factory=dict)
+    paths: list[float] = field(default_factory=lambda: [1.0])
     kept: list[int] = field(default_factory=lambda: [0])
 
-    def add(self, source: int, tree: DraftTree, row: int) -> None:
-        """Adds what a source proposes; `tree` is its tree of all rows."""
-        token_ids, parents = tree.token_ids[row].tolist(), tree.parents[row].tolist()
-        valid = tree.valid[row].tolist()
-        logprobs = None if tree.path_logprobs is None else tree.path_logprobs[row].tolist()
+    def add(self, source: int, proposal: Proposal) -> None:
+        """Adds what a source proposes for this row."""
+        token_ids, parents, logprobs = proposal.token_ids, proposal.parents, proposal.logprobs
         place = [0] * len(token_ids)
-        for node in range(1, len(token_ids)):
-            if not valid[node]:
+        own = self.own[source] = {0: 0}
+        for number in range(1, len(token_ids)):
+            if not proposal.valid[number]:
                 continue
-            parent, token = place[parents[node]], token_ids[node]
+            parent, token = place[parents[number]], token_ids[number]
             stated = UNSTATED
             if logprobs is not None:
-                stated = math.exp(min(0.0, logprobs[node] - logprobs[parents[node]]))
-            own = self.children.setdefault((parent, token), len(self.token_ids))
-            if own == len(self.token_ids):
+                stated = math.exp(min(0.0, logprobs[number] - logprobs[parents[number]]))
+            node = self.children.setdefault((parent, token), len(self.token_ids))
+            if node == len(self.token_ids):
                 self.token_ids.append(token)
                 self.parents.append(parent)
                 self.depths.append(self.depths[parent] + 1)
                 self.stated.append(stated)
                 self.sources.append(0)
-            self.stated[own] = max(self.stated[own], stated)
-            self.sources[own] |= 1 << source
-            place[node] = own
+            self.stated[node] = max(self.stated[node], stated)
+            self.sources[node] |= 1 << source
+            own[node], place[number] = number, node
 
-    def path_probabilities(self, calibration: Calibration) -> list[float]:
-        """How likely the target follows the path to each node; no node beats its parent."""
-        found = [1.0]
+    def estimate(self, calibration: Calibration) -> None:
+        """Sets `paths`; no node beats its parent."""
+        self.paths = [1.0]
         for node in range(1, len(self.token_ids)):
             after = calibration.probability(self.sources[node], self.depths[node], self.stated[node])
-            found.append(found[self.parents[node]] * after)
-        return found
+            self.paths.append(self.paths[self.parents[node]] * after)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The nodes of the longest prefix of `tokens` that was proposed, root first."""
@@ -128,9 +147,10 @@ class MergedGenerator(TreeCandidateGenerator):
                 continue
             start = time.perf_counter()
             self.trees[place] = tree = self.sources[place].draft(asked)
-            for row, union in enumerate(self.unions):
-                if context.active[row]:
-                    union.add(place, tree, row)
+            for union, proposal, active in zip(self.unions, Proposal.of_rows(tree), context.active, strict=True):
+                if active:
+                    union.add(place, proposal)
+                    union.estimate(self.knowledge.calibration)
             before, expected = expected, self._expected(budget, context.active)
             self.expected[place] = before, expected
             worths[place].timed(time.perf_counter() - start)
@@ -142,7 +162,7 @@ class MergedGenerator(TreeCandidateGenerator):
     def _expected(self, budget: int, active: Sequence[bool]) -> float:
         """Tokens that are expected to be accepted of what was proposed so far, the mean of the rows."""
         sums = [
-            sum(sorted(union.path_probabilities(self.knowledge.calibration)[1:], reverse=True)[:budget])
+            sum(sorted(union.paths[1:], reverse=True)[:budget])
             for union, going in zip(self.unions, active, strict=True)
             if going
         ]
@@ -152,7 +172,7 @@ class MergedGenerator(TreeCandidateGenerator):
         """The `budget` likeliest nodes of each row."""
         token_ids, parents, logprobs = [], [], []
         for union in self.unions:
-            paths = union.path_probabilities(self.knowledge.calibration)
+            paths = union.paths
             likely = [node for node in range(1, len(paths)) if paths[node] >= LEAST]
             # The sort is stable, so a parent wins a tie with its child.
             union.kept = [0, *sorted(likely, key=paths.__getitem__, reverse=True)[:budget]]
@@ -177,19 +197,11 @@ class MergedGenerator(TreeCandidateGenerator):
         tree = self.trees[place]
         if tree is None:
             tree = DraftTree.root_only(committed.tree.token_ids[:, 0])
+        steps = committed.token_ids.shape[1]
         paths = []
-        for row, tokens in enumerate(committed.tokens):
-            children = {
-                (parent, token): node
-                for node, (parent, token, valid) in enumerate(
-                    zip(*(part[row].tolist() for part in (tree.parents, tree.token_ids, tree.valid)), strict=True)
-                )
-                if valid and parent >= 0
-            }
-            path = [0]
-            for token in tokens[:-1]:
-                path.append(children.get((path[-1], token), -1))
-            steps = committed.token_ids.shape[1]
+        for union, tokens in zip(self.unions, committed.tokens, strict=True):
+            own = union.own.get(place, {0: 0})
+            path = [own.get(node, -1) for node in union.walk(tokens[:-1])]
             paths.append((path + [-1] * steps)[:steps])
         return replace(committed, features=features, tree=tree, path=torch.tensor(paths))
 

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -132,13 +131,6 @@ class MergedDrafter(Drafter):
         from hf_specdec.drafters.merged.candidates import MergedGenerator
 
         return MergedGenerator(self, target)
-
-    def to(self, *args: Any, **kwargs: Any) -> MergedDrafter:
-        """Moves the sources that have weights; arguments as for `torch.nn.Module.to`."""
-        for source in self.sources:
-            if isinstance(source, torch.nn.Module):
-                source.to(*args, **kwargs)
-        return self
 
 
 # Beside the drafters, not in them: it is nothing to be copied.
