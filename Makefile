@@ -39,7 +39,7 @@ DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-numerics test-mutations test-oldest lint types format clean FORCE
+.PHONY: help demo test test-all test-numerics test-mutations test-oldest docs lint types format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,11 @@ test-mutations: $(VENV)/.dev ## Plant mistakes in a copy, one at a time, and see
 
 test-oldest: $(OLDEST_VENV)/.dev ## `make test` in .venv-oldest, with the oldest transformers we support
 	$(call PYTEST,$(OLDEST_VENV))
+
+docs: $(VENV)/.dev ## Build the documents into build/site (Python 3.11 and later); a broken link is an error
+	@if $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet; \
+	else echo 'The documents are not built: their builder needs Python 3.11.'; fi
 
 lint: $(VENV)/.dev ## Check style and format
 	$(VENV)/bin/python -m ruff check

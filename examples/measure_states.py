@@ -1,7 +1,7 @@
 """What a round of a target with recurrent layers takes beside one of a softmax target of the same sizes, on a CPU.
 
-Random weights; the drafts follow what plain decoding wrote for a few tokens and then err, so that acceptance is the
-same everywhere. All targets take turns, call by call, and a ratio is taken within a turn.
+The targets count and the drafter knows it, see `hf_specdec/benchmark/scripted.py`, so that acceptance is the same
+everywhere. All targets take turns, call by call, and a ratio is taken within a turn.
 
     python examples/measure_states.py --hidden-size 512 1024
 """
@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdec import DraftContext, Drafter, DrafterOptions, DraftTree, TargetModel, TreeCandidateGenerator
+from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, rate_for
 
 LAYERS, VOCAB, PROMPT, NEW_TOKENS = 12, 8192, 64, 48
-RIGHT = 2  # drafted tokens of a round that are right
+DEPTH, LENGTH = 8, 3.0  # of the drafts, and how many tokens a round gives on average
 
 
 def configs(hidden: int) -> dict[str, Any]:
@@ -49,38 +47,6 @@ def configs(hidden: int) -> dict[str, Any]:
     }
 
 
-class Scripted(Drafter):
-    """Drafts chains that begin at every node of one right path, so that a tree has `nodes` nodes."""
-
-    method = "scripted"
-
-    def __init__(self, script: Tensor, nodes: int) -> None:
-        self.options, self.script, self.nodes = DrafterOptions(), script[0].tolist(), nodes
-
-    def check_target(self, model: PreTrainedModel) -> None:
-        """Fits the target whose text the script is."""
-
-    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        return ScriptedGenerator(self)
-
-
-class ScriptedGenerator(TreeCandidateGenerator):
-    """One call of a `Scripted` drafter."""
-
-    def __init__(self, drafter: Scripted) -> None:
-        self.drafter = drafter
-
-    def draft(self, context: DraftContext) -> DraftTree:
-        length, script = context.lengths[0], self.drafter.script
-        tokens, parents = [script[length - 1]], [-1]
-        for depth in range(self.drafter.nodes // 2):
-            right = script[length + depth] if length + depth < len(script) and depth < RIGHT else 1
-            parent = 2 * depth - 1 if depth else 0
-            tokens += [right, (right + 1) % VOCAB]
-            parents += [parent, parent]
-        return DraftTree.from_lists([tokens], [parents])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hidden-size", type=int, nargs="+", default=[512, 1024], help="multiples of 256")
@@ -94,10 +60,8 @@ def main() -> None:
         prompt = torch.randint(3, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
         call = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "do_sample": False}
         for name, config in configs(hidden).items():
-            torch.manual_seed(0)
-            target = targets[name] = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            target.generation_config.update(eos_token_id=None, pad_token_id=0)
-            drafters[name] = Scripted(target.generate(prompt, **call), arguments.nodes)
+            targets[name] = counting_target(config, "cpu", torch.float32)
+            drafters[name] = ScriptedDrafter(tree_budget=arguments.nodes, depth=DEPTH, rate=rate_for(LENGTH, DEPTH))
         rounds: dict[str, list[float]] = {name: [] for name in targets}
         for repeat in range(arguments.repeats + 1):
             for name, target in targets.items():

@@ -26,6 +26,8 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.options import DrafterOptions
 
+# The last projections of attention, recurrent mixers and MLPs, what a layer adds comes from.
+WRITERS = ("o_proj", "out_proj", "down_proj", "output_linear")
 WRONG = 5  # what a wrong draft is away from the right one; alternatives are further
 
 
@@ -87,8 +89,9 @@ def counting_target(
         # What layers add stays small beside the token's own embedding, which the head of its successor then finds.
         layers: Any = decoder_layers(model)
         for layer in layers:
-            layer.self_attn.o_proj.weight.mul_(0.01)
-            layer.mlp.down_proj.weight.mul_(0.01)
+            for name, module in layer.named_modules():
+                if name.rpartition(".")[2] in WRITERS:
+                    module.weight.mul_(0.01)
         head = model.get_output_embeddings().weight
         head.copy_(table.roll(1, 0))
         wrong = torch.rand(len(table), device=head.device) < error_rate

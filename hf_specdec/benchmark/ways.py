@@ -21,6 +21,7 @@ import hf_specdec
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.causal_lm.loading import whole_target
+from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS
 from hf_specdec.hub.loading import load_drafter
 
@@ -121,7 +122,7 @@ def load(spec: str, target: PreTrainedModel) -> list[Way]:
         settings = asdict(drafter.options)
         if "method" in settings:
             settings["method"] = method
-        label = method if isinstance(parts, str) else "+".join(drafter.names)  # type: ignore[attr-defined]
+        label = "+".join(drafter.names) if isinstance(drafter, MergedDrafter) else method
         label = " ".join([label, *(f"{name}={value}" for name, value in given.items())])
         leads = method == drafter.method
         name = f"{label}\0{Path(path).name}"

@@ -58,16 +58,16 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
             return None
         raise ValueError(_nothing_found(target, files))
     wanted = sorted(name for name in files if _belongs(name, layout))
-    shards = sorted({files[name] for name in wanted})
-    if any("/" in shard or not shard.endswith(".safetensors") for shard in shards):
-        raise ValueError(f"{INDEX_FILE} of {source.name!r} names {shards}, which are no safetensors files beside it.")
-    folder = source.locate(shards, revision=commit)
-    scaled = [name for name in files if name.endswith("weight_scale_inv") and _belongs(name, layout)]
+    scaled = [name for name in wanted if name.endswith("weight_scale_inv")]
     if scaled:
         raise ValueError(
             f"The multi-token-prediction layer of {source.name!r} is stored in blocks of 8 bits with scales "
             f"({scaled[0]} and {len(scaled) - 1} more), which is not read: use a checkpoint of the target in bfloat16."
         )
+    shards = sorted({files[name] for name in wanted})
+    if any("/" in shard or not shard.endswith(".safetensors") for shard in shards):
+        raise ValueError(f"{INDEX_FILE} of {source.name!r} names {shards}, which are no safetensors files beside it.")
+    folder = source.locate(shards, revision=commit)
     tensors: dict[str, Any] = {}
     for shard in shards:
         with safe_open(folder / shard, framework="pt") as stored:

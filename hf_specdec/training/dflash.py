@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_voca
 
 # A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
 NEVER = -1e4
+AnyDFlash = TypeVar("AnyDFlash", bound=DFlashDrafter)
 
 
 class DFlashStep(TrainingStep):
@@ -85,8 +86,7 @@ class DFlashStep(TrainingStep):
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=loss in SOFT_LOSSES)
         self.num_anchors, self.loss, self.eta = num_anchors, loss, eta
         self.block_size, _ = _block(drafter.config)
-        self.first_slot = 0 if drafter.config.sample_from_anchor else 1  # that drafts
-        self.weights = position_weights(1 + self.block_size - self.first_slot, gamma)
+        self.weights = position_weights(1 + self.block_size - drafter.config.first_slot, gamma)
         self.embed_tokens = block_embeddings(target)
         self.drafter = drafter
 
@@ -125,10 +125,12 @@ class DFlashStep(TrainingStep):
             target_hidden=target_hidden,
             target_head=self._target_head,
             eta=self.eta,
+            agreement=self.wants_agreement,
         )
         weights = self.weights.to(device).expand(labelled.shape)[labelled] * sayable
         # Empty batches (no row with room for a block) give 0, attached to the graph so that backward still works.
-        losses = losses + self.further_losses(reading[labelled], agreement)
+        if agreement is not None:
+            losses = losses + self.further_losses(reading[labelled], agreement)
         loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * reading.sum()
         correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits & sayable)
         return StepOutput(loss, correct.detach(), labelled)
@@ -140,15 +142,20 @@ class DFlashStep(TrainingStep):
             hidden: [batch, anchors, block, hidden], of all slots.
             before: [batch, anchors, depth] int64, the row's tokens before them.
         """
-        return hidden[:, :, self.first_slot :]
+        return hidden[:, :, self.config.first_slot :]
 
     def draft_head(self, reading: Tensor) -> Tensor:
         """[positions, width] -> [positions, draft_vocab] float32 logits."""
         return self.drafter.draft_logits(reading, self.drafter.head(self.reader.lm_head))
 
+    @property
+    def wants_agreement(self) -> bool:
+        """Whether something is learned from how likely drafts are accepted, by `further_losses`."""
+        return False
+
     def further_losses(self, reading: Tensor, agreement: Tensor) -> Tensor:
         """[positions] float32, what else is learned at each position; see `draft_losses` for `agreement`."""
-        return torch.zeros_like(agreement)
+        raise NotImplementedError
 
     def _draft_head(self, reading: Tensor) -> Tensor:
         return self._without_mask(self.draft_head(reading))
@@ -175,7 +182,9 @@ def new_drafter(
     target_layer_ids: Sequence[int] | None = None,
     intermediate_size: int | None = None,
     draft_vocab_size: int | None = None,
-) -> DFlashDrafter:
+    drafter_class: type[AnyDFlash] = DFlashDrafter,
+    **block: Any,
+) -> AnyDFlash:
     """A DFlash drafter with random weights that fits a target; attention, rotary and norm settings are the target's.
 
     Args:
@@ -187,32 +196,25 @@ def new_drafter(
         intermediate_size: of the MLPs; by default the target's.
         draft_vocab_size: tokens that it can say, of the target's head those rows: the first ones, until
             `set_vocabulary` names others; by default all.
+        drafter_class: of the drafter.
+        block: what else is in its `dflash_config`.
     """
-    block = {"mask_token_id": mask_token_id, "block_size": block_size, "draft_vocab_size": draft_vocab_size}
-    drafter = DFlashDrafter(DFlashConfig(**new_fields(target, num_layers, target_layer_ids, intermediate_size, block)))
-    drafter.check_target(target)
-    return drafter
-
-
-def new_fields(
-    target: PreTrainedModel,
-    num_layers: int,
-    target_layer_ids: Sequence[int] | None,
-    intermediate_size: int | None,
-    block: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Fields of a new drafter's config; arguments as for `new_drafter`, `block` what else is in its `dflash_config`."""
     config = target.config.get_text_config(decoder=True)
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(max(4, num_layers), config.num_hidden_layers)
-    block = {name: value for name, value in block.items() if value is not None}
-    return {
-        "dflash_config": {"target_layer_ids": list(target_layer_ids), **block},
-        "num_target_layers": config.num_hidden_layers,
-        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-        "num_hidden_layers": num_layers,
+    if draft_vocab_size is not None:
+        block["draft_vocab_size"] = draft_vocab_size
+    block |= {"target_layer_ids": list(target_layer_ids), "mask_token_id": mask_token_id, "block_size": block_size}
+    own = drafter_class.config_class(
+        dflash_config=block,
+        num_target_layers=config.num_hidden_layers,
+        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
+        num_hidden_layers=num_layers,
         **decoder_shape(target, intermediate_size),
-    }
+    )
+    drafter = drafter_class(own)
+    drafter.check_target(target)
+    return drafter
 
 
 def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: bool) -> tuple[Tensor, Tensor]:
@@ -383,26 +385,33 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def find_mask_token(
+def prepare(
     arguments: argparse.Namespace,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Sequence[int]],
-) -> None:
-    """Sets `arguments.mask_token_id` where the command line does not name one, and says which it is."""
+    *,
+    new: Callable[..., DFlashDrafter] = new_drafter,
+    step: type[DFlashStep] = DFlashStep,
+    **further: Any,
+) -> tuple[DFlashDrafter, DFlashStep]:
+    """`Recipe.prepare` of drafters that fill a block.
+
+    Sets `arguments.mask_token_id` where the command line does not name one, and says which it is.
+
+    Args:
+        arguments: the parsed options, as the three behind it those of `Recipe.prepare`.
+        target: see there.
+        tokenizer: see there.
+        documents: see there.
+        new: makes the drafter, as `new_drafter` does.
+        step: of its training.
+        further: what `new` takes beside the shared options.
+    """
     if arguments.mask_token_id is None:
         arguments.mask_token_id, name = default_mask_token(tokenizer, target, documents)
         print(f"mask token: {arguments.mask_token_id}, {name}; --mask-token-id chooses another")
-
-
-def _prepare(
-    arguments: argparse.Namespace,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Sequence[int]],
-) -> tuple[DFlashDrafter, DFlashStep]:
-    find_mask_token(arguments, target, tokenizer, documents)
-    drafter = new_drafter(
+    drafter = new(
         target,
         mask_token_id=arguments.mask_token_id,
         num_layers=arguments.layers,
@@ -410,8 +419,9 @@ def _prepare(
         target_layer_ids=arguments.taps,
         intermediate_size=arguments.intermediate_size,
         draft_vocab_size=checked_vocabulary_size(arguments.draft_vocab_size, target),
+        **further,
     )
-    return drafter, DFlashStep(
+    return drafter, step(
         drafter, target, num_anchors=arguments.anchors, loss=arguments.loss, gamma=arguments.gamma or None
     )
 
@@ -427,7 +437,7 @@ register_recipe(
     Recipe(
         "dflash",
         add_arguments,
-        _prepare,
+        prepare,
         read_rows=read_rows,
         recorded=RECORDED,
         eval_batch_size=32,

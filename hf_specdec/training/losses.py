@@ -93,11 +93,13 @@ def draft_losses(
     target_hidden: Tensor | None = None,
     target_head: Callable[[Tensor], Tensor] | None = None,
     eta: float = LK_ETA,
+    agreement: bool = False,
     max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, greedy hit and agreement of every position, holding at most `max_chunk_elements` logits of a model.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss, greedy hit and agreement of every position.
 
-    Where that takes several chunks, the logits of each are computed again for its gradient.
+    At most `max_chunk_elements` logits of a model are held. Where that takes several chunks, the logits of each are
+    computed again for its gradient.
 
     Args:
         loss: one of "ce", "kl", "tv", "lk".
@@ -107,11 +109,13 @@ def draft_losses(
         target_hidden: [positions, hidden], the target's head input at the same positions; for "kl", "tv" and "lk".
         target_head: [chunk, hidden] -> [chunk, vocab], the target's logits.
         eta: of "lk".
+        agreement: whether to compute how likely a drawn draft is accepted.
         max_chunk_elements: bound on chunk * vocab; one position is always taken.
 
     Returns:
         Per position the loss, [positions] float32 with gradient; whether the draft's likeliest token is the token,
-        [positions] bool; and how likely a drawn draft is accepted, [positions] float32: 1 - TV, or with "ce" the hit.
+        [positions] bool; and where `agreement` asks for it, how likely a drawn draft is accepted, [positions] float32:
+        1 - TV, or with "ce" the hit.
 
     Raises:
         ValueError: the loss is unknown, or the target's side that it needs is missing.
@@ -124,21 +128,21 @@ def draft_losses(
             'with the tokens alone use loss="ce".'
         )
 
-    def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
         logits = draft_head(hidden)
         hits = logits.detach().argmax(-1) == token_ids[chunk]
         if loss == "ce":
-            return ce_loss(logits, token_ids[chunk]).float(), hits, hits.float()
+            return ce_loss(logits, token_ids[chunk]).float(), hits, hits.float() if agreement else None
         assert target_hidden is not None
         assert target_head is not None
         with torch.no_grad():
             target_logits = target_head(target_hidden[chunk])
-            agreement = 1 - tv_loss(logits, target_logits)
+            agreed = 1 - tv_loss(logits, target_logits).float() if agreement else None
         if loss == "kl":
             values = kl_loss(logits, target_logits)
         else:
             values = tv_loss(logits, target_logits) if loss == "tv" else lk_loss(logits, target_logits, eta)
-        return values.float(), hits, agreement.float()
+        return values.float(), hits, agreed
 
     positions = draft_hidden.shape[0]
     with torch.no_grad():  # the vocabulary is the head's to know; one position tells it
@@ -148,5 +152,5 @@ def draft_losses(
         return of_chunk(draft_hidden, slice(0, positions))
     chunks = [slice(start, start + length) for start in range(0, positions, length)]
     parts = [checkpoint(of_chunk, draft_hidden[chunk], chunk, use_reentrant=False) for chunk in chunks]
-    losses, hits, agreements = (torch.cat(each) for each in zip(*parts, strict=True))
-    return losses, hits, agreements
+    losses, hits, agreements = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(hits), torch.cat(agreements) if agreement else None

@@ -45,7 +45,10 @@ def test_records_without_their_environment_raise(made: list[Record]) -> None:
 def test_the_markdown_table_has_a_row_per_method_and_a_cell_per_column(made: list[Record]) -> None:
     text = markdown(made)
     greedy = text.split("## Greedy")[1].split("##")[0]
-    rows = [line for line in greedy.split("Budgets")[0].splitlines() if line.startswith("| ")]
+    whole, groups = greedy.split("Budgets")[0].split("by group of prompts:")
+    assert groups.strip().startswith("| method | mt_bench | translation | summarization |")
+    assert len([line for line in groups.splitlines() if line.startswith("| ")]) == 2 + 1 + len(METHODS)
+    rows = [line for line in whole.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + 2 + len(METHODS)  # heading, rule, baselines
     assert all(row.count(" | ") == len(COLUMNS) - 1 for row in rows)
     assert "Budgets of ddtree (dflash):" in text

@@ -122,7 +122,7 @@ def test_causal_head_is_saved_where_it_was_read(target: PreTrainedModel, tmp_pat
 @pytest.mark.parametrize(
     ("top", "block", "message"),
     [
-        ({"is_causal": False}, {"causal_head": True}, "is_causal False at the top, dflash_config.causal_head True"),
+        ({"is_causal": False}, {"causal_head": True}, "is_causal False, dflash_config.causal_head True"),
         ({}, {"causal_head": False, "causal": True}, "dflash_config.causal True, dflash_config.causal_head False"),
     ],
 )

@@ -305,6 +305,8 @@ def test_ngram_names_the_drafter_that_needs_no_checkpoint(
             inspect_drafter(name)
         with pytest.raises(ValueError, match=f"revision='v1' of '{name}', which has no checkpoint"):
             load_drafter(name, revision="v1")
+    with pytest.raises(ValueError, match=r"'mtp' is a drafter without a checkpoint.*load_drafter\('mtp', target\)"):
+        inspect_drafter("mtp")
     assert not hub.requests
     chdir(folder.parent)
     folder.rename("ngram")

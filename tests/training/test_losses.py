@@ -52,7 +52,8 @@ def test_chunked_losses_and_gradients_equal_the_plain_formula(loss, rows_at_once
     chunked, whole = (case["hidden"].clone().requires_grad_() for _ in range(2))
     losses, hits, agreement = draft_losses(
         loss, chunked, case["head"], case["token_ids"],
-        target_hidden=case["target_hidden"], target_head=case["target_head"], max_chunk_elements=rows_at_once * VOCAB,
+        target_hidden=case["target_hidden"], target_head=case["target_head"], agreement=True,
+        max_chunk_elements=rows_at_once * VOCAB,
     )  # fmt: skip
     (losses * weights).sum().backward()
     logits = case["head"](whole)

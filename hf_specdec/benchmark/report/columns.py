@@ -34,12 +34,17 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def speedup(spread: Spread | None) -> str:
+    """The median ratio to plain decoding and the interval around it; a dash for None."""
+    return _of(spread, lambda value: f"{value:.2f}x")
+
+
 # Heading to what stands below it.
 COLUMNS: dict[str, Callable[[Figures], str]] = {
     "method": lambda own: own.way,
     "rank": lambda own: str(own.rank),
     "tokens/s": lambda own: _of(own.tokens_per_s, lambda value: f"{value:.0f}"),
-    "speedup over eager": lambda own: _of(own.speedup, lambda value: f"{value:.2f}x"),
+    "speedup over eager": lambda own: speedup(own.speedup),
     "over compiled": lambda own: "-" if own.speedup_compiled is None else f"{own.speedup_compiled.median:.2f}x",
     "mean acceptance length": lambda own: (
         "-" if own.mean_acceptance_length is None else f"{own.mean_acceptance_length:.2f}"

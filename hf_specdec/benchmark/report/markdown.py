@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hf_specdec.benchmark.figures import cells
 from hf_specdec.benchmark.records import Call, Environment, Note, Record, Table
-from hf_specdec.benchmark.report.columns import COLUMNS, LEGEND
+from hf_specdec.benchmark.report.columns import COLUMNS, LEGEND, speedup
 
 
 def markdown(records: Iterable[Record]) -> str:
@@ -22,6 +22,11 @@ def markdown(records: Iterable[Record]) -> str:
         parts += [f"> {note.text}", ""]
     for cell in cells((record for record in records if isinstance(record, Call)), environment):
         parts += [f"## {cell.title}", "", table([[form(own) for form in COLUMNS.values()] for own in cell.figures]), ""]
+        compared = [own for own in cell.figures if own.speedup is not None]
+        groups = list(dict.fromkeys(group for own in compared for group in own.speedup_by_group))
+        if len(groups) > 1:
+            rows = [[own.way, *(speedup(own.speedup_by_group.get(group)) for group in groups)] for own in compared]
+            parts += ["Speedup over eager by group of prompts:", "", table(rows, ["method", *groups]), ""]
         for name, points in cell.sweeps.items():
             rows = [
                 [str(budget), *(COLUMNS[column](own) for column in ("speedup over eager", "mean acceptance length"))]

@@ -152,6 +152,11 @@ class DFlashConfig(Qwen3Config):
         return bool(self.dflash_config.get("sample_from_anchor"))
 
     @property
+    def first_slot(self) -> int:
+        """The first slot that drafts: the root's own, 0, with `sample_from_anchor`, else 1."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
     def own_embeddings(self) -> bool:
         """Whether the checkpoint has token embeddings; else the target's are used."""
         return bool(self.dflash_config.get("own_embeddings"))

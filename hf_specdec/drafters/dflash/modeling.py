@@ -171,8 +171,7 @@ class DFlashDrafter(PretrainedDrafter):
         hidden = self.norm(hidden)
         if lm_head is None:
             return hidden
-        slots = hidden if self.config.sample_from_anchor else hidden[:, 1:]
-        logits = self.draft_logits(slots, lm_head)
+        logits = self.draft_logits(hidden[:, self.config.first_slot :], lm_head)
         if self.config.maps_vocabulary:
             assert self.config.vocab_size is not None, "check() asks for it"
             logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, self.target_ids.to(logits.device))(

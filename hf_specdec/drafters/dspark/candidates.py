@@ -3,7 +3,7 @@
 Given the token before it, a slot's law needs no further forward: W2 z is added to its logits. So a tree is grown level
 by level, each node's children from its own law, and the likeliest `tree_budget` paths are kept. DDTree's marginals
 know nothing of the token before; otherwise it is the same tree. The confidence head says how far a chain is worth
-verifying (`tree_budget="auto"`); trees are ranked by the laws alone: with its factors they were 2% shorter.
+verifying (`tree_budget="auto"`); trees are ranked by the laws alone.
 Source: shared facts on formats of 2026, section 2.4; DDTree, arXiv 2604.12989, for the tree.
 """
 
@@ -45,14 +45,14 @@ class Slots:
 
     def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
         self.drafter, self.logits = drafter, logits
-        anchored = drafter.config.sample_from_anchor
-        self.states = states if anchored else states[:, 1:]
+        first = drafter.config.first_slot
+        self.states = states[:, first:]
         self.depth = self.states.shape[1]
         self.state: Tensor | None = None
         if (head := drafter.markov_head) is not None:
             embedded = head.embed(root_ids.unsqueeze(1))
             self.state = head.start(embedded)
-            if not anchored:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
+            if first:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
                 _, self.state = head(states[:, :1], embedded, self.state)
 
     def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -105,8 +105,7 @@ class DSparkGenerator(TreeCandidateGenerator):
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
         states = self.blocks.run_block(context, None)
-        drafting = states if self.drafter.config.sample_from_anchor else states[:, 1:]
-        logits = self.drafter.draft_logits(drafting, self.blocks.lm_head)
+        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.blocks.lm_head)
         logits[..., self.never] = -torch.inf
         slots = Slots(self.drafter, states, logits, context.root_ids.to(states.device))
         context.lap("draft")

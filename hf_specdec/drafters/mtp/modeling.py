@@ -81,9 +81,7 @@ class MTPDrafter(Drafter, nn.Module):
         table = target.get_input_embeddings().weight
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         # What `Eagle3Generator` asks for.
-        self.config = SimpleNamespace(
-            own_embeddings=False, maps_vocabulary=False, draft_vocab_size=len(table), hidden_size=table.shape[1]
-        )
+        self.config = SimpleNamespace(own_embeddings=False, maps_vocabulary=False, draft_vocab_size=len(table))
         self._borrowed = (target.get_output_embeddings(), base.rotary_emb)  # not submodules: they stay the target's
         own, rest = {}, {}
         for name, tensor in tensors.items():
@@ -176,7 +174,7 @@ class MTPDrafter(Drafter, nn.Module):
     @torch.no_grad()
     def _probe(self) -> tuple[int, int, int, int]:
         """Layers, heads, and widths of keys and values, as the layer keeps them."""
-        nothing = torch.zeros(1, 1, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        nothing = torch.zeros(1, 1, self.projection.out_features, device=self.device, dtype=self.dtype)
         cache = DynamicCache()
         self(nothing, nothing, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=cache)
         held: Any = cache.layers[0]

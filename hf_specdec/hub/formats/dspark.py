@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes, decoder_shape
-from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.dflash import check_causality, dflash_reading, dflash_shapes, once
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
 from hf_specdec.hub.formats.keys import OURS, ROPES, Section, decoder
 
@@ -41,19 +41,18 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     """
     angelspec = fields.get("model_type") == "dspark"
     nested = dict(fields.get("dflash_config") or {})
-    block = {key: _once(fields, nested, key) for key in _BLOCK}
+    block = {key: once(fields, nested, key) for key in _BLOCK}
     block = {key: value for key, value in block.items() if value is not None}
     block.setdefault("sample_from_anchor", not angelspec)
-    alpha = _once(fields, nested, "confidence_head_alpha")  # weight of its loss; trained where it is positive
+    alpha = once(fields, nested, "confidence_head_alpha")  # weight of its loss; trained where it is positive
     block.setdefault("enable_confidence_head", bool(alpha))
     causal = {key: fields[key] for key in _IN_BLOCK_MASK if fields.get(key) is not None}
-    if len(set(map(bool, causal.values()))) > 1:
-        raise ValueError(f"is_causal and dflash_query_causal contradict each other: {causal}. Remove the wrong one.")
-    rope = _once(fields, nested, "rope_is_neox_style")
+    check_causality(causal | {"causal": block.get("causal")})
+    rope = once(fields, nested, "rope_is_neox_style")
     shape = decoder_shape(fields, "qwen3")
     shape["rope_parameters"].pop("partial_rotary_factor", None)  # the target's; draft layers turn whole heads
     ours = shape | {
-        "draft_vocab_size": _once(fields, nested, "draft_vocab_size") or fields.get("vocab_size"),
+        "draft_vocab_size": once(fields, nested, "draft_vocab_size") or fields.get("vocab_size"),
         "final_logit_softcapping": fields.get("final_logit_softcapping"),
         # AngelSpec counts the layers that are read in num_target_layers.
         "num_target_layers": fields.get("target_num_hidden_layers" if angelspec else "num_target_layers"),
@@ -64,12 +63,7 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     }
     if nested.get("own_head") or nested.get("own_embeddings"):  # of ours, before the tensors are there
         block |= {key: bool(nested.get(key)) for key in ("own_head", "own_embeddings")}
-    reading = dflash_reading(ours, block, stored)
-    size = ours["draft_vocab_size"]
-    if size != ours["vocab_size"] and (stored is None or "d2t" in stored):  # of the target's head, or of its own
-        fields = reading.fields | {"dflash_config": reading.fields["dflash_config"] | {"draft_vocab_size": size}}
-        reading = Reading(fields, {**reading.names, **({} if stored is None else {"d2t": "d2t"})})
-    return with_heads(reading, stored)
+    return with_heads(dflash_reading(ours, block, stored), stored)
 
 
 def with_heads(reading: Reading, stored: Headers | None) -> Reading:
@@ -107,17 +101,6 @@ def dspark_shapes(fields: Config) -> Shapes:
         read = hidden + (rank if block.get("confidence_head_with_markov") else 0)
         found |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
     return found
-
-
-def _once(fields: Config, nested: Config, key: str) -> Any:
-    """The value of a key that may be at the top or in `dflash_config`."""
-    top, inner = fields.get(key), nested.get(key)
-    if top is not None and inner is not None and top != inner:
-        raise ValueError(
-            f"{key} is {top!r} at the top and {inner!r} in dflash_config; remove the one that the drafter was not "
-            "trained with."
-        )
-    return inner if top is None else top
 
 
 def _our_name(name: str) -> str:

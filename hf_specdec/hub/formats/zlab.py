@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, as_it_is
-from hf_specdec.hub.formats.dflash import dflash_shapes
+from hf_specdec.hub.formats.dflash import check_causality, dflash_shapes, once
 from hf_specdec.hub.formats.keys import OURS, Section, decoder
 
 _NESTED = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "own_embeddings", "own_head", "draft_vocab_size")
@@ -29,18 +29,13 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     Raises:
         ValueError: something is said twice, with two values, or of a drafter of another width than its target.
     """
-    top = {key: fields[key] for key in (*_NESTED, *_EITHER) if fields.get(key) is not None}
     nested = dict(fields.get("dflash_config") or {})
-    for key, value in top.items():
-        if nested.get(key) is None:
-            if key in _NESTED:
-                nested[key] = value
-        elif nested[key] != value:
-            raise ValueError(
-                f"{key} is {value!r} at the top and {nested[key]!r} in dflash_config; remove the one that the drafter "
-                "was not trained with."
-            )
-    _check_causality(fields.get("is_causal"), nested)
+    for key in (*_NESTED, *_EITHER):
+        value = once(fields, nested, key)
+        if key in _NESTED and value is not None:
+            nested[key] = value
+    causal = {f"dflash_config.{key}": nested.get(key) for key in ("causal", "causal_head")}
+    check_causality({"is_causal": fields.get("is_causal")} | causal)
     if nested.get("target_hidden_size") not in (None, fields.get("hidden_size")):
         raise ValueError(
             f"dflash_config.target_hidden_size is {nested['target_hidden_size']!r} and hidden_size "
@@ -55,17 +50,6 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     if rest.get("num_target_layers") is None and nested.get("num_target_layers") is not None:
         rest["num_target_layers"] = nested["num_target_layers"]
     return as_it_is(rest | {"dflash_config": nested}, stored)
-
-
-def _check_causality(top: Any, block: Config) -> None:
-    """Raises ValueError if the ways to say whether slots see later slots of their block contradict each other."""
-    said = {"is_causal": top} | {f"dflash_config.{key}": block.get(key) for key in ("causal", "causal_head")}
-    said = {key: value for key, value in said.items() if value is not None}
-    if len(set(map(bool, said.values()))) > 1:
-        values = ", ".join(
-            f"{key} {value!r}{' at the top' if key == 'is_causal' else ''}" for key, value in said.items()
-        )
-        raise ValueError(f"{values}: they contradict each other. Remove those that the drafter was not trained with.")
 
 
 # What other networks that say to be DFlash's have, and the values with which it is not there.
