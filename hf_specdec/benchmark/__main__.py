@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.from_records is not None:
             made, folder = records.read(arguments.from_records), arguments.from_records.parent
         else:
-            made, folder = _measure(arguments, ["hf-specdec", "bench", *given]), Path("benchmark")
+            folder = Path("benchmark")
+            made = _kept(_measure(arguments, ["hf-specdec", "bench", *given]), arguments.output or folder)
         for path in write_reports(made, arguments.output or folder):
             print(path)
     except (ValueError, OSError, ImportError) as error:
@@ -135,8 +136,27 @@ def write_reports(made: Sequence[Record], folder: Path) -> list[Path]:
     return paths
 
 
-def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
-    """Loads target, drafters and prompts, runs, and prints the Markdown report."""
+def _kept(made: Iterable[Record], folder: Path) -> list[Record]:
+    """All records of a run, and prints the Markdown report.
+
+    Each is written as soon as there is one, to report.part.jsonl, which stays where the run is stopped.
+    """
+    part = folder / "report.part.jsonl"
+    kept: list[Record] = []
+    for record in made:  # the first one comes when all arguments have been looked at
+        folder.mkdir(parents=True, exist_ok=True)
+        with part.open("a" if kept else "w", encoding="utf-8") as file:
+            file.write(records.line(record) + "\n")
+        kept.append(record)
+    part.unlink()
+    from rich.console import Console  # of the bench extra
+
+    Console(stderr=True).print(markdown(kept), markup=False, highlight=False, soft_wrap=True)
+    return kept
+
+
+def _measure(arguments: argparse.Namespace, command: list[str]) -> Iterator[Record]:
+    """Loads target, drafters and prompts, and runs."""
     from rich.console import Console  # of the bench extra
     from rich.progress import Progress
 
@@ -185,7 +205,8 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
         weight_bytes=weight_bytes(model),
         ways={way.name: {key: _plain(value) for key, value in way.settings.items()} for way in compared},
     )
-    made: list[Record] = [environment, *notes]
+    yield environment
+    yield from notes
     # A generate call reports on its own settings where they come with warnings; here it is called thousands of times.
     transformers.logging.set_verbosity_error()
     # Drawn between calls only: a thread that draws it would take its time from what is measured.
@@ -197,13 +218,13 @@ def _measure(arguments: argparse.Namespace, command: list[str]) -> list[Record]:
             progress.advance(task)
             progress.refresh()
 
-        made += run(model, tokenizer, compared, rendered, settings, advance)
+        yield from run(model, tokenizer, compared, rendered, settings, advance)
         inputs = [tokenise(tokenizer, [text], chat=chat).to(model.device) for text, _ in rendered]
         own = [way for way in compared if way.swept_from is None]
-        made += tables(own, model, inputs)
-        made += [_picture(model, tokenizer, way, inputs[0], settings) for way in own if way.drafter is not None]
-    console.print(markdown(made), markup=False, highlight=False, soft_wrap=True)
-    return made
+        yield from tables(own, model, inputs)
+        for way in own:
+            if way.drafter is not None:
+                yield _picture(model, tokenizer, way, inputs[0], settings)
 
 
 def _settings(arguments: argparse.Namespace, chat: bool) -> Settings:

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo import register_backend
 from torch._inductor.exc import InductorError
 
-from hf_specdec.benchmark import records
+from hf_specdec.benchmark import calls, records
 from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
@@ -135,6 +135,28 @@ def test_a_report_can_be_made_again_from_its_records(
     assert main(["--from-records", str(tmp_path / "run.jsonl"), "--output", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().count("<section>") >= 4
     assert str(tmp_path / "report.md") in capsys.readouterr().out
+
+
+def test_a_run_that_is_stopped_leaves_records_that_make_a_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, measured = calls.measure, []
+
+    def stopping(*arguments: Any, **details: Any) -> Any:
+        if len(measured) == 5:
+            raise KeyboardInterrupt
+        measured.append(details)
+        return measure(*arguments, **details)
+
+    monkeypatch.setattr(calls, "measure", stopping)
+    ways = ["--drafter", "ngram", "--no-compiled", "--temperature", "0", "--budgets", "2", "--sweep-prompts", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        bench(folder, tmp_path, *ways)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.part.jsonl"]
+    kept = [record for record in records.read(tmp_path / "report.part.jsonl") if isinstance(record, Call)]
+    assert {call.batch for call in kept} == {0, 1}, "whole prompts, so that ways are compared on the same ones"
+    assert main(["--from-records", str(tmp_path / "report.part.jsonl")]) == 0
+    assert "ngram" in (tmp_path / "report.md").read_text()
 
 
 def test_reports_made_again_lie_beside_their_records_and_touch_no_others(
