@@ -16,11 +16,12 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.mtp import Layout, MTPDrafter
+from hf_specdec.drafters.peagle import PEagleDrafter
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
@@ -88,8 +89,23 @@ def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> E
     options = {"depth": 4, "top_k": 3, "tree_budget": 11} | {
         name: settings.pop(name) for name in names if name in settings
     }
+    drafter = _of_eagles_kind(Eagle3Drafter, target, seed, settings)
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_peagle(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> PEagleDrafter:
+    """A random P-EAGLE drafter, the same way."""
+    options = {"tree_budget": 11} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    drafter = _of_eagles_kind(PEagleDrafter, target, seed, {"mask_token_id": 5, "num_draft_tokens": 4} | settings)
+    torch.nn.init.normal_(drafter.mask_hidden)
+    drafter.set_options(**options)
+    return drafter
+
+
+def _of_eagles_kind(kind: Any, target: PreTrainedModel, seed: int, settings: dict[str, Any]) -> Any:
     hidden, vocab = target.config.hidden_size, target.get_input_embeddings().num_embeddings
-    config = Eagle3Config(
+    config = kind.config_class(
         **{
             "vocab_size": vocab,
             "draft_vocab_size": vocab // 2,
@@ -103,10 +119,9 @@ def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> E
         | settings
     )
     torch.manual_seed(seed)
-    drafter = Eagle3Drafter(config).eval()
+    drafter = kind(config).eval()
     if config.maps_vocabulary:
         drafter.d2t.copy_(torch.arange(config.draft_vocab_size))
-    drafter.set_options(**options)
     return drafter
 
 
@@ -255,6 +270,7 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "merged": make_merged,
     "merged_three": make_merged_three,
     "mtp": make_mtp,
+    "peagle": make_peagle,
     "specblock": make_specblock,
     "specbranch": make_specbranch,
     "specbound": make_specbound,

@@ -20,7 +20,7 @@ from hf_specdec.hub.formats.muse import MUSE, is_muse
 from hf_specdec.hub.formats.own import PREFIX, own_format
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specblock import SPECBLOCK, is_specblock
-from hf_specdec.hub.formats.specforge import SPECFORGE
+from hf_specdec.hub.formats.specforge import SPECFORGE, SPECFORGE_PEAGLE
 from hf_specdec.hub.formats.speculators import SPECULATORS, speculators_type
 from hf_specdec.hub.formats.zlab import ZLAB, is_zlab
 
@@ -147,14 +147,12 @@ def _model_type(part: str) -> Callable[[Config], bool]:
 
 _DFLASH_2 = Unread("DFlash 2", "convolutions inside the draft layers and a selector of token pairs")
 _GEMMA_4 = "draft layers of Gemma 4 shape: four norms, scaled embeddings"
-_P_EAGLE = "a learned state for tokens that are not known yet, with which it drafts all depths in one forward"
 _MTP = Unread("multi-token prediction", "the target's own layers of which it is a part: load the target with them")
 
 # Published formats, in the order in which they can be told apart.
 _BY_CONFIG: list[Rule] = [
     *((_speculators(kind), format) for kind, format in SPECULATORS.items()),
     (_speculators("dflash2"), Unread("speculators dflash2", _DFLASH_2.missing)),
-    (_speculators("peagle"), Unread("speculators peagle", _P_EAGLE)),
     (_speculators("mtp"), Unread("speculators mtp", _MTP.missing)),
     (_speculators("eagle"), Unread("speculators eagle", "a reader for EAGLE-1, whose drafters have no head")),
     (lambda config: speculators_type(config) is not None, Unread("speculators", "a kind that is named and known")),
@@ -187,8 +185,8 @@ _BY_CONFIG: list[Rule] = [
         _architecture("DFlashLaguna"),
         Unread("Laguna DFlash", "a norm for each tapped state and gated, fused attention"),
     ),
+    (_architecture("PEagle"), SPECFORGE_PEAGLE),
     (is_zlab, ZLAB),
-    (_architecture("PEagle"), Unread("P-EAGLE", _P_EAGLE)),
     (
         _architecture("Eagle3DeepseekV2"),
         Unread("EAGLE-3 with multi-head latent attention", "a draft layer with latent attention"),

@@ -23,6 +23,7 @@ from hf_specdec.drafters.ddtree import candidates as ddtree
 from hf_specdec.drafters.dflash import static as dflash
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.eagle3 import candidates as eagle3
+from hf_specdec.drafters.eagle3 import pairs as eagle3_pairs
 from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.drafters.specblock import static as specblock
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
@@ -100,7 +101,7 @@ def drafter_of_levels() -> eagle3.Eagle3Generator:
 def pairs() -> Callable[[], object]:
     generator = drafter_of_levels()
     values = (ids(2), ids(2), ids(2), states(2, 32), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, 64))
-    return lambda: eagle3._pairs(AT, generator, *values)
+    return lambda: eagle3_pairs._pairs(AT, generator, *values)
 
 
 def levels() -> Callable[[], object]:

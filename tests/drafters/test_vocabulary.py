@@ -28,6 +28,7 @@ from tests.methods import (
     make_dspark,
     make_eagle3,
     make_medusa,
+    make_peagle,
     make_specblock,
     make_specbound,
 )
@@ -84,6 +85,7 @@ OTHERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
 KINDS: dict[str, Callable[..., Drafter]] = {**{name: METHODS[name] for name in FREE}, **OTHERS}
 # Their own vocabularies reach beyond the smaller table.
 KINDS["eagle3"] = lambda target: make_eagle3(target, draft_vocab_size=30)
+KINDS["peagle"] = lambda target: make_peagle(target, draft_vocab_size=30)
 KINDS["merged_three"] = lambda target: MergedDrafter(
     make_causal_lm(target), make_dspark(target), KINDS["eagle3"](target)
 )

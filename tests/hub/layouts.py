@@ -23,7 +23,7 @@ from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
-from tests.methods import make_dflash, make_dspark, make_eagle3, make_specblock
+from tests.methods import make_dflash, make_dspark, make_eagle3, make_peagle, make_specblock
 
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -96,6 +96,16 @@ def as_speculators_eagle3(drafter: Eagle3Drafter, layer: Fields | None = None, *
         "t2d": target_to_draft(drafter),
         "verifier_norm.weight": torch.ones(drafter.config.hidden_size),
     }
+
+
+def as_speculators_peagle(drafter: Any, **fields: Any) -> tuple[Fields, Tensors]:
+    config, tensors = as_speculators_eagle3(drafter, mask_token_id=drafter.config.mask_token_id)
+    config |= envelope("peagle", config["transformer_layer_config"]) | {"architectures": ["PEagleSpeculator"]}
+    return config | fields, tensors
+
+
+def as_specforge_peagle(drafter: Any, **fields: Any) -> tuple[Fields, Tensors]:
+    return as_specforge(drafter, **{"architectures": ["PEagleDraftModel"]} | fields)
 
 
 def as_deepspec_eagle3(drafter: Eagle3Drafter, **fields: Any) -> tuple[Fields, Tensors]:
@@ -255,6 +265,8 @@ def rope(theta: float) -> Fields:
 SAFE = {"format": "EAGLE-3 (SafeAILab)", "make": make_eagle3, "write": as_safeailab}
 FORGE = {"format": "EAGLE-3 (SpecForge)", "make": make_eagle3, "write": as_specforge}
 SPEC = {"format": "EAGLE-3 (speculators)", "make": make_eagle3, "write": as_speculators_eagle3}
+SPEC_PEAGLE = {"format": "P-EAGLE (speculators)", "make": make_peagle, "write": as_speculators_peagle}
+FORGE_PEAGLE = {"format": "P-EAGLE (SpecForge)", "make": make_peagle, "write": as_specforge_peagle}
 DEEP = {"format": "EAGLE-3 (DeepSpec)", "make": make_eagle3, "write": as_deepspec_eagle3}
 SPEC_DFLASH = {"format": "DFlash (speculators)", "make": make_dflash, "write": as_speculators_dflash}
 ZLAB = {"format": "dflash", "make": make_dflash, "write": as_zlab}
@@ -427,6 +439,16 @@ CASES = {
     ),
     "speculators, no rotary base": Case(**SPEC, ours=DEFAULT_TAPS),
     "speculators, two layers": Case(**SPEC, ours=DEFAULT_TAPS | {"num_hidden_layers": 2}),
+    "speculators peagle": Case(
+        **SPEC_PEAGLE,
+        ours={"target_layer_ids": [1, 3, 4], "own_embeddings": True, "norm_before_fc": True},
+        written={"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "norm_before_fc": True, "embed_requires_grad": True},
+    ),
+    "specforge peagle, four layers, the mask token nested": Case(
+        **FORGE_PEAGLE,
+        ours=DEFAULT_TAPS | {"own_embeddings": True, "num_hidden_layers": 4, "num_draft_tokens": 8},
+        written={"num_hidden_layers": 4, "dflash_config": {"mask_token_id": 5}},
+    ),
     "deepspec eagle3, five taps": Case(
         **DEEP,
         ours={

@@ -468,7 +468,6 @@ def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder:
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ({"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}, "speculators peagle"),
         ({"speculators_config": {}, "architectures": ["DFlashDraftModel"]}, "speculators"),
         ({"model_type": "gemma4_assistant"}, "transformers assistant"),
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "DFlash 2"),
@@ -486,7 +485,6 @@ def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder:
         ({"architectures": ["MTPDraftModel"], "model_type": "qwen3"}, "multi-token prediction"),
         ({"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 5}, r"Medusa \(vLLM\)"),
         ({"architectures": ["Gemma4Eagle3Model"], "draft_vocab_size": 9}, "DeepSpec EAGLE-3 for Gemma 4"),
-        ({"architectures": ["PEagleDraftModel"], "draft_vocab_size": 9, "num_hidden_layers": 1}, "P-EAGLE"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "EAGLE-3 with multi-head latent attention"),
     ],
 )

@@ -97,19 +97,10 @@ class Eagle3Layer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3Drafter(PretrainedDrafter):
-    """An EAGLE-3 checkpoint as a drafter.
+class Eagle3Network(PretrainedDrafter):
+    """EAGLE-3's layers with their head and their fusion of target states; subclasses say how they draft."""
 
-    Drafting options: `Eagle3Options`.
-
-    Relation to its siblings: `dflash` and `medusa` predict all depths in one forward, independently of each other;
-    EAGLE-3 runs once per level, and each node knows the tokens above it.
-    """
-
-    config_class = Eagle3Config
     config: Eagle3Config
-    options_class = Eagle3Options
-    options: Eagle3Options
     d2t: Tensor
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["Eagle3FirstLayer", "Eagle3Layer"]
@@ -207,24 +198,13 @@ class Eagle3Drafter(PretrainedDrafter):
             layers = default_target_layer_ids(model.config.get_text_config(decoder=True).num_hidden_layers)
         return tuple(layers)
 
-    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.eagle3.candidates import Eagle3Generator
-
-        return Eagle3Generator(self, target)
-
-    def card_summary(self) -> str:
-        return (
-            "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
-            "own, with a head of its own. hf_specdec grows a draft tree with it, wherever it is most confident."
-        )
-
     def card_facts(self) -> dict[str, str]:
         config = self.config
         layers = (
             "EAGLE-3's default" if config.target_layer_ids is None else ", ".join(map(str, config.target_layer_ids))
         )
         return {
-            "Method": "eagle3",
+            "Method": self.method,
             "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
             "Target layers read": layers,
             "Vocabulary": f"{config.vocab_size}, of which {config.draft_vocab_size} can be drafted",
@@ -244,3 +224,28 @@ class Eagle3Drafter(PretrainedDrafter):
         if config.maps_vocabulary:
             shared = min(config.vocab_size, model.get_input_embeddings().num_embeddings)
             check_draft_to_target(self.d2t, shared, self.name_or_path or type(self).__name__)
+
+
+class Eagle3Drafter(Eagle3Network):
+    """An EAGLE-3 checkpoint as a drafter.
+
+    Drafting options: `Eagle3Options`.
+
+    Relation to its siblings: `dflash` and `medusa` predict all depths in one forward, independently of each other;
+    EAGLE-3 runs once per level, and each node knows the tokens above it. `peagle` has its layers, and runs once.
+    """
+
+    config_class = Eagle3Config
+    options_class = Eagle3Options
+    options: Eagle3Options
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.eagle3.candidates import Eagle3Generator
+
+        return Eagle3Generator(self, target)
+
+    def card_summary(self) -> str:
+        return (
+            "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
+            "own, with a head of its own. hf_specdec grows a draft tree with it, wherever it is most confident."
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_specdec.hub.formats.base import (
     Config,
@@ -102,6 +102,21 @@ def eagle3_shapes(fields: Config) -> Shapes:
     if draft_vocab != vocab:
         found["d2t"] = (draft_vocab,)
     return found
+
+
+def peagle_reading(reading: Reading, fields: Config) -> Reading:
+    """The same reading as that of a P-EAGLE drafter; a mask token that its config does not name is asked for later."""
+    mask = fields.get("mask_token_id", (fields.get("dflash_config") or {}).get("mask_token_id"))
+    methods: Any = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = methods[0].get("speculative_tokens")
+    own = {"mask_token_id": mask} | ({} if tokens is None else {"num_draft_tokens": tokens})
+    return Reading(reading.fields | own, reading.names)
+
+
+def peagle_shapes(fields: Config) -> Shapes:
+    """The tensors of a `PEagleDrafter` whose config has these fields."""
+    found = eagle3_shapes(fields)
+    return found | {"mask_hidden": (1, 1, found["fc.weight"][1])}
 
 
 def check_vocabulary_maps(tensors: Mapping[str, Tensor], name: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_specdec.hub.files import CONFIG_FILE
 from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
-from hf_specdec.hub.formats.eagle3 import eagle3_shapes
+from hf_specdec.hub.formats.eagle3 import eagle3_shapes, peagle_shapes
 from hf_specdec.hub.formats.keys import HOST, OURS, Section, decoder
 from hf_specdec.hub.formats.medusa import medusa_shapes
 
@@ -60,11 +60,13 @@ def missing_draft_model(fields: Config, folder: Path | None) -> list[str]:
 
 
 # Of each family, what its config class adds to those of the host.
+_EAGLE3 = (
+    "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_before_head", "norm_before_residual", "norm_output",
+    "own_embeddings", "qk_norm", "target_hidden_size", "target_layer_ids", *OURS,
+)  # fmt: skip
 _KEYS = {
-    "eagle3": decoder(
-        "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_before_head", "norm_before_residual", "norm_output",
-        "own_embeddings", "qk_norm", "target_hidden_size", "target_layer_ids", *OURS,
-    ),
+    "eagle3": decoder(*_EAGLE3),
+    "peagle": decoder("mask_token_id", "num_draft_tokens", *_EAGLE3),
     "medusa": Section(
         OURS.union(("hidden_size", "medusa_num_heads", "medusa_num_layers", "own_head", "vocab_size")), HOST
     ),
@@ -84,7 +86,7 @@ _KEYS = {
         HOST,
     ),
 }  # fmt: skip
-_SHAPES = {"eagle3": eagle3_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
+_SHAPES = {"eagle3": eagle3_shapes, "peagle": peagle_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
 
 
 def own_format(config: Config, name: str) -> Format | None:

@@ -1,4 +1,4 @@
-"""EAGLE-3 as SpecForge exports it: SafeAILab's tensors, more in the config.
+"""EAGLE-3 and P-EAGLE as SpecForge exports them: SafeAILab's tensors, more in the config.
 
 `norm_output`, on by default, is the norm before the head here; elsewhere the same key says which state goes into the
 next draft step. Source: shared facts on formats, section 5.1 and A2, A6; sgl-project/SpecForge.
@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.eagle3 import (
+    check_vocabulary_maps,
+    eagle3_reading,
+    eagle3_shapes,
+    peagle_reading,
+    peagle_shapes,
+)
 from hf_specdec.hub.formats.keys import Section, decoder
 
 # Of a config with an `eagle_config`; the rest of what nvidia's trainer writes there says how its layer is made.
@@ -54,6 +60,11 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours | eagle_config(fields), stored)
 
 
+def read_peagle(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a P-EAGLE drafter as SpecForge writes it."""
+    return peagle_reading(read(fields, stored), fields)
+
+
 SPECFORGE = Format(
     "EAGLE-3 (SpecForge)",
     "eagle3",
@@ -63,3 +74,16 @@ SPECFORGE = Format(
     check=check_vocabulary_maps,
     shapes=eagle3_shapes,
 )
+SPECFORGE_PEAGLE = Format(
+    "P-EAGLE (SpecForge)",
+    "peagle",
+    read_peagle,
+    decoder(
+        "draft_vocab_size", "fc_norm", "mask_token_id", "norm_output", "target_hidden_size",
+        idle=EAGLE_CONFIG["idle"],
+        nested={**EAGLE_CONFIG["nested"], "dflash_config": Section(read=frozenset(("mask_token_id",)))},
+    ),
+    other_weights=("pytorch_model.bin",),
+    check=check_vocabulary_maps,
+    shapes=peagle_shapes,
+)  # fmt: skip

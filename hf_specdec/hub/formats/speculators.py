@@ -1,4 +1,4 @@
-"""The speculators layout of vllm-project: an envelope around a nested layer config: EAGLE-3, DFlash, DSpark.
+"""The speculators layout of vllm-project: an envelope around a nested layer config: EAGLE-3, P-EAGLE, DFlash, DSpark.
 
 Its layer ids are indices of `output_hidden_states`, one more than ours. The nested config leaves out what is at the
 defaults of the class it names; we write every field, since readers differ in what they make of a missing one. Tensors
@@ -14,7 +14,13 @@ from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decode
 from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
 from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
 from hf_specdec.hub.formats.dspark import dspark_shapes, with_heads
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.eagle3 import (
+    check_vocabulary_maps,
+    eagle3_reading,
+    eagle3_shapes,
+    peagle_reading,
+    peagle_shapes,
+)
 from hf_specdec.hub.formats.keys import HOST, Section, decoder
 
 _EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -55,6 +61,11 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
         "target_hidden_size": fields.get("target_hidden_size"),
     }
     return eagle3_reading(ours, stored)
+
+
+def read_peagle(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a P-EAGLE drafter in the speculators layout."""
+    return peagle_reading(read_eagle3(fields, stored), fields)
 
 
 def read_dflash(fields: Config, stored: Headers | None) -> Reading:
@@ -302,6 +313,14 @@ SPECULATORS = {
         _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
         check=check_vocabulary_maps,
         shapes=eagle3_shapes,
+    ),
+    "peagle": Format(
+        "P-EAGLE (speculators)",
+        "peagle",
+        read_peagle,
+        _keys("eagle_aux_hidden_state_layer_ids", "mask_token_id", *_EAGLE3_FLAGS, layer=decoder()),
+        check=check_vocabulary_maps,
+        shapes=peagle_shapes,
     ),
     "dflash": Format(
         "DFlash (speculators)",

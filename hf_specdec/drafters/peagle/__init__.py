@@ -1,0 +1,9 @@
+"""P-EAGLE: an EAGLE-3 layer that drafts all depths in one forward, with a learned state for what is not known yet."""
+
+from hf_specdec.drafters.peagle.configuration import PEagleConfig, PEagleOptions
+from hf_specdec.drafters.peagle.modeling import PEagleDrafter
+from hf_specdec.drafters.registry import register_family
+
+__all__ = ["PEagleConfig", "PEagleDrafter", "PEagleOptions"]
+
+register_family("peagle", drafter=PEagleDrafter)

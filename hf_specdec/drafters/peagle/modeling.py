@@ -1,0 +1,53 @@
+"""PEagleDrafter: EAGLE-3's layers, and a learned stand-in for the target states that are not there yet.
+
+Behind the committed pairs come placeholder pairs, each of the mask token and the stand-in. All are read in one forward:
+the last committed pair drafts the first token, the placeholders one each. Drafted tokens are never fed back, so what is
+drafted are marginals per position, of which `ddtree` makes trees. Source: P-EAGLE, arXiv 2602.01469; shared facts on
+formats of 2026, section 4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.eagle3.modeling import Eagle3Network
+from hf_specdec.drafters.peagle.configuration import PEagleConfig, PEagleOptions
+from hf_specdec.drafters.registry import MARGINAL_METHODS
+
+
+class PEagleDrafter(Eagle3Network):
+    """A P-EAGLE checkpoint as a drafter.
+
+    Drafting options: `PEagleOptions`.
+    """
+
+    config_class = PEagleConfig
+    config: PEagleConfig
+    options_class = PEagleOptions
+    options: PEagleOptions
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        # Stands for the joined states, before the norms around `fc`.
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.num_taps * config.target_hidden_size))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.peagle.candidates import PEagleMarginals
+
+        return MARGINAL_METHODS[self.method](PEagleMarginals(self, target), self.options)
+
+    def card_summary(self) -> str:
+        return (
+            "A P-EAGLE drafter: it drafts several tokens in one forward, from fused hidden states of the target and a "
+            "learned stand-in for those that are not there yet. hf_specdec makes draft trees of what it says."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        return super().card_facts() | {"Tokens drafted in one forward": str(self.config.num_draft_tokens)}
