@@ -17,9 +17,10 @@ from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.peagle import PEagleDrafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, read_json
-from hf_specdec.hub.formats.speculators import write_dflash, write_dspark, write_eagle3
+from hf_specdec.hub.formats.speculators import write_dflash, write_dspark, write_eagle3, write_peagle
 
 Engine = Literal["vllm"]
 # Why the others are not served elsewhere.
@@ -78,6 +79,8 @@ def export_drafter(
     write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
     if isinstance(drafter, Eagle3Drafter):
         write, fields = write_eagle3, drafter.config.to_dict()
+    elif isinstance(drafter, PEagleDrafter):
+        write, fields = write_peagle, drafter.config.to_dict()
     elif isinstance(drafter, DSparkDrafter):
         write, fields = write_dspark, _dflash_fields(drafter)
     elif isinstance(drafter, DFlashDrafter):
@@ -85,7 +88,9 @@ def export_drafter(
     else:
         family = _family(drafter)
         why = _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
-        raise ValueError(f"{name!r} cannot be exported to {to}: {why}. EAGLE-3, DFlash and DSpark drafters can.")
+        raise ValueError(
+            f"{name!r} cannot be exported to {to}: {why}. EAGLE-3, P-EAGLE, DFlash and DSpark drafters can."
+        )
     target_id = drafter.config.target_name_or_path if target_id is None else target_id
     place = _target_place(target_id)
     if place is None:

@@ -25,6 +25,7 @@ from tests.methods import (
     make_dspark,
     make_eagle3,
     make_medusa,
+    make_peagle,
     make_specblock,
     make_specbound,
     make_specbranch,
@@ -175,6 +176,7 @@ DRAFTERS: dict[str, Any] = {
         make_eagle3,
         {"target_layer_ids": [0, 1, 3, 5], "hidden_size": 48, "target_hidden_size": 32, "own_embeddings": True},
     ),
+    "peagle": (make_peagle, {"target_layer_ids": [1, 3, 4], "own_embeddings": True, "norm_before_fc": True}),
     "dflash": (make_dflash, {}),
     "dflash, own head over a draft vocabulary": (
         make_dflash,
@@ -197,7 +199,12 @@ DRAFTERS: dict[str, Any] = {
         },
     ),
 }
-KINDS = {make_dflash: "DFlash (speculators)", make_dspark: "DSpark (speculators)", make_eagle3: "EAGLE-3 (speculators)"}
+KINDS = {
+    make_peagle: "P-EAGLE (speculators)",
+    make_dflash: "DFlash (speculators)",
+    make_dspark: "DSpark (speculators)",
+    make_eagle3: "EAGLE-3 (speculators)",
+}
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -211,7 +218,7 @@ def test_exported_drafter_reads_back_tensor_for_tensor_and_drafts_the_same(
             parameter.data += 0.5 * torch.randn_like(parameter)
     if make is make_eagle3:
         drafter.set_options(**TREE)
-    elif drafter.config.maps_vocabulary:
+    elif make is not make_peagle and drafter.config.maps_vocabulary:
         drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
     exported(drafter, tmp_path)
     found = inspect_drafter(tmp_path)
@@ -251,6 +258,7 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
         (make_dflash, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
         (make_dflash, {"final_logit_softcapping": 30.0}, {}, "this layout has no cap on logits"),
         (make_dflash, {"is_causal": True}, {}, r"of the kinds .*\[\(None, True\)\]; this layout has full layers"),
+        (make_peagle, {"fc_norm": True}, {}, "fc_norm is true, and vLLM does not read it of P-EAGLE drafters"),
         (make_eagle3, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
         (make_dflash, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
         (

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.peagle import PEagleDrafter
 from tests.hub.layouts import LAYERS
 from tests.hub.test_export import DRAFTERS, MIXED, exported
 from tests.methods import make_dflash
@@ -54,6 +55,8 @@ class Export:
     def method(self) -> str:
         if isinstance(self.drafter, Eagle3Drafter):
             return "eagle3"
+        if isinstance(self.drafter, PEagleDrafter):
+            return "peagle"
         return "dspark" if isinstance(self.drafter, DSparkDrafter) else "dflash"
 
     @property
@@ -61,10 +64,10 @@ class Export:
         """A pattern for the names that vLLM's draft classes have room for."""
         biased = {"q_proj|k_proj|v_proj|o_proj": "attention_bias", "gate_proj|up_proj|down_proj": "mlp_bias"}
         biases = "|".join(names for names, flag in biased.items() if self.layer.get(flag)) or "none"
-        own = r"input_norm|fc_norm\.\d" if self.method == "eagle3" else "hidden_norm"
+        own = r"input_norm|fc_norm\.\d" if self.method in ("eagle3", "peagle") else "hidden_norm"
         heads = r"markov_head\.markov_w[12]\.weight|confidence_head\.proj\.(weight|bias)"
         in_layers = r"((self_attn|mlp)\.\w+_proj|self_attn\.[qk]_norm|\w+layernorm|hidden_norm)"
-        others = heads if self.method == "dspark" else "none"
+        others = {"dspark": heads, "peagle": "mask_hidden"}.get(self.method, "none")
         weights = rf"(embed_tokens|lm_head|fc|norm|{own}|layers\.\d\.{in_layers})\.weight"
         return rf"{others}|d2t|({weights})|layers\..*({biases})\.bias"
 

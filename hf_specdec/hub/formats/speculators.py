@@ -153,6 +153,15 @@ def write_eagle3(fields: Config, target: Config) -> Config:
     return config | {"transformer_layer_config": layer}
 
 
+def write_peagle(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `PEagleDrafter` whose config has these fields; arguments as for `write_eagle3`."""
+    if fields["fc_norm"]:
+        raise ValueError("fc_norm is true, and vLLM does not read it of P-EAGLE drafters.")
+    tokens = fields["num_draft_tokens"]
+    envelope = _envelope("peagle", fields, target, "PEagleSpeculator", speculative_tokens=tokens)
+    return write_eagle3(fields, target) | envelope | {"mask_token_id": fields["mask_token_id"]}
+
+
 def write_dflash(fields: Config, target: Config) -> Config:
     """The `config.json` for a `DFlashDrafter` whose config has these fields; arguments as for `write_eagle3`."""
     if fields["dflash_config"].get("sample_from_anchor"):
@@ -231,7 +240,7 @@ def _envelope(kind: str, fields: Config, target: Config, architecture: str, spec
     """What every speculators config has around its layer config.
 
     Args:
-        kind: "eagle3", "dflash" or "dspark".
+        kind: "eagle3", "peagle", "dflash" or "dspark".
         fields: of our config.
         target: `id` on the Hub or path of its folder, `architectures` and `num_layers`; the last two may be unknown,
             empty or None.
