@@ -46,7 +46,6 @@ class PEagleMarginals(PairCache, BlockMarginals):
                     cache=cache,
                 )
             outputs = torch.cat([outputs, placeholders], dim=1)
-            cache.rollback()
         logits: Tensor = drafter.logits(outputs)
         if drafter.config.maps_vocabulary:
             ids = torch.arange(logits.shape[-1], device=logits.device)
