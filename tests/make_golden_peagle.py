@@ -4,7 +4,7 @@ Needs an environment of its own, since the package asks for an older transformer
 The file holds a checkpoint in the speculators layout, its target, a text of the target, and for each place of it, as
 the root, the logits of all depths, from the reference's own training forward.
 
-    TORCHDYNAMO_DISABLE=1 python tests/make_golden_peagle.py
+    TORCHDYNAMO_DISABLE=1 python -m tests.make_golden_peagle
 """
 
 from __future__ import annotations
@@ -16,19 +16,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, PROMPT, PLACES, DEPTHS = 64, 48, 32, 4, 6, 40, 5
+from tests.make_golden_dspark import HIDDEN, PLACES, PROMPT, VOCAB, make_target
 
-
-def make_target() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=VOCAB, num_hidden_layers=LAYERS, initializer_range=0.3, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=None, pad_token_id=0, **shape,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+DRAFT_VOCAB, DEPTHS = 48, 5
 
 
 def make_drafter(folder: str) -> object:

@@ -254,15 +254,21 @@ def test_features_marginals_and_trees_of_every_round_equal_the_reference(file: P
         assert tree.parents[0].tolist() == expected_round["tree"]["parents"]
 
 
+def unpacked(file: Path, folder: Path) -> tuple[dict[str, Tensor], PreTrainedModel]:
+    """The tensors of a set that `speculators` made, and its target; the checkpoint in it is written to a folder."""
+    tensors, described = load_file(file), metadata(file)
+    config = CONFIG_MAPPING["llama"].from_dict(json.loads(described["target_config"]))
+    target: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    target.load_state_dict(part_of(tensors, "target."))
+    (folder / "config.json").write_text(described["config"])
+    save_file(part_of(tensors, "checkpoint."), folder / "model.safetensors")
+    return tensors, target
+
+
 @pytest.mark.parametrize("file", golden("dspark_*.safetensors", "dspark-"))
 def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> None:
     """A checkpoint that `speculators` wrote, at 40 places of a text: the drafted tokens, and how likely they are."""
-    tensors, described = load_file(file), metadata(file)
-    config = CONFIG_MAPPING["llama"].from_dict(json.loads(described["target_config"]))
-    target = AutoModelForCausalLM.from_config(config).eval()
-    target.load_state_dict(part_of(tensors, "target."))
-    (tmp_path / "config.json").write_text(described["config"])
-    save_file(part_of(tensors, "checkpoint."), tmp_path / "model.safetensors")
+    tensors, target = unpacked(file, tmp_path)
     watched = Watched(load_drafter(tmp_path, target, method="dspark_chain"))
     tree_of_one = Watched(load_drafter(tmp_path, target, tree_budget=1))
     first, count = int(tensors["first_place"]), len(tensors["tokens"])
@@ -280,3 +286,26 @@ def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> No
         assert likeliest is not None
         expected = tensors["logits"][index, 0].log_softmax(-1).amax()
         torch.testing.assert_close(likeliest[0, 1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", golden("peagle.safetensors", "peagle-"))
+def test_peagle_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> None:
+    """The same for P-EAGLE: the logits of all depths, and the drafted tokens."""
+    tensors, target = unpacked(file, tmp_path)
+    drafter: Any = load_drafter(tmp_path, target, method="dflash")
+    watched = Watched(drafter)
+    text, expected, first = tensors["text"], tensors["logits"], int(tensors["first_place"])
+    assert drafter.config.num_draft_tokens == expected.shape[1]
+    new = text.shape[1] - first
+    output = target.generate(text[:, :first], max_new_tokens=new, do_sample=False, assistant_model=watched)
+    assert output.tolist() == text.tolist()
+    ids = drafter.to_target_ids(torch.arange(expected.shape[-1]))
+    assert len(watched.rounds) >= 32
+    for each in watched.rounds:
+        rows = expected[len(each.text(0)) - 1]
+        known = rows.isfinite().all(-1)  # near the end the reference has no place for all depths
+        assert each.logits is not None
+        torch.testing.assert_close(each.logits[0, known][:, ids], rows[known], rtol=1e-5, atol=1e-5)
+        drafted, likeliest = each.tree.token_ids[0, 1:], ids[rows.argmax(-1)]
+        known = known[: len(drafted)]
+        assert drafted[known].tolist() == likeliest[: len(drafted)][known].tolist()

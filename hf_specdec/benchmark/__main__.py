@@ -36,6 +36,8 @@ from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import floating_dtype, usable_device
 from hf_specdec.visualize.page import pictures
 
+PART = "report.part.jsonl"  # of a run under way, or stopped
+
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
@@ -116,10 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.from_records is not None:
             made, folder = records.read(arguments.from_records), arguments.from_records.parent
         else:
-            folder = Path("benchmark")
-            made = _kept(_measure(arguments, ["hf-specdec", "bench", *given]), arguments.output or folder)
+            folder = arguments.output or Path("benchmark")
+            made = _kept(_measure(arguments, ["hf-specdec", "bench", *given]), folder / PART)
+            _show(made)
         for path in write_reports(made, arguments.output or folder):
             print(path)
+        if arguments.from_records is None:
+            (folder / PART).unlink()
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-specdec bench: {error}", file=sys.stderr)
         return 2
@@ -136,23 +141,21 @@ def write_reports(made: Sequence[Record], folder: Path) -> list[Path]:
     return paths
 
 
-def _kept(made: Iterable[Record], folder: Path) -> list[Record]:
-    """All records of a run, and prints the Markdown report.
-
-    Each is written as soon as there is one, to report.part.jsonl, which stays where the run is stopped.
-    """
-    part = folder / "report.part.jsonl"
+def _kept(made: Iterable[Record], path: Path) -> list[Record]:
+    """All records of a run; each is written to a file as soon as there is one, which stays where the run is stopped."""
     kept: list[Record] = []
     for record in made:  # the first one comes when all arguments have been looked at
-        folder.mkdir(parents=True, exist_ok=True)
-        with part.open("a" if kept else "w", encoding="utf-8") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if kept else "w", encoding="utf-8") as file:
             file.write(records.line(record) + "\n")
         kept.append(record)
-    part.unlink()
+    return kept
+
+
+def _show(made: Sequence[Record]) -> None:
     from rich.console import Console  # of the bench extra
 
-    Console(stderr=True).print(markdown(kept), markup=False, highlight=False, soft_wrap=True)
-    return kept
+    Console(stderr=True).print(markdown(made), markup=False, highlight=False, soft_wrap=True)
 
 
 def _measure(arguments: argparse.Namespace, command: list[str]) -> Iterator[Record]:

@@ -26,7 +26,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.options import DrafterOptions
 
-# The last projections of attention, recurrent mixers and MLPs, what a layer adds comes from.
+# The last projections of attention, recurrent mixers and MLPs: what a layer adds comes from them.
 WRITERS = ("o_proj", "out_proj", "down_proj", "output_linear")
 WRONG = 5  # what a wrong draft is away from the right one; alternatives are further
 

@@ -32,7 +32,8 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
     def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or what drafts as one
         options = drafter.options
         self.depth, self.top_k, self.tree_budget = options.depth, options.top_k, options.node_limit
-        super().__init__(drafter, target, depth=self.depth, room=(self.depth - 1) * self.top_k)
+        room = (self.depth - 1) * self.top_k
+        super().__init__(drafter, target, depth=self.depth, room=room, compile_mode=options.compile_mode)
         self.drafts_early = self.calls is not None
         self.path_logprobs: Any  # [batch, nodes], of the latest tree
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import Committed
-from hf_specdec.decoding.graphs import nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
@@ -31,9 +31,10 @@ class PairCache:
         target: of the call.
         depth: tokens that a round drafts at most one behind the other.
         room: entries that drafting writes behind the pairs.
+        compile_mode: see `DrafterOptions`.
     """
 
-    def __init__(self, drafter: Any, target: TargetModel, *, depth: int, room: int) -> None:
+    def __init__(self, drafter: Any, target: TargetModel, *, depth: int, room: int, compile_mode: CompileMode) -> None:
         self.drafter, self.room = drafter, room
         self.own_embeddings = drafter.config.own_embeddings
         self.embeddings: nn.Module = (
@@ -42,7 +43,7 @@ class PairCache:
         self.vocab_size: int  # columns of the target's logits
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None
-        self.calls = static_calls(self, drafter, (self.embeddings,), drafter.options.compile_mode)
+        self.calls = static_calls(self, drafter, (self.embeddings,), compile_mode)
         self.width = nodes_bucket(depth + 1)  # of what a round commits at most
         self.target = target  # its cache tells how long rows may grow
         # [batch, hidden], the drafter's output at each row's last pair.

@@ -1,4 +1,4 @@
-"""P-EAGLE in one `generate` call: the marginals of all depths, from one forward behind the committed pairs."""
+"""P-EAGLE in one `generate` call: the marginals of all depths, from placeholders behind the committed pairs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PEagleMarginals(PairCache, BlockMarginals):
 
     def __init__(self, drafter: PEagleDrafter, target: TargetModel) -> None:
         self.further = drafter.config.num_draft_tokens - 1
-        super().__init__(drafter, target, depth=1 + self.further, room=self.further)
-        self.drafts_early = False
+        # Nothing of it is captured: what reads the placeholders would have to be, too.
+        super().__init__(drafter, target, depth=1 + self.further, room=self.further, compile_mode="none")
 
     @in_inference_mode
     def marginals(self, context: DraftContext) -> Tensor:

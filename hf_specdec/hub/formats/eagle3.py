@@ -21,6 +21,7 @@ from hf_specdec.hub.formats.base import (
     mlp_shapes,
     with_defaults,
 )
+from hf_specdec.hub.formats.dflash import once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,11 +106,17 @@ def eagle3_shapes(fields: Config) -> Shapes:
 
 
 def peagle_reading(reading: Reading, fields: Config) -> Reading:
-    """The same reading as that of a P-EAGLE drafter; a mask token that its config does not name is asked for later."""
-    mask = fields.get("mask_token_id", (fields.get("dflash_config") or {}).get("mask_token_id"))
-    methods: Any = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
-    own = {"mask_token_id": mask} | ({} if tokens is None else {"num_draft_tokens": tokens})
+    """The same reading as that of a P-EAGLE drafter; a mask token that its config does not name is asked for later.
+
+    Raises:
+        ValueError: the mask token is said twice, with two values, or the proposal methods say no number of tokens.
+    """
+    own = {"mask_token_id": once(fields, fields.get("dflash_config") or {}, "mask_token_id")}
+    methods: Any = (fields.get("speculators_config") or {}).get("proposal_methods")
+    if methods:
+        if not isinstance(methods, list) or not isinstance(methods[0], dict) or "speculative_tokens" not in methods[0]:
+            raise ValueError(f"proposal_methods is {methods!r}; its first entry must say speculative_tokens.")
+        own |= {"num_draft_tokens": methods[0]["speculative_tokens"]}
     return Reading(reading.fields | own, reading.names)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.peagle import PEagleConfig, PEagleDrafter
+from hf_specdec.hub.formats.base import Reading
+from hf_specdec.hub.formats.eagle3 import peagle_reading
 from tests.methods import make_peagle
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
@@ -56,6 +58,15 @@ def test_drafts_are_the_marginals_of_one_causal_forward(target: PreTrainedModel,
     for each in watched.rounds:
         expected = one_forward(drafter, target, torch.tensor([each.text(0)])).argmax(-1)
         assert each.tree.token_ids[0, 1:].tolist() == drafter.to_target_ids(expected).tolist()
+
+
+def test_a_mask_token_said_twice_and_proposals_without_a_number_raise() -> None:
+    reading = Reading({}, {})
+    with pytest.raises(ValueError, match="mask_token_id is 3 at the top and 4 in dflash_config"):
+        peagle_reading(reading, {"mask_token_id": 3, "dflash_config": {"mask_token_id": 4}})
+    for methods in ({"speculative_tokens": 4}, ["greedy"], [{}]):
+        with pytest.raises(ValueError, match="its first entry must say speculative_tokens"):
+            peagle_reading(reading, {"speculators_config": {"proposal_methods": methods}})
 
 
 def test_a_config_without_its_mask_token_says_what_to_add() -> None:
