@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.mtp import Layout, MTPDrafter, find_layout
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_headers, read_json
+from hf_specdec.hub.files import Source
+from hf_specdec.hub.target_files import locate_target
 
 MTP = "mtp"
 
@@ -43,36 +43,21 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
             "The target has no name_or_path, so the checkpoint with its multi-token-prediction layer is unknown: load "
             "it with from_pretrained."
         )
-    commit = getattr(target.config, "_commit_hash", None)
-    source = replace(source, name=target.name_or_path, revision=None)
-    folder = source.locate([CONFIG_FILE, INDEX_FILE], revision=commit)
+    files = locate_target(replace(source, name=target.name_or_path), getattr(target.config, "_commit_hash", None))
     config = target.config.get_text_config(decoder=True)
-    if (folder / INDEX_FILE).is_file():
-        files: dict[str, str] = read_json(folder / INDEX_FILE, source.name).get("weight_map") or {}
-    else:
-        folder = source.locate([WEIGHTS_FILE], revision=commit)
-        files = dict.fromkeys(read_headers([folder / WEIGHTS_FILE], source.name), WEIGHTS_FILE)
-    layout = find_layout(files, config.num_hidden_layers, config.model_type)
+    layout = find_layout(files.shards, config.num_hidden_layers, config.model_type)
     if layout is None:
         if not asked:
             return None
-        raise ValueError(_nothing_found(target, files))
-    wanted = sorted(name for name in files if _belongs(name, layout))
+        raise ValueError(_nothing_found(target, files.shards))
+    wanted = sorted(name for name in files.shards if _belongs(name, layout))
     scaled = [name for name in wanted if name.endswith("weight_scale_inv")]
     if scaled:
         raise ValueError(
-            f"The multi-token-prediction layer of {source.name!r} is stored in blocks of 8 bits with scales "
+            f"The multi-token-prediction layer of {target.name_or_path!r} is stored in blocks of 8 bits with scales "
             f"({scaled[0]} and {len(scaled) - 1} more), which is not read: use a checkpoint of the target in bfloat16."
         )
-    shards = sorted({files[name] for name in wanted})
-    if any("/" in shard or not shard.endswith(".safetensors") for shard in shards):
-        raise ValueError(f"{INDEX_FILE} of {source.name!r} names {shards}, which are no safetensors files beside it.")
-    folder = source.locate(shards, revision=commit)
-    tensors: dict[str, Any] = {}
-    for shard in shards:
-        with safe_open(folder / shard, framework="pt") as stored:
-            tensors |= {name: stored.get_tensor(name) for name in wanted if files[name] == shard}
-    return MTPDrafter(target, layout, tensors, **drafting_options)
+    return MTPDrafter(target, layout, files.load(wanted), **drafting_options)
 
 
 def _belongs(name: str, layout: Layout) -> bool:

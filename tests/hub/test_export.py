@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
+from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
+from hf_specdec.training.causal_lm import new_draft_model, take_vocabulary
 from tests.hub.layouts import LAYERS, TREE
 from tests.hub.test_formats import run
 from tests.methods import (
     make_causal_lm,
     make_dflash,
+    make_dflash2,
     make_dspark,
     make_eagle3,
     make_medusa,
@@ -185,6 +188,8 @@ DRAFTERS: dict[str, Any] = {
     "dflash, sliding layers": (make_dflash, SLIDING),
     "dflash, sliding layers, not causal": (make_dflash, SLIDING | {"is_causal": False}),
     "dflash, use_swa": (make_dflash, {"dflash_config": {"use_swa": True, "swa_window_size": 5}}),
+    "dflash2": (make_dflash2, {}),
+    "dflash2, sliding layers, not causal": (make_dflash2, SLIDING | {"is_causal": False}),
     "dspark": (make_dspark, {}),
     "dspark, fill-in slots, own head over a draft vocabulary, no confidence head": (
         make_dspark,
@@ -202,6 +207,7 @@ DRAFTERS: dict[str, Any] = {
 KINDS = {
     make_peagle: "P-EAGLE (speculators)",
     make_dflash: "DFlash (speculators)",
+    make_dflash2: "DFlash 2 (speculators)",
     make_dspark: "DSpark (speculators)",
     make_eagle3: "EAGLE-3 (speculators)",
 }
@@ -232,6 +238,67 @@ def test_exported_drafter_reads_back_tensor_for_tensor_and_drafts_the_same(
     assert run(target, loaded) == run(target, drafter)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("make", [make_dflash, make_dspark])
+def test_rows_of_the_targets_head_go_with_a_draft_vocabulary(make: Any, tied: bool, tmp_path: Path) -> None:
+    target = make_target("llama", "sdpa", torch.float32, num_hidden_layers=LAYERS, tie_word_embeddings=tied)
+    target.save_pretrained(tmp_path / "target", max_shard_size="20KB")
+    drafter = make(target, dflash_config={"draft_vocab_size": 24}).to(torch.bfloat16)
+    drafter.d2t.copy_(torch.arange(24))
+    with pytest.warns(UserWarning, match="names its target by the folder"):
+        export_drafter(drafter, tmp_path / "out", target_id=str(tmp_path / "target"))
+    head = load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]
+    assert head.dtype == torch.float32, "the target's numbers are not rounded"
+    torch.testing.assert_close(head, target.lm_head.weight[torch.arange(24) + drafter.d2t], rtol=0, atol=0)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 24
+    assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"], "of the target's folder"
+    loaded = load_drafter(tmp_path / "out", target, dtype=torch.float32, **asdict(drafter.options))
+    assert run(target, loaded) == run(target, drafter.to(torch.float32))
+
+
+def test_head_that_is_not_in_the_targets_files_raises_and_writes_nothing(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    drafter = make_dflash(target, dflash_config={"draft_vocab_size": 24})
+    arguments: dict[str, Any] = {**TARGET, "target_id": str(tmp_path / "target")}
+    other = make_target("llama", "sdpa", torch.float32, hidden_size=16, num_hidden_layers=1)
+    other.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match=r"24 of 64 tokens.*lm_head.weight is \[64, 16\].*not \[64, 32\]: another"):
+        export_drafter(drafter, tmp_path / "out", **arguments)
+    save_file({"other": torch.zeros(1)}, tmp_path / "target" / "model.safetensors")
+    with pytest.raises(ValueError, match="among the 1 tensors of the target there is no head"):
+        export_drafter(drafter, tmp_path / "out", **arguments)
+    (tmp_path / "target" / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="rows of the head of its target .*, and the target's files cannot be read"):
+        export_drafter(drafter, tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_draft_model_with_a_draft_vocabulary_gets_all_rows_and_drafts_the_same(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    target.save_pretrained(tmp_path / "target")
+    drafter = make_causal_lm(target, method="causal_lm_chain")
+    with pytest.raises(ValueError, match="needs no export: a plain language model is served as it is"):
+        export_drafter(drafter, tmp_path / "out", **TARGET)
+    model = new_draft_model(target, 1, draft_vocab_size=40)
+    with torch.no_grad():
+        take_vocabulary(model, target, torch.arange(40) + torch.arange(40) // 2)
+    cut = CausalLMDrafter(model.eval(), method="causal_lm_chain")
+    for _ in range(2):  # the second time over an earlier export
+        export_drafter(cut, tmp_path / "out", target_id=str(tmp_path / "target"))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert whole.get_input_embeddings().num_embeddings == whole.config.vocab_size == 64
+    assert run(target, CausalLMDrafter(whole, method="causal_lm_chain")) == run(target, cut)
+    other = make_target("llama", "sdpa", torch.float32, vocab_size=32)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="drafts the token 58, and its target '.*other' has 32: name the target that"):
+        export_drafter(cut, tmp_path / "out", target_id=str(tmp_path / "other"))
+    with pytest.raises(OSError, match="gets a row for each other one.*config of its target '/absent', which cannot be"):
+        export_drafter(cut, tmp_path / "out", target_id="/absent")
+
+
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 
 
@@ -258,6 +325,13 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
         (make_dflash, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
         (make_dflash, {"final_logit_softcapping": 30.0}, {}, "this layout has no cap on logits"),
         (make_dflash, {"is_causal": True}, {}, r"of the kinds .*\[\(None, True\)\]; this layout has full layers"),
+        (
+            make_dflash2,
+            {"dflash_config": {"output_multiplier": 0.5}},
+            {},
+            "output_multiplier is 0.5, and this layout",
+        ),
+        (make_dflash2, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
         (make_peagle, {"fc_norm": True}, {}, "fc_norm is true, and vLLM does not read it of P-EAGLE drafters"),
         (make_eagle3, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
         (make_dflash, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
@@ -269,7 +343,6 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
         ),
         (make_eagle3, {"qk_norm": True, "mlp_bias": True}, {}, "mlp_bias is set beside norms of queries and keys"),
         (make_dspark, {"dflash_config": {"markov_head_type": "gated"}}, {}, "vLLM has vanilla Markov heads only"),
-        (make_dspark, {"dflash_config": {"draft_vocab_size": 32}}, {}, "wants a draft vocabulary to come with a head"),
         (lambda target: MergedDrafter(NGramDrafter(), SuffixDrafter()), {}, {}, "vLLM runs one drafter at a time"),
         (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads as they were published"),
         (make_specblock, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),

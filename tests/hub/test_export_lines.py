@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.dflash2 import DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
@@ -57,6 +58,8 @@ class Export:
             return "eagle3"
         if isinstance(self.drafter, PEagleDrafter):
             return "peagle"
+        if isinstance(self.drafter, DFlash2Drafter):
+            return "dflash2"
         return "dspark" if isinstance(self.drafter, DSparkDrafter) else "dflash"
 
     @property
@@ -67,7 +70,9 @@ class Export:
         own = r"input_norm|fc_norm\.\d" if self.method in ("eagle3", "peagle") else "hidden_norm"
         heads = r"markov_head\.markov_w[12]\.weight|confidence_head\.proj\.(weight|bias)"
         in_layers = r"((self_attn|mlp)\.\w+_proj|self_attn\.[qk]_norm|\w+layernorm|hidden_norm)"
-        others = {"dspark": heads, "peagle": "mask_hidden"}.get(self.method, "none")
+        conv = r"layers\.\d\.(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)"
+        selector = r"candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)"
+        others = {"dspark": heads, "peagle": "mask_hidden", "dflash2": f"{conv}|{selector}"}.get(self.method, "none")
         weights = rf"(embed_tokens|lm_head|fc|norm|{own}|layers\.\d\.{in_layers})\.weight"
         return rf"{others}|d2t|({weights})|layers\..*({biases})\.bias"
 
@@ -231,7 +236,7 @@ EAGLE3_LINES: dict[str, Callable[[Export], bool]] = {
 }
 DFLASH_LINES: dict[str, Callable[[Export], bool]] = {
     "10.3 every field of the smallest config": lambda x: set(DFLASH_KEYS) <= names_of(x.config),
-    "10.3 architectures": lambda x: x.config["architectures"] == ["DFlashDraftModel"],
+    "10.3 architectures": lambda x: x.config["architectures"] == [x.drafter.config.architecture],
     "10.3 layers are qwen3's": lambda x: x.layer["model_type"] == "qwen3",
     "10.3 aux_hidden_state_layer_ids are z-lab's ids + 1": lambda x: (
         x.config["aux_hidden_state_layer_ids"] == [layer + 1 for layer in x.taps]

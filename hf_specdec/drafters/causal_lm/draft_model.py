@@ -29,26 +29,36 @@ def target_ids_of(model: PreTrainedModel) -> Tensor | None:
 
 
 @torch.no_grad()
-def with_whole_vocabulary(draft_model: PreTrainedModel, target: PreTrainedModel) -> PreTrainedModel:
-    """The draft model with a row for each of the target's tokens, as transformers' own assisted generation needs it.
+def with_whole_vocabulary(draft_model: PreTrainedModel, vocab_size: int) -> PreTrainedModel:
+    """The draft model with a row for each of the target's tokens, which all other software needs.
 
-    Rows that it was not trained with are the target's.
+    It drafts as it does here: a token that there is no row for is read as the last row, and its logit is 0, below that
+    of the likeliest token of any language model in use.
 
     Args:
         draft_model: returned itself where it was not cut to a draft vocabulary.
-        target: that it was trained for.
+        vocab_size: rows of the target's embedding.
     """
     target_ids = target_ids_of(draft_model)
     if target_ids is None:
         return draft_model
-    whole: PreTrainedModel = copy.deepcopy(draft_model)
-    del whole.config.draft_token_ids
-    whole.generation_config = copy.deepcopy(target.generation_config)
-    whole.resize_token_embeddings(target.get_input_embeddings().num_embeddings, mean_resizing=False)
-    for tables_of in ("get_input_embeddings", "get_output_embeddings"):
-        table, own, of_target = (getattr(model, tables_of)().weight for model in (whole, draft_model, target))
-        table.copy_(of_target)
-        table[target_ids.to(table.device)] = own
+    table: Tensor = draft_model.get_input_embeddings().weight
+    ids = target_ids.to(table.device)
+    embeddings = table[DraftVocabulary(ids, len(table)).rows(torch.arange(vocab_size, device=table.device))]
+    head = torch.zeros_like(embeddings)
+    head[ids] = draft_model.get_output_embeddings().weight
+    config = copy.deepcopy(draft_model.config)
+    del config.draft_token_ids
+    text = config.get_text_config(decoder=True)
+    text.vocab_size, text.tie_word_embeddings = vocab_size, False
+    config.tie_word_embeddings = False
+    whole: PreTrainedModel = type(draft_model)(config).to(table.device, table.dtype).eval()
+    shapes = {name: tensor.shape for name, tensor in whole.state_dict().items()}
+    own = {name: tensor for name, tensor in draft_model.state_dict().items() if tensor.shape == shapes[name]}
+    whole.load_state_dict(own, strict=False)
+    whole.get_input_embeddings().weight.copy_(embeddings)
+    whole.get_output_embeddings().weight.copy_(head)
+    whole.generation_config = copy.deepcopy(draft_model.generation_config)
     return whole
 
 

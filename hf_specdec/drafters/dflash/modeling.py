@@ -110,6 +110,7 @@ class DFlashDrafter(PretrainedDrafter):
     d2t: Tensor
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["DFlashLayer"]
+    layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
     # Some savers write this buffer; it follows from the config.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
@@ -118,7 +119,7 @@ class DFlashDrafter(PretrainedDrafter):
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DFlashLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config) for _ in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         if config.own_embeddings:
@@ -164,7 +165,7 @@ class DFlashDrafter(PretrainedDrafter):
         context = self.hidden_norm(self.fc(features))
         if self.config.own_embeddings:  # a target may have tokens that this table lacks
             block_ids = known_ids(block_ids, self.embed_tokens.num_embeddings)
-        hidden = embed_tokens(block_ids).to(self.norm.weight)
+        hidden = self.embed(block_ids, embed_tokens).to(self.norm.weight)
         rotary = self.rotary_emb(hidden, position_ids)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, context, rotary, masks[index] if masks else None, cache, index)
@@ -178,6 +179,11 @@ class DFlashDrafter(PretrainedDrafter):
                 None, logits
             )
         return NeverProposedLogitsProcessor(self.config.mask_token_id)(None, logits)
+
+    def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
+        """[batch, block] int64 -> [batch, block, hidden], what enters the first draft layer."""
+        embedded: Tensor = embed_tokens(block_ids)
+        return embedded
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
         """[..., hidden] after the final norm -> [..., draft_vocab] float32, in the drafter's own ids."""
