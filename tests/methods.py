@@ -15,6 +15,7 @@ from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
+from hf_specdec.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
@@ -81,6 +82,29 @@ def make_dspark_chain(target: PreTrainedModel, **settings: Any) -> DSparkDrafter
     """The same with a recurrent head, drafting one path; drawn at random where the call samples."""
     heads = {"markov_head_type": "rnn"} | settings.pop("dflash_config", {})
     return make_dspark(target, **{"method": "dspark_chain", "dflash_config": heads, **settings})
+
+
+def make_dflash2(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> DFlash2Drafter:
+    """A random DFlash 2 drafter that fits `target` and drafts trees; `settings` as for `make_dflash`."""
+    options = {"tree_budget": 9} | {name: settings.pop(name) for name in ("method", "tree_budget") if name in settings}
+    top_k = min(7, target.get_input_embeddings().num_embeddings - 2)
+    added = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": top_k}
+    settings["dflash_config"] = added | settings.get("dflash_config", {})
+    config = dflash_config(target, DFlash2Config, **settings)
+    torch.manual_seed(seed)
+    drafter = DFlash2Drafter(config).eval()
+    for name, parameter in drafter.named_parameters():  # convolutions begin as if they were not there
+        if "_conv." in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    drafter.set_options(**options)
+    return drafter
+
+
+def make_dflash2_chain(target: PreTrainedModel, **settings: Any) -> DFlash2Drafter:
+    """The same with further factors, drafting one path; drawn at random where the call samples."""
+    factors = {"output_multiplier": 0.8, "input_embedding_scale": 1.5} | settings.pop("dflash_config", {})
+    defaults = {"method": "dflash2_chain", "final_logit_softcapping": 20.0, "dflash_config": factors}
+    return make_dflash2(target, **{**defaults, **settings})
 
 
 def make_eagle3(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Eagle3Drafter:
@@ -151,7 +175,8 @@ def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDr
     tensors = {f"layer.{name}": tensor.clone() for name, tensor in layer[-1].state_dict().items()}
     hidden = target.config.hidden_size
     joined = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
-    tensors |= {"join.weight": joined, **{f"{name}.weight": base.norm.weight.data.clone() for name in ("e", "h", "f")}}
+    norms = {f"{name}.{key}": tensor.clone() for key, tensor in base.norm.state_dict().items() for name in "ehf"}
+    tensors |= {"join.weight": joined, **norms}
     return MTPDrafter(target, Layout("e", "h", "join", "f", "layer."), tensors, **{"depth": 3, "top_k": 3, **options})
 
 
@@ -258,6 +283,8 @@ def make_merged_three(target: PreTrainedModel) -> Drafter:
 METHODS: dict[str, Callable[..., Drafter]] = {
     "dflash": make_dflash,
     "ddtree": make_ddtree,
+    "dflash2": make_dflash2,
+    "dflash2_chain": make_dflash2_chain,
     "dspark": make_dspark,
     "dspark_chain": make_dspark_chain,
     "ngram": make_ngram,

@@ -254,15 +254,35 @@ def test_features_marginals_and_trees_of_every_round_equal_the_reference(file: P
         assert tree.parents[0].tolist() == expected_round["tree"]["parents"]
 
 
-def unpacked(file: Path, folder: Path) -> tuple[dict[str, Tensor], PreTrainedModel]:
-    """The tensors of a set that `speculators` made, and its target; the checkpoint in it is written to a folder."""
+def unpacked(file: Path, folder: Path, case: str = "") -> tuple[dict[str, Tensor], PreTrainedModel]:
+    """The tensors of a set that `speculators` made, and its target; the checkpoint in it is written to a folder.
+
+    Args:
+        file: of the set.
+        folder: for the checkpoint.
+        case: what stands in front of the names of one checkpoint, where the set has several.
+    """
     tensors, described = load_file(file), metadata(file)
     config = CONFIG_MAPPING["llama"].from_dict(json.loads(described["target_config"]))
     target: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     target.load_state_dict(part_of(tensors, "target."))
-    (folder / "config.json").write_text(described["config"])
-    save_file(part_of(tensors, "checkpoint."), folder / "model.safetensors")
-    return tensors, target
+    (folder / "config.json").write_text(described[f"{case}config"])
+    save_file(part_of(tensors, f"{case}checkpoint."), folder / "model.safetensors")
+    return tensors | part_of(tensors, case), target
+
+
+def speculators_cases(kind: str) -> list[Any]:
+    """Parameters: all checkpoints of the set of several."""
+    parameters = []
+    for entry in golden(f"{kind}_speculators.safetensors"):
+        (file,) = entry.values
+        if file is None:
+            return [pytest.param(None, "", id="absent", marks=entry.marks)]
+        parameters += [
+            pytest.param(file, f"{case}.", id=f"speculators-{kind}-{case}")
+            for case in json.loads(metadata(file)["cases"])
+        ]
+    return parameters
 
 
 @pytest.mark.parametrize("file", golden("dspark_*.safetensors", "dspark-"))
@@ -288,6 +308,26 @@ def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> No
         torch.testing.assert_close(likeliest[0, 1], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("file", golden("dflash2_*.safetensors", "dflash2-"))
+def test_dflash2_drafts_what_the_reference_packages_draft(file: Path, tmp_path: Path) -> None:
+    """Checkpoints of `dflash` and of `speculators`, at 40 places of a text: drafted tokens, and how likely they are."""
+    tensors, target = unpacked(file, tmp_path)
+    drafter = load_drafter(tmp_path, target, method="dflash2_chain")
+    watched = Watched(drafter)
+    first, count = int(tensors["first_place"]), len(tensors["tokens"])
+    assert count >= 32
+    for index in range(count):
+        place = first + index
+        target.generate(tensors["text"][:, :place], max_new_tokens=3, do_sample=False, assistant_model=watched)
+        tree = watched.rounds[0].tree
+        assert tree.token_ids[0].tolist() == [int(tensors["text"][0, place]), *tensors["tokens"][index].tolist()]
+        logits = tensors["logits"][index].clone()
+        logits[:, drafter.config.mask_token_id] = -torch.inf  # is never drafted here
+        assert tree.path_logprobs is not None
+        expected = logits.log_softmax(-1).amax(-1).cumsum(0)
+        torch.testing.assert_close(tree.path_logprobs[0, 1:], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("file", golden("peagle.safetensors", "peagle-"))
 def test_peagle_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> None:
     """The same for P-EAGLE: the logits of all depths, and the drafted tokens."""
@@ -309,3 +349,61 @@ def test_peagle_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> No
         drafted, likeliest = each.tree.token_ids[0, 1:], ids[rows.argmax(-1)]
         known = known[: len(drafted)]
         assert drafted[known].tolist() == likeliest[: len(drafted)][known].tolist()
+
+
+@pytest.mark.parametrize(("file", "case"), speculators_cases("eagle3"))
+def test_eagle3_drafts_what_speculators_drafts(file: Path, case: str, tmp_path: Path) -> None:
+    """The same for EAGLE-3: a chain, the logits of each of its tokens, and how likely they are."""
+    tensors, target = unpacked(file, tmp_path, case)
+    text, expected, first = tensors["text"], tensors["logits"], int(tensors["first_place"])
+    count, depth, _ = expected.shape
+    drafter: Any = load_drafter(tmp_path, target, depth=depth, top_k=1, tree_budget=depth)
+    logits: list[Tensor] = []
+    drafter.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output.flatten()))
+    watched = Watched(drafter)
+    new = text.shape[1] - first
+    output = target.generate(text[:, :first], max_new_tokens=new, do_sample=False, assistant_model=watched)
+    assert output.tolist() == text.tolist()
+    assert len(logits) == depth * len(watched.rounds)
+    compared = 0
+    for index, each in enumerate(watched.rounds):
+        place = len(each.text(0)) - 1 - first
+        if place >= count:
+            continue
+        compared += 1
+        found = torch.stack(logits[depth * index : depth * (index + 1)])
+        torch.testing.assert_close(found, expected[place], rtol=1e-5, atol=1e-5)
+        drafted = each.tree.token_ids[0, 1:].tolist()
+        assert drafted == tensors["tokens"][place, : len(drafted)].tolist()
+        assert each.tree.path_logprobs is not None
+        likely = expected[place].log_softmax(-1).amax(-1).cumsum(0)[: len(drafted)]
+        torch.testing.assert_close(each.tree.path_logprobs[0, 1:], likely, rtol=1e-5, atol=1e-5)
+    assert compared >= 32
+
+
+@pytest.mark.parametrize(("file", "case"), speculators_cases("dflash"))
+def test_dflash_drafts_what_speculators_drafts(file: Path, case: str, tmp_path: Path) -> None:
+    """The same for DFlash: the logits of all slots, and the drafted tokens."""
+    tensors, target = unpacked(file, tmp_path, case)
+    text, expected, first = tensors["text"], tensors["logits"], int(tensors["first_place"])
+    count, slots, _ = expected.shape
+    drafter: Any = load_drafter(tmp_path, target, method="dflash")
+    ids = drafter.target_ids
+    drafts = ids != drafter.config.mask_token_id  # which is never drafted here
+    watched = Watched(drafter)
+    new = text.shape[1] - first
+    output = target.generate(text[:, :first], max_new_tokens=new, do_sample=False, assistant_model=watched)
+    assert output.tolist() == text.tolist()
+    compared = 0
+    for each in watched.rounds:
+        place = len(each.text(0)) - 1 - first
+        if place >= count:
+            continue
+        compared += 1
+        assert each.logits is not None
+        assert each.logits.shape[1] == slots
+        found = each.logits[0][:, ids]
+        torch.testing.assert_close(found[:, drafts], expected[place][:, drafts], rtol=1e-5, atol=1e-5)
+        drafted = each.tree.token_ids[0, 1:].tolist()
+        assert drafted == tensors["tokens"][place, : len(drafted)].tolist()
+    assert compared >= 32

@@ -75,7 +75,8 @@ def baselines(backend: str = "inductor") -> list[Way]:
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Way:
     """Transformers' own assisted generation with a draft model (Hub id or folder); batches of one only."""
-    model = with_whole_vocabulary(whole_target(name, dtype=target.dtype).to(target.device).eval(), target)
+    vocab_size = target.get_input_embeddings().num_embeddings
+    model = with_whole_vocabulary(whole_target(name, dtype=target.dtype).to(target.device).eval(), vocab_size)
     return Way(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
 
 

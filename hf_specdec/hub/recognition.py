@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH, DEEPSPEC_EAGLE3, is_deepspec_dflash, is_deepspec_eagle3
+from hf_specdec.hub.formats.dflash2 import DFLASH2, is_dflash2
 from hf_specdec.hub.formats.dspark import DSPARK, is_dspark
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.medusa import MEDUSA
@@ -145,14 +146,12 @@ def _model_type(part: str) -> Callable[[Config], bool]:
     return lambda config: str(config.get("model_type")).endswith(part)
 
 
-_DFLASH_2 = Unread("DFlash 2", "convolutions inside the draft layers and a selector of token pairs")
 _GEMMA_4 = "draft layers of Gemma 4 shape: four norms, scaled embeddings"
 _MTP = Unread("multi-token prediction", "the target's own layers of which it is a part: load the target with them")
 
 # Published formats, in the order in which they can be told apart.
 _BY_CONFIG: list[Rule] = [
     *((_speculators(kind), format) for kind, format in SPECULATORS.items()),
-    (_speculators("dflash2"), Unread("speculators dflash2", _DFLASH_2.missing)),
     (_speculators("mtp"), Unread("speculators mtp", _MTP.missing)),
     (_speculators("eagle"), Unread("speculators eagle", "a reader for EAGLE-1, whose drafters have no head")),
     (lambda config: speculators_type(config) is not None, Unread("speculators", "a kind that is named and known")),
@@ -165,8 +164,7 @@ _BY_CONFIG: list[Rule] = [
         ),
     ),
     (is_specblock, SPECBLOCK),
-    (_architecture("DFlash2"), _DFLASH_2),
-    (lambda config: bool({"selector_rank", "conv_kernel_size"} & set(config.get("dflash_config") or ())), _DFLASH_2),
+    (is_dflash2, DFLASH2),
     (is_deepspec_dflash, DEEPSPEC_DFLASH),
     (_architecture("Domino"), Unread("Domino", "a recurrent net over the drafted prefix that corrects the logits")),
     (is_dspark, DSPARK),

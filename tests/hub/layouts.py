@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.drafters.dflash import DFlashDrafter
+from hf_specdec.drafters.dflash2 import DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
-from tests.methods import make_dflash, make_dspark, make_eagle3, make_peagle, make_specblock
+from tests.methods import make_dflash, make_dflash2, make_dspark, make_eagle3, make_peagle, make_specblock
 
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -125,6 +126,20 @@ def as_speculators_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields
         "mask_token_id": drafter.config.mask_token_id,
     }
     return config | fields, dict(drafter.state_dict())
+
+
+def as_speculators_dflash2(drafter: DFlash2Drafter, **fields: Any) -> tuple[Fields, Tensors]:
+    added = {key: getattr(drafter.config, key) for key in ("conv_kernel_size", "conv_group_size", "selector_rank")}
+    config, tensors = as_speculators_dflash(drafter, **added | fields)
+    config["speculators_model_type"] = config["speculators_config"]["algorithm"] = "dflash2"
+    return config | {"architectures": ["DFlash2DraftModel"]}, tensors
+
+
+def as_zlab_dflash2(drafter: DFlash2Drafter, **fields: Any) -> tuple[Fields, Tensors]:
+    block = dict(drafter.config.dflash_config) | fields.pop("dflash_config")
+    config, tensors = as_zlab(drafter, dflash_config=block)
+    rank = config["dflash_config"].pop("selector_rank")  # at the top
+    return config | {"architectures": ["DFlash2DraftModel"], "selector_rank": rank} | fields, tensors
 
 
 def as_deepspec_dflash(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
@@ -270,6 +285,8 @@ FORGE_PEAGLE = {"format": "P-EAGLE (SpecForge)", "make": make_peagle, "write": a
 DEEP = {"format": "EAGLE-3 (DeepSpec)", "make": make_eagle3, "write": as_deepspec_eagle3}
 SPEC_DFLASH = {"format": "DFlash (speculators)", "make": make_dflash, "write": as_speculators_dflash}
 ZLAB = {"format": "dflash", "make": make_dflash, "write": as_zlab}
+SPEC_DFLASH2 = {"format": "DFlash 2 (speculators)", "make": make_dflash2, "write": as_speculators_dflash2}
+ZLAB2 = {"format": "DFlash 2", "make": make_dflash2, "write": as_zlab_dflash2}
 BLOCKS = {"format": "specblock", "make": make_specblock, "write": as_specblock}
 DEEP_DFLASH = {"format": "DFlash (DeepSpec)", "make": make_dflash, "write": as_deepspec_dflash}
 SPEC_DSPARK = {"format": "DSpark (speculators)", "make": make_dspark, "write": as_speculators_dspark}
@@ -510,6 +527,23 @@ CASES = {
         **DEEP_DFLASH,
         ours={"dflash_config": {"target_layer_ids": [-1, 5], "sample_from_anchor": True, **OWN}},
         written={"target_layer_ids": [-1, 5]},
+    ),
+    # Formats of 2026, 1.1 and 1.6: keys in either place; 16 candidates and no causal sliding layers unless said.
+    "dflash2, factors and a cap, in dflash_config and at the top": Case(
+        **ZLAB2,
+        ours={
+            "dflash_config": {"target_layer_ids": [1, 5], "output_multiplier": 0.5, "input_embedding_scale": 2.0},
+            "final_logit_softcapping": 5.0,
+        },
+        written={"dflash_config": {"target_layer_ids": [1, 5], "final_logit_softcapping": 5.0}, "block_size": 5},
+    ),
+    "speculators dflash2, sliding layers that are not causal, 16 candidates": Case(
+        **SPEC_DFLASH2,
+        ours=SLIDING | {"dflash_config": {"target_layer_ids": [1, 5], "selector_top_k": 16}, "is_causal": False},
+        written={
+            "aux_hidden_state_layer_ids": [2, 6],
+            "layer": SLIDING | {"use_sliding_window": True},
+        },
     ),
     # Formats of 2026, 2.2 to 2.6: keys at the top or nested, heads told by their tensors, next-token slots where
     # nothing is said but in AngelSpec's, whose names are others.

@@ -17,6 +17,7 @@ from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.host_keys import without_host_keys
 from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.formats.dflash2 import DFLASH2
 from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.keys import DECODER, HOST, OURS, Section, check_keys
 from hf_specdec.hub.formats.own import own_format
@@ -221,9 +222,8 @@ def test_every_layout_but_that_of_the_host_says_which_keys_it_knows() -> None:
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.load is None])
 def test_fields_of_our_config_classes_are_known(family: str) -> None:
-    own = {"dflash": ZLAB, "dspark": DSPARK, "specblock": SPECBLOCK}.get(family) or own_format(
-        {"model_type": f"hf_specdec_{family}"}, ""
-    )
+    published = {"dflash": ZLAB, "dflash2": DFLASH2, "dspark": DSPARK, "specblock": SPECBLOCK}
+    own = published.get(family) or own_format({"model_type": f"hf_specdec_{family}"}, "")
     assert own is not None
     assert own.keys is not None
     config_class: Any = FAMILIES[family].drafter.config_class

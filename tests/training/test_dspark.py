@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdec.drafters.dspark.candidates import Slots
 from hf_specdec.training.dflash import block_hidden, choose_anchors
 from hf_specdec.training.dspark import DSparkStep, new_drafter
 from tests.drafters.dspark.test_dspark import path_logprob
@@ -41,7 +40,7 @@ def test_the_loss_is_that_of_each_slot_behind_the_rows_own_tokens(kind: str, anc
             slots = hidden if anchored else hidden[:, 1:]
             logits = drafter.draft_logits(slots, target.lm_head)
             logits[..., drafter.config.mask_token_id] = -1e4
-            there = Slots(drafter, hidden, logits, ids[:, anchor])
+            there = drafter.slots(hidden, logits, ids[:, anchor])
             state = there.state
             for depth in range(min(there.depth, 13 - anchor)):
                 tokens = tuple(ids[0, anchor + 1 : anchor + 2 + depth].tolist())

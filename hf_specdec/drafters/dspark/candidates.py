@@ -1,5 +1,7 @@
 """DSpark in one `generate` call: one forward of the block, then its slots in order, as a tree or as one chain.
 
+Other drafters whose slots' laws depend on the token before draft so too (`ConditionalDrafter`).
+
 Given the token before it, a slot's law needs no further forward: W2 z is added to its logits. So a tree is grown level
 by level, each node's children from its own law, and the likeliest `tree_budget` paths are kept. DDTree's marginals
 know nothing of the token before; otherwise it is the same tree. The confidence head says how far a chain is worth
@@ -15,7 +17,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from hf_specdec.decoding.devices import abilities, in_inference_mode
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
@@ -26,63 +27,11 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.ddtree.candidates import ranked_logprobs
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
-from hf_specdec.drafters.dspark.modeling import DSparkDrafter
-
-
-class Slots:
-    """The slots of one round's block, ready to be walked in order.
-
-    Args:
-        drafter: whose block it is.
-        states: [batch, block, hidden] of all slots.
-        logits: [batch, depth, draft_vocab] float32 of the slots that draft.
-        root_ids: [batch] int64.
-
-    Attributes:
-        depth: how many slots draft.
-        state: [batch, 1, rank], the Markov head's before the first of them; None without the head.
-    """
-
-    def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
-        self.drafter, self.logits = drafter, logits
-        first = drafter.config.first_slot
-        self.states = states[:, first:]
-        self.depth = self.states.shape[1]
-        self.state: Tensor | None = None
-        if (head := drafter.markov_head) is not None:
-            embedded = head.embed(root_ids.unsqueeze(1))
-            self.state = head.start(embedded)
-            if first:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
-                _, self.state = head(states[:, :1], embedded, self.state)
-
-    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The laws of a slot behind given tokens.
-
-        Args:
-            slot: from 0, among those that draft.
-            token_ids: [batch, nodes] int64, of the target; what stands before the slot.
-            state: [batch, nodes, rank], the Markov head's there.
-
-        Returns:
-            [batch, nodes, draft_vocab] float32 logits, and the states behind the slot.
-        """
-        logits, head = self.logits[:, slot, None], self.drafter.markov_head
-        if head is None:
-            return logits.expand(-1, token_ids.shape[1], -1), state
-        assert state is not None
-        hidden = self.states[:, slot, None].expand(-1, token_ids.shape[1], -1)
-        code, state = head(hidden, head.embed(token_ids), state)
-        return logits + head.markov_w2(code).float(), state
-
-    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
-        """[batch] float32, log-probabilities that a slot is accepted behind `token_ids` [batch]; None if unsaid."""
-        head = self.drafter.markov_head
-        logit = self.drafter.confidence(self.states[:, slot], None if head is None else head.embed(token_ids))
-        return None if logit is None else logsigmoid(logit.float())
+from hf_specdec.drafters.dspark.modeling import ConditionalDrafter, Slots
 
 
 class DSparkGenerator(TreeCandidateGenerator):
-    """One `generate` call of a DSpark drafter; subclasses make a tree of the slots.
+    """One `generate` call of a `ConditionalDrafter`; subclasses make a tree of the slots.
 
     Args:
         drafter: with its options.
@@ -91,7 +40,7 @@ class DSparkGenerator(TreeCandidateGenerator):
 
     drops_rows = True
 
-    def __init__(self, drafter: DSparkDrafter, target: TargetModel) -> None:
+    def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
         self.drafter = drafter
         self.blocks = DFlashMarginals(drafter, target)
         self.target_ids = drafter.target_ids
@@ -107,7 +56,7 @@ class DSparkGenerator(TreeCandidateGenerator):
         states = self.blocks.run_block(context, None)
         logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.blocks.lm_head)
         logits[..., self.never] = -torch.inf
-        slots = Slots(self.drafter, states, logits, context.root_ids.to(states.device))
+        slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
         context.lap("draft")
         tree = self.tree(context, slots)
         self.path_logprobs = tree.path_logprobs
@@ -137,7 +86,7 @@ class DSparkGenerator(TreeCandidateGenerator):
 class TreeGenerator(DSparkGenerator):
     """The likeliest `tree_budget` paths, each token's probability given the path before it."""
 
-    def __init__(self, drafter: DSparkDrafter, target: TargetModel, tree_budget: int) -> None:
+    def __init__(self, drafter: ConditionalDrafter, target: TargetModel, tree_budget: int) -> None:
         super().__init__(drafter, target)
         self.tree_budget = tree_budget
 

@@ -7,7 +7,10 @@ section 2.4. What a `generate` call remembers is in `candidates.py`.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
@@ -17,7 +20,52 @@ from hf_specdec.drafters.dspark.configuration import CHAIN, TREE, DSparkConfig, 
 from hf_specdec.drafters.dspark.heads import ConfidenceHead, MarkovHead
 
 
-class DSparkDrafter(DFlashDrafter):
+class Slots(Protocol):
+    """The slots of one round's block, ready to be walked in order.
+
+    Attributes:
+        depth: how many slots draft.
+        logits: [batch, depth, draft_vocab] float32, before what the token in front of a slot changes.
+        state: [batch, 1, rank], what is passed from slot to slot, before the first of them; None where nothing is.
+    """
+
+    depth: int
+    logits: Tensor
+    state: Tensor | None
+
+    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The laws of a slot behind given tokens.
+
+        Args:
+            slot: from 0, among those that draft.
+            token_ids: [batch, nodes] int64, of the target; what stands before the slot.
+            state: [batch, nodes, rank], as it is there.
+
+        Returns:
+            [batch, nodes, draft_vocab] float32 logits, and the states behind the slot.
+        """
+        ...
+
+    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
+        """[batch] float32, log-probabilities that a slot is accepted behind `token_ids` [batch]; None if unsaid."""
+        ...
+
+
+class ConditionalDrafter(DFlashDrafter):
+    """A DFlash drafter whose slots' laws depend on the token before each."""
+
+    def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
+        """The slots of one round.
+
+        Args:
+            states: [batch, block, hidden] of all slots.
+            logits: [batch, depth, draft_vocab] float32 of the slots that draft.
+            root_ids: [batch] int64.
+        """
+        raise NotImplementedError
+
+
+class DSparkDrafter(ConditionalDrafter):
     """A DSpark checkpoint as a drafter: `method="dspark"` drafts the best-first tree, `"dspark_chain"` one path.
 
     Drafting options: `DSparkOptions`.
@@ -62,6 +110,9 @@ class DSparkDrafter(DFlashDrafter):
             return None
         return self.confidence_head(hidden, embedded if self.config.confidence_head_with_markov else None)
 
+    def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
+        return MarkovSlots(self, states, logits, root_ids)
+
     @property
     def methods(self) -> tuple[str, ...]:
         return TREE, CHAIN
@@ -87,3 +138,35 @@ class DSparkDrafter(DFlashDrafter):
             facts["Markov head"] = f"{config.markov_head_type}, rank {config.markov_rank}"
         facts["Confidence head"] = "yes" if config.enable_confidence_head else "no"
         return facts
+
+
+class MarkovSlots:
+    """A DSpark drafter's slots, see `Slots`; `state` is the Markov head's."""
+
+    def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
+        self.drafter, self.logits = drafter, logits
+        first = drafter.config.first_slot
+        self.states = states[:, first:]
+        self.depth = self.states.shape[1]
+        self.state: Tensor | None = None
+        if (head := drafter.markov_head) is not None:
+            embedded = head.embed(root_ids.unsqueeze(1))
+            self.state = head.start(embedded)
+            if first:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
+                _, self.state = head(states[:, :1], embedded, self.state)
+
+    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `Slots.step`."""
+        logits, head = self.logits[:, slot, None], self.drafter.markov_head
+        if head is None:
+            return logits.expand(-1, token_ids.shape[1], -1), state
+        assert state is not None
+        hidden = self.states[:, slot, None].expand(-1, token_ids.shape[1], -1)
+        code, state = head(hidden, head.embed(token_ids), state)
+        return logits + head.markov_w2(code).float(), state
+
+    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
+        """See `Slots.confidence`."""
+        head = self.drafter.markov_head
+        logit = self.drafter.confidence(self.states[:, slot], None if head is None else head.embed(token_ids))
+        return None if logit is None else logsigmoid(logit.float())

@@ -1,8 +1,9 @@
-"""The speculators layout of vllm-project: an envelope around a nested layer config: EAGLE-3, P-EAGLE, DFlash, DSpark.
+"""The speculators layout of vllm-project, an envelope around a nested layer config.
 
-Its layer ids are indices of `output_hidden_states`, one more than ours. The nested config leaves out what is at the
-defaults of the class it names; we write every field, since readers differ in what they make of a missing one. Tensors
-have our names. Source: shared facts on formats, sections 3.1, 3.2, 3.4, 10.2 and 10.3; vllm-project/speculators.
+It holds EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters. Its layer ids are indices of `output_hidden_states`,
+one more than ours. The nested config leaves out what is at the defaults of the class it names; we write every field,
+since readers differ in what they make of a missing one. Tensors have our names. Source: shared facts on formats,
+sections 3.1, 3.2, 3.4, 10.2 and 10.3, and of 2026, section 1.6; vllm-project/speculators.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
 from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
+from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS, dflash2_shapes
 from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
 from hf_specdec.hub.formats.dspark import dspark_shapes, with_heads
 from hf_specdec.hub.formats.eagle3 import (
@@ -23,6 +25,8 @@ from hf_specdec.hub.formats.eagle3 import (
 )
 from hf_specdec.hub.formats.keys import HOST, Section, decoder
 
+# The training class's.
+_DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -111,6 +115,14 @@ def read_dspark(fields: Config, stored: Headers | None) -> Reading:
     return with_heads(Reading(reading.fields | {"dflash_config": block}, reading.names), stored)
 
 
+def read_dflash2(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a DFlash 2 drafter in the speculators layout."""
+    given = {"sliding_window_non_causal": True} | _DFLASH2_DEFAULTS | fields
+    reading = read_dflash(given, stored)
+    block = reading.fields["dflash_config"] | {key: given[key] for key in CONVOLUTIONS}
+    return Reading(reading.fields | {"dflash_config": block}, reading.names)
+
+
 def write_eagle3(fields: Config, target: Config) -> Config:
     """The `config.json` for an `Eagle3Drafter` whose config has these fields.
 
@@ -169,6 +181,18 @@ def write_dflash(fields: Config, target: Config) -> Config:
     return _block_config("dflash", "DFlashDraftModel", fields["block_size"] - 1, fields, target)
 
 
+def write_dflash2(fields: Config, target: Config) -> Config:
+    """The `config.json` for a `DFlash2Drafter` whose config has these fields; arguments as for `write_eagle3`."""
+    block = fields["dflash_config"]
+    if block.get("sample_from_anchor"):
+        raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
+    for key in ("output_multiplier", "input_embedding_scale"):
+        if block.get(key, 1) != 1:
+            raise ValueError(f"{key} is {block[key]!r}, and this layout has no such factor.")
+    config = _block_config("dflash2", "DFlash2DraftModel", fields["block_size"] - 1, fields, target)
+    return config | {key: block[key] for key in CONVOLUTIONS}
+
+
 def write_dspark(fields: Config, target: Config) -> Config:
     """The `config.json` for a `DSparkDrafter` whose config has these fields; arguments as for `write_eagle3`."""
     block = fields["dflash_config"]
@@ -176,10 +200,6 @@ def write_dspark(fields: Config, target: Config) -> Config:
         raise ValueError(
             f"markov_rank is {block.get('markov_rank', 0)!r} and markov_head_type {block.get('markov_head_type')!r}, "
             "and vLLM has vanilla Markov heads only."
-        )
-    if block.get("draft_vocab_size", fields["vocab_size"]) != fields["vocab_size"] and not block.get("own_head"):
-        raise ValueError(
-            "It reads rows of the target's head, and vLLM wants a draft vocabulary to come with a head of its own."
         )
     anchored = bool(block.get("sample_from_anchor"))
     tokens = fields["block_size"] - (not anchored)
@@ -240,7 +260,7 @@ def _envelope(kind: str, fields: Config, target: Config, architecture: str, spec
     """What every speculators config has around its layer config.
 
     Args:
-        kind: "eagle3", "peagle", "dflash" or "dspark".
+        kind: "eagle3", "peagle", "dflash", "dflash2" or "dspark".
         fields: of our config.
         target: `id` on the Hub or path of its folder, `architectures` and `num_layers`; the last two may be unknown,
             empty or None.
@@ -338,6 +358,14 @@ SPECULATORS = {
         _keys(*_DFLASH, layer=decoder("is_causal")),
         check=check_vocabulary_maps,
         shapes=dflash_shapes,
+    ),
+    "dflash2": Format(
+        "DFlash 2 (speculators)",
+        "dflash2",
+        read_dflash2,
+        _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal")),
+        check=check_vocabulary_maps,
+        shapes=dflash2_shapes,
     ),
     "dspark": Format(
         "DSpark (speculators)",

@@ -13,7 +13,8 @@ from torch import Tensor
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
-from hf_specdec.drafters.dspark.candidates import Slots, conditional_tree
+from hf_specdec.drafters.dspark.candidates import conditional_tree
+from hf_specdec.drafters.dspark.modeling import Slots
 from tests.methods import make_dspark
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched
@@ -87,7 +88,7 @@ def test_the_tree_is_the_likeliest_paths_of_a_full_enumeration(kind: str, anchor
     torch.manual_seed(budget)
     depth = DEPTH if anchored else DEPTH - 1
     states, logits, roots = torch.randn(2, DEPTH, 8), torch.randn(2, depth, VOCAB), torch.tensor([2, 5])
-    slots = Slots(drafter, states, logits, roots)
+    slots = drafter.slots(states, logits, roots)
     tree = conditional_tree(roots, slots, torch.arange(VOCAB), budget)
     assert tree.path_logprobs is not None
     every = [path for length in range(1, depth + 1) for path in itertools.product(range(VOCAB), repeat=length)]
@@ -106,7 +107,7 @@ def test_a_row_of_nan_drafts_nothing_and_the_other_all() -> None:
     drafter = small_drafter()
     states, logits, roots = torch.randn(2, DEPTH, 8), torch.randn(2, DEPTH, VOCAB), torch.tensor([2, 5])
     logits[0, 1] = math.nan
-    tree = conditional_tree(roots, Slots(drafter, states, logits, roots), torch.arange(VOCAB), 5)
+    tree = conditional_tree(roots, drafter.slots(states, logits, roots), torch.arange(VOCAB), 5)
     assert tree.finite is not None
     assert tree.finite.tolist() == [False, True]
     assert tree.valid.tolist() == [[True, *[False] * 5], [True] * 6]

@@ -1,0 +1,187 @@
+"""DFlash2Drafter: a DFlash drafter with convolutions over the slots of its block and a selector behind it.
+
+Each sublayer of a draft layer is between two causal convolutions over the block, whose kernels depend on the slot. Of
+each slot's likeliest tokens the selector then prefers those that follow the token drafted before. Source: shared facts
+on formats of 2026, sections 1.2 and 1.3; z-lab/dflash. What a `generate` call remembers is in `dspark/candidates.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.dflash.modeling import DFlashLayer
+from hf_specdec.drafters.dflash2.configuration import CHAIN, TREE, DFlash2Config, DFlash2Options
+from hf_specdec.drafters.dspark.modeling import ConditionalDrafter
+from hf_specdec.drafters.vocabulary import known_ids
+
+
+class BlockConvolution(nn.Module):
+    """Two causal convolutions over the slots of a block: before a sublayer, and after it.
+
+    Both kernels have a fixed part and one that the sublayer's input gives to each slot, a group of channels at a time.
+    """
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        self.kernel_size, self.group_size = config.conv_kernel_size, config.conv_group_size
+        groups = config.hidden_size // self.group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.kernel_size * groups, bias=False)
+
+    def kernels(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[batch, block, hidden] -> both kernels, each [batch, block, kernel, hidden]."""
+        dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.kernel_size, -1))
+        both = self.base_kernel + dynamic.repeat_interleave(self.group_size, dim=-1)
+        return both[:, :, 0], both[:, :, 1]
+
+    def forward(self, hidden: Tensor, kernel: Tensor) -> Tensor:
+        """[batch, block, hidden] -> the same; before the first slot there is nothing."""
+        block = hidden.shape[1]
+        padded = nn.functional.pad(hidden, (0, 0, self.kernel_size - 1, 0))
+        taps = [padded[:, self.kernel_size - 1 - back :][:, :block] for back in range(self.kernel_size)]
+        return (torch.stack(taps, dim=2) * kernel).sum(2)
+
+
+class DFlash2Layer(DFlashLayer):
+    """A DFlash layer whose sublayers are between convolutions over the block; the context is not convolved."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__(config)
+        self.attention_conv = BlockConvolution(config)
+        self.mlp_conv = BlockConvolution(config)
+
+    def forward(self, block: Tensor, context: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, block, hidden] -> [batch, block, hidden]."""
+        normed = self.input_layernorm(block)
+        before, after = self.attention_conv.kernels(normed)
+        attended = self.self_attn(self.attention_conv(normed, before), context, *attention_inputs)
+        block = block + self.attention_conv(attended, after)
+        normed = self.post_attention_layernorm(block)
+        before, after = self.mlp_conv.kernels(normed)
+        return block + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), after)
+
+
+class CandidateSelector(nn.Module):
+    """A score of a slot's candidate behind the token before: of both tokens' codes and the slot's state."""
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__()
+        assert config.vocab_size is not None, "check() asks for it"
+        self.top_k: int = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, candidates: Tensor) -> Tensor:
+        """Scores that are added to the candidates' logits.
+
+        Args:
+            token_ids: [batch, nodes] int64, the tokens before; a target may have some that the table lacks.
+            hidden: [batch, hidden], the slot's state.
+            candidates: [batch, top_k] int64, of the slot.
+
+        Returns:
+            [batch, nodes, top_k].
+        """
+        before = self.predecessor_codebook[known_ids(token_ids, len(self.predecessor_codebook))]
+        code = before * self.hidden_projection(hidden).unsqueeze(1)
+        return code @ self.successor_codebook[candidates].transpose(1, 2)
+
+
+class SelectorSlots:
+    """The slots of one round's block, ready to be walked in order; see `Slots` of DSpark for its names."""
+
+    state: Tensor | None = None
+
+    def __init__(self, selector: CandidateSelector, states: Tensor, logits: Tensor) -> None:
+        self.selector, self.states, self.logits = selector, states, logits
+        self.depth = states.shape[1]
+        self.unary, self.candidates = logits.topk(selector.top_k, dim=-1)
+
+    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """[batch, nodes] int64 tokens before a slot -> its [batch, nodes, vocab] logits, -inf but at candidates."""
+        candidates = self.candidates[:, slot]
+        scores = self.selector(token_ids, self.states[:, slot], candidates).float() + self.unary[:, slot, None]
+        laws = scores.new_full((*token_ids.shape, self.logits.shape[-1]), -torch.inf)
+        return laws.scatter(-1, candidates.unsqueeze(1).expand_as(scores), scores), state
+
+    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
+        """None: nothing but the law says how likely a token is accepted."""
+        return None
+
+
+class DFlash2Drafter(ConditionalDrafter):
+    """A DFlash 2 checkpoint as a drafter: `method="dflash2"` drafts the best-first tree, `"dflash2_chain"` one path.
+
+    Drafting options: `DFlash2Options`.
+    """
+
+    config_class = DFlash2Config
+    config: DFlash2Config
+    options_class = DFlash2Options
+    options: DFlash2Options  # type: ignore[assignment]  # of its own, though a DFlash drafter
+    layer_class = DFlash2Layer
+
+    def __init__(self, config: DFlash2Config) -> None:
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BlockConvolution):  # begins as a DFlash layer
+            module.base_kernel.data.zero_()
+            module.base_kernel.data[:, 0] = 1
+            module.kernel_projection.weight.data.zero_()
+        elif isinstance(module, CandidateSelector):
+            for codebook in (module.predecessor_codebook, module.successor_codebook):
+                codebook.data.normal_(std=self.config.initializer_range)
+
+    def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
+        # What the target's own embedding does to its rows is not done here.
+        rows: Any = embed_tokens.weight
+        return nn.functional.embedding(block_ids, rows) * self.config.input_embedding_scale
+
+    def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        """[..., hidden] after the final norm -> [..., vocab] float32, -inf but at the likeliest `selector_top_k`."""
+        logits = lm_head(hidden.to(next(lm_head.parameters()).dtype)).float() * self.config.output_multiplier
+        logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
+        assert self.config.vocab_size is not None, "check() asks for it"
+        logits = TargetVocabularyLogitsProcessor(self.config.vocab_size)(None, logits)
+        likeliest = logits.topk(self.config.selector_top_k, dim=-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, likeliest.indices, likeliest.values)
+
+    def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> SelectorSlots:
+        """See `ConditionalDrafter.slots`."""
+        return SelectorSlots(self.candidate_selector, states[:, self.config.first_slot :], logits)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return TREE, CHAIN
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.dspark.candidates import ChainGenerator, TreeGenerator
+
+        if self.method == CHAIN:
+            return ChainGenerator(self, target)
+        return TreeGenerator(self, target, self.options.node_limit)
+
+    def card_summary(self) -> str:
+        return (
+            "A DFlash 2 drafter: it fills a block of masked slots in one forward, from the hidden states of the "
+            "target, and chooses among each slot's likeliest tokens by the token drafted before it. hf_specdec drafts "
+            'with it either the likeliest tree (`method="dflash2"`, the default) or one chain '
+            '(`method="dflash2_chain"`).'
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config, facts = self.config, super().card_facts()
+        facts["Method"] = f"{self.loaded_options().method}, on a DFlash 2 drafter"
+        facts["Selector"] = f"rank {config.selector_rank}, {config.selector_top_k} candidates a slot"
+        return facts

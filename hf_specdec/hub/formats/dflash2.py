@@ -1,0 +1,89 @@
+"""DFlash 2 as z-lab publishes it, which is also how `DFlash2Drafter` is saved.
+
+The layout is DFlash's with further keys in `dflash_config`, or at the top, and further tensors, none of them optional.
+Source: shared facts on formats of 2026, section 1; z-lab/dflash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_specdec.hub.formats import zlab
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes
+from hf_specdec.hub.formats.dflash import dflash_shapes, once
+from hf_specdec.hub.formats.keys import Section
+
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_KEYS = (*CONVOLUTIONS, "output_multiplier", "input_embedding_scale")
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+
+
+def is_dflash2(fields: Config) -> bool:
+    """Whether a `config.json` is of a DFlash 2 drafter in z-lab's layout."""
+    named = any("DFlash2" in name for name in fields.get("architectures") or ())
+    return named or bool({"selector_rank", "conv_kernel_size"} & {*fields, *(fields.get("dflash_config") or ())})
+
+
+def read(fields: Config, stored: Headers | None) -> Reading:
+    """Our fields and tensor names for a DFlash 2 drafter of z-lab's layout.
+
+    Raises:
+        ValueError: something is said twice, with two values.
+    """
+    nested = dict(fields.get("dflash_config") or {})
+    block = {key: once(fields, nested, key) for key in _KEYS}
+    cap = once(fields, nested, "final_logit_softcapping")
+    nested |= {key: value for key, value in block.items() if value is not None}
+    nested.pop("final_logit_softcapping", None)
+    rest = {key: value for key, value in fields.items() if key not in _KEYS}
+    rest |= {"dflash_config": nested, "final_logit_softcapping": cap if cap is not None and cap > 0 else None}
+    reading = zlab.read(rest, stored)
+    # Some savers keep the codebooks as tables of embeddings.
+    tables = {f"{codebook}.weight": codebook for codebook in _CODEBOOKS}
+    return Reading(reading.fields, {name: tables.get(ours, ours) for name, ours in reading.names.items()})
+
+
+def dflash2_shapes(fields: Config) -> Shapes:
+    """The tensors of a `DFlash2Drafter` whose config has these fields.
+
+    Raises:
+        ValueError: a size of its convolutions or of its selector is missing, or does not fit.
+    """
+    block = fields.get("dflash_config") or {}
+    for key in CONVOLUTIONS:
+        if type(block.get(key)) is not int or block[key] < 1:
+            raise ValueError(
+                f"{key} is {block.get(key)!r} in this DFlash 2 config; it must be an integer of at least 1."
+            )
+    found, hidden, vocab = dflash_shapes(fields), fields["hidden_size"], fields["vocab_size"]
+    kernel, group, rank = (block[key] for key in CONVOLUTIONS[:3])
+    if hidden % group:
+        raise ValueError(
+            f"conv_group_size is {group} in this DFlash 2 config, which does not divide hidden_size {hidden}. Correct "
+            "the one that is wrong."
+        )
+    for layer in range(fields["num_hidden_layers"]):
+        for part in ("attention_conv", "mlp_conv"):
+            found[f"layers.{layer}.{part}.base_kernel"] = (2, kernel, hidden)
+            found[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * kernel * (hidden // group), hidden)
+    found |= dict.fromkeys(_CODEBOOKS, (vocab, rank))
+    return found | {"candidate_selector.hidden_projection.weight": (rank, hidden)}
+
+
+def _with_keys(section: Section, *further: str) -> Section:
+    """Keys of DFlash's layout, with those that are read here."""
+    only = {key: values for key, values in section.only.items() if key not in _KEYS}
+    return replace(section, read=section.read.union(_KEYS, further), only=only)
+
+
+_zlab = zlab.ZLAB.keys
+assert _zlab is not None
+_block = _with_keys(_zlab.nested["dflash_config"], "final_logit_softcapping")
+DFLASH2 = Format(
+    "DFlash 2",
+    "dflash2",
+    read,
+    replace(_with_keys(_zlab), nested={**_zlab.nested, "dflash_config": _block}),
+    shapes=dflash2_shapes,
+    refused=zlab.ZLAB.refused,
+)
