@@ -4,10 +4,12 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+SERVING_ARGS ?=
 PYTEST_WORKERS ?= 2
 
 VENV := .venv
 OLDEST_VENV := .venv-oldest
+SERVING_VENV := .venv-serving
 # The oldest transformers that pyproject.toml allows, and a huggingface_hub of its time.
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 
@@ -39,7 +41,7 @@ DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-numerics test-mutations test-oldest docs lint types format clean FORCE
+.PHONY: help demo test test-all test-numerics test-mutations test-serving test-oldest docs lint types format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +63,9 @@ test-numerics-%: $(VENV)/.dev
 test-mutations: $(VENV)/.dev ## Plant mistakes in a copy, one at a time, and see that the tests notice them
 	$(VENV)/bin/python tests/mutations.py
 
+test-serving: $(VENV)/.dev $(SERVING_VENV)/.ready ## Serve the assistant with its drafters in vLLM (CPU), in .venv-serving, and compare
+	$(VENV)/bin/python examples/serving/measure.py --engine $(SERVING_VENV)/bin/vllm $(SERVING_ARGS)
+
 test-oldest: $(OLDEST_VENV)/.dev ## `make test` in .venv-oldest, with the oldest transformers we support
 	$(call PYTEST,$(OLDEST_VENV))
 
@@ -81,7 +86,7 @@ format: $(VENV)/.dev ## Mend what the linter and the formatter can
 	$(VENV)/bin/python -m ruff format
 
 clean: ## Remove the environments, caches and builds
-	rm -rf $(VENV) $(OLDEST_VENV) $(OLDEST_VENV)-constraints.txt build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST_VENV) $(SERVING_VENV) $(OLDEST_VENV)-constraints.txt build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -92,6 +97,15 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 
 $(OLDEST_VENV)/.dev: pyproject.toml $(OLDEST_VENV)-constraints.txt
 	$(call install,$(OLDEST_VENV),dev,$(OLDEST_VENV)-constraints.txt)
+
+# An engine in an environment of its own; its list of packages is complete, so that nothing else comes with them.
+$(SERVING_VENV)/.ready: examples/serving/requirements.txt
+	rm -rf $(SERVING_VENV)
+	$(PYTHON) -m venv $(SERVING_VENV)
+	@echo 'Installing vLLM into $(SERVING_VENV); this takes minutes.'
+	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(SERVING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 $(OLDEST_VENV)-constraints.txt: constraints.txt Makefile
 	grep -v -e '^transformers==' -e '^huggingface_hub==' constraints.txt > $@

@@ -5,8 +5,8 @@
 
 Every prompt goes through all of them in turn, in one process; a ratio is taken prompt by prompt, and its median is
 reported. All get the same draft model; each drafts with its own default settings. A draft model of this library that
-was cut to a part of the vocabulary gets the target's rows for the others, since nobody else reads such a one. `--json`
-keeps the figures.
+was cut to a part of the vocabulary gets a row for each other token, since nobody else reads such a one; it drafts none
+of these. `--json` keeps the figures.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
     found["transformers, prompt look-up"] = of_transformers(model, prompt_lookup_num_tokens=10)
     if arguments.draft_model is not None:
         own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
-        found |= with_draft_model(with_whole_vocabulary(own, model), model, tokenizer, console)
+        found |= with_draft_model(with_whole_vocabulary(own, model.config.vocab_size), model, tokenizer, console)
     loaded = [way for spec in arguments.drafter for way in ways.load(spec, model)]
     return found | {f"hf_specdec, {way.name}": of_drafter(model, way) for way in ways.distinct(loaded)}
 

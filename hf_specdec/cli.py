@@ -3,6 +3,7 @@
     hf-specdec inspect <repo or folder>                 inspect_drafter(name)
     hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
     hf-specdec export <drafter> --to vllm               export_drafter(load_drafter(name), folder, to="vllm")
+    hf-specdec serve <target> <drafter>                 plan_serving(target, drafter), and with --run runs it
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
     hf-specdec chat <target> <drafter>                  the same, with messages in the target's chat template
@@ -20,6 +21,7 @@ import io
 import json
 import os
 import runpy
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -64,7 +66,11 @@ def _run(arguments: list[str]) -> int | None:
         from hf_specdec.benchmark.__main__ import main as bench
 
         return bench(arguments[1:])
-    chosen = _parser().parse_args(arguments)
+    handed_on: list[str] = []
+    if arguments[:1] == ["serve"] and "--" in arguments:
+        at = arguments.index("--")
+        arguments, handed_on = arguments[:at], arguments[at + 1 :]
+    chosen = _parser().parse_args(arguments, argparse.Namespace(engine_options=handed_on))
     status: int | None = chosen.run(chosen)
     return status
 
@@ -133,6 +139,28 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--target-architecture", help="class of the target, such as LlamaForCausalLM")
     export.add_argument("--num-target-layers", type=int, help="layers of the target")
     _where(export)
+
+    serve = command(
+        "serve",
+        _serve,
+        "print the command that serves a target with a drafter in vLLM, exporting the drafter where needed, or run it",
+        "plan_serving(target, drafter)",
+    )
+    serve.add_argument("target", help="Hub id or folder")
+    serve.add_argument("drafter", help="Hub id or folder, or ngram, suffix or mtp")
+    serve.epilog = "What follows -- is handed on to vLLM: hf-specdec serve <target> <drafter> -- --max-model-len 4096"
+    serve.add_argument("--run", action="store_true", dest="start", help="run the command")
+    serve.add_argument("--engine", type=Path, help="the command vllm; what is beside this Python or on the PATH")
+    serve.add_argument("--host", default="127.0.0.1", help="default: this machine alone can reach it")
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000")
+    serve.add_argument("--output", type=Path, help="folder of an export; the drafter's name and -vllm by default")
+    serve.add_argument(
+        "--num-speculative-tokens",
+        type=_count,
+        help="tokens drafted in a round; default: as many as were worth it where the drafter was measured",
+    )
+    serve.add_argument("--dtype", help="of target and drafter; float32 without an accelerator, else the checkpoint's")
+    _where(serve)
 
     verify = command(
         "verify",
@@ -264,7 +292,35 @@ def _export(arguments: argparse.Namespace) -> None:
         target_architecture=arguments.target_architecture,
         num_target_layers=arguments.num_target_layers,
     )
-    print(f"Wrote {folder}: vllm serve {folder}, or after `hf upload <repo> {folder}`: vllm serve <repo>")
+    print(f"Wrote {folder}: `hf-specdec serve <target> {folder}` tells how it is served.")
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from hf_specdec.hub.loading import usable_device
+    from hf_specdec.serving.engine import check_port, find_engine, run
+    from hf_specdec.serving.plan import plan_serving
+
+    engine = None
+    if arguments.start:  # what can be known is checked before anything is exported
+        check_port(arguments.host, arguments.port)
+        engine = find_engine(arguments.engine)
+    plan = plan_serving(
+        arguments.target,
+        arguments.drafter,
+        export_folder=arguments.output,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        dtype=arguments.dtype or ("float32" if usable_device(None).type == "cpu" else "auto"),
+        revision=arguments.revision,
+        local_files_only=arguments.local_files_only,
+    )
+    notes = plan.notes + ([] if engine is None else engine.check(plan))
+    command = ["vllm", "serve", plan.target] if engine is None else engine.server(plan.target)
+    command += [*plan.options, "--host", arguments.host, "--port", str(arguments.port), *arguments.engine_options]
+    for note in notes:
+        print(note, file=sys.stderr)
+    print(shlex.join(command), flush=True)
+    if engine is not None:
+        run(command)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
