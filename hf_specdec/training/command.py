@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoTokenizer,
@@ -89,6 +90,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
             f"--resume, but {str(arguments.work_dir)!r} holds no checkpoint of a run with these options. Give those of "
             "the run to go on with, which are in its checkpoints-*/options.json, or leave --resume out to begin anew."
         )
+    check_not_sharded()
     given = _options(arguments)
     set_seed(arguments.seed)
     started = time.time()
@@ -321,6 +323,16 @@ def check_output(folder: Path) -> None:
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     if not nearest.is_dir():
         raise ValueError(f"--output {str(folder)!r} cannot be a folder: {str(nearest)!r} is a file. Give another name.")
+
+
+def check_not_sharded() -> None:
+    """Raises ValueError if the launcher was told to shard what is trained, which nothing here would do."""
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            "FSDP was asked for (ACCELERATE_USE_FSDP, which accelerate's --use_fsdp sets), but drafters are trained "
+            "whole in each process: on a CPU accelerate does not shard and would not say so, and on accelerators it "
+            "was never tried. Launch with --multi_gpu, without --use_fsdp."
+        )
 
 
 def _method(argv: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,30 @@ def test_two_processes_train_one_drafter_for_as_many_steps(tiny, tmp_path):
     assert "train_runtime" in printed
     assert "train_samples_per_second" not in printed, "it was computed from a bound on the steps"
     assert printed.count('"rows_trained_on"') == 1, "one process alone saves"
+
+
+def losses(printed):
+    """What the trainer logs of the loss, step by step, and at the end of the held-out rows."""
+    logged = re.findall(r"'(loss|eval_loss)': '?([\d.]+)", printed)
+    assert {name for name, _ in logged} == {"loss", "eval_loss"}
+    return [float(value) for _, value in logged]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [["-m", "torch.distributed.run", "--standalone"], ["-m", "accelerate.commands.launch", "--multi_gpu"]],
+    ids=["torchrun", "accelerate"],
+)
+def test_two_processes_have_the_losses_of_one_on_as_many_rows(tiny, tmp_path, launcher):
+    options = ["--rows", "256", "--mask-token-id", "1", "--block-size", "4", "--anchors", "8", "--steps", "20"]
+    processes = ["--nproc-per-node=2"] if "torch.distributed.run" in launcher else ["--num_processes=2"]
+    both = train(tiny, tmp_path, *options, "--batch-size", "16", launcher=[*launcher, *processes])
+    one = train(tiny, tmp_path, *options, "--batch-size", "32")
+    assert losses(both) == pytest.approx(losses(one), rel=0.02)
+
+
+def test_sharding_is_refused_before_anything_is_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"FSDP was asked for .* trained whole in each process"):
+        main(arguments(tiny, tmp_path))
+    assert not (tmp_path / "work").exists()
