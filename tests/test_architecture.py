@@ -20,7 +20,7 @@ from tests.methods import METHODS
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration")
+PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration", "serving")
 
 # What each part may import of the others; its own files always.
 MAY_IMPORT = {
@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "training": {"decoding", "drafters"},
     "adaptation": {"decoding", "drafters", "training"},
     "hub": {"decoding", "drafters"},
+    "serving": {"drafters", "hub"},
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }
