@@ -1,4 +1,4 @@
-"""Writes the cards of the bundled drafters from their records, here and beside the weights.
+"""Writes the cards of the bundled drafters from their records, beside the weights, with `template.md`.
 
     python model_cards/generate.py
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hf_specdec import load_drafter
 
-CARDS = Path(__file__).parent
-PROJECT = CARDS.parent
+PROJECT = Path(__file__).parent.parent
 
 for config in sorted(PROJECT.glob("examples/*/*/config.json")):
     folder = config.parent
@@ -18,6 +17,5 @@ for config in sorted(PROJECT.glob("examples/*/*/config.json")):
         continue
     name = folder.relative_to(PROJECT).as_posix()
     drafter = load_drafter(folder)
-    (CARDS / f"{folder.parent.name}-{folder.name}.md").write_text(drafter.model_card(name).content, encoding="utf-8")
     drafter.write_records(folder, name)  # a README.md that somebody edited stays
     print(f"{name}: {'measured' if drafter.measurements else 'not measured'}")

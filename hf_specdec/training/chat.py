@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TopPLogitsWarper
 
 from hf_specdec.chat_template import Message
+from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
 from hf_specdec.training.progress import TokenProgress
@@ -74,6 +75,11 @@ def read_conversations(source: str) -> list[Conversation]:
     if not conversations:
         raise ValueError(f'{source} holds no conversations; each entry must be an object with a list "messages".')
     return conversations
+
+
+def dataset_id(source: str) -> str | None:
+    """The Hub id that `read_conversations` reads a source by; None for files and folders."""
+    return source if is_hub_id(source) and not source.endswith((".json", ".jsonl")) else None
 
 
 def _parsed(line: str, number: int, path: Path) -> Any:
@@ -201,6 +207,7 @@ def write_answers(
     folder: str | Path,
     settings: AnswerSettings,
     *,
+    dataset: str | None = None,
     worker: tuple[int, int] = (0, 1),
 ) -> list[Path]:
     """Lets the target answer every user message, and keeps the answers on disk as JSONL.
@@ -216,6 +223,7 @@ def write_answers(
             the answer as the template renders it; `answer_ids`; `ended`, whether they end with an
             end-of-text token; `messages`, the answer included. How they were written is in `recipe.json`.
         settings: of the answers.
+        dataset: Hub id of the conversations, which drafters trained on the answers name on their cards.
         worker: (rank, number of workers); this call writes every n-th file.
 
     Returns:
@@ -230,6 +238,7 @@ def write_answers(
         "dtype": str(model.dtype).removeprefix("torch."),
         "chat_template": _template_hash(tokenizer),
         "conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(),
+        "dataset": dataset,
         **asdict(settings),
     }
     own = Path(folder)

@@ -170,6 +170,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     }  # fmt: skip
     if earlier is not None:
         record["started_from"] = earlier
+    if written.datasets:
+        record["datasets"] = list(written.datasets)
     if arguments.license:
         record["license"] = arguments.license
     model.to(torch.bfloat16)

@@ -17,6 +17,7 @@ from hf_specdec.training.chat import (
     AnswerSettings,
     check_answers,
     check_template,
+    dataset_id,
     is_answers,
     read_answers,
     read_conversations,
@@ -75,7 +76,15 @@ class ConversationSource(Source):
             name = hashlib.sha256(repr((source, conversations, self.settings)).encode()).hexdigest()[:12]
             folders.append(self.work_dir / f"answers-{name}")
             worker = (processes.process_index, processes.num_processes)
-            write_answers(target, self.tokenizer, conversations, folders[-1], self.settings, worker=worker)
+            write_answers(
+                target,
+                self.tokenizer,
+                conversations,
+                folders[-1],
+                self.settings,
+                dataset=dataset_id(source),
+                worker=worker,
+            )
         processes.wait_for_everyone()
         answers = [row for folder in folders for row in read_answers(folder)]
         # All turns of a conversation, and all its answers at other temperatures, are on the same side.
@@ -92,14 +101,16 @@ class ConversationSource(Source):
         texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
         mode = trained_mode(self.tokenizer, texts) | {"chat_template": True}
         ended = sum(row["ended"] for row in answers) / len(answers)
+        recipes = [json.loads((each / RECIPE_FILE).read_text()) for each in folders]
         record = {
             "rows_written_by_target": len(answers),
             "tokens_written_by_target": sum(len(row["answer_ids"]) for row in answers),
             "share_of_rows_that_end": round(ended, 3),
-            "temperatures": sorted({json.loads((each / RECIPE_FILE).read_text())["temperature"] for each in folders}),
+            "temperatures": sorted({recipe["temperature"] for recipe in recipes}),
         }
+        datasets = list(dict.fromkeys(recipe["dataset"] for recipe in recipes if recipe.get("dataset")))
         train, held_out = (_answer_rows(side) for side in sides)
-        return Written(train, held_out, record, mode, ended)
+        return Written(train, held_out, record, mode, ended, datasets)
 
 
 def _opening_length(messages: Sequence[dict[str, str]]) -> int:

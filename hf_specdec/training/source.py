@@ -33,6 +33,7 @@ class Written:
         record: facts about the rows, for the drafter's record.
         mode: what the record says of the kind of text, see `trained_mode`.
         share_ended: of the written texts those that reached their end, from 0 to 1.
+        datasets: Hub ids of the conversations' datasets, for the drafter's card.
     """
 
     rows: Rows
@@ -40,6 +41,7 @@ class Written:
     record: dict[str, Any]
     mode: dict[str, bool]
     share_ended: float
+    datasets: Sequence[str] = ()
 
     def summary(self, minutes: float) -> str:
         """What was written in these minutes, in a line or two."""

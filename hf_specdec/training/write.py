@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from hf_specdec.training.chat import (
     AnswerSettings,
     check_template,
+    dataset_id,
     read_conversations,
     read_questions,
     write_answers,
@@ -60,7 +61,8 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
         write_questions(target, tokenizer, arguments.questions, folder, seed=arguments.seed, worker=worker)
         processes.wait_for_everyone()
         conversations = read_questions(folder, arguments.questions, seed=arguments.seed)
-    write_answers(target, tokenizer, conversations, arguments.output, settings, worker=worker)
+    dataset = None if arguments.data is None else dataset_id(arguments.data)
+    write_answers(target, tokenizer, conversations, arguments.output, settings, dataset=dataset, worker=worker)
     processes.wait_for_everyone()
     processes.print(summary(arguments.output))
     processes.destroy_process_group()

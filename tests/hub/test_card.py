@@ -49,6 +49,40 @@ def test_card_states_what_was_measured_and_how() -> None:
     assert "```\npython bench.py\n```" in text
 
 
+def test_metadata_holds_the_measured_figures_as_the_hub_reads_them() -> None:
+    made = card(
+        measurements=MEASUREMENTS | {"prompts": "30 prompts"},
+        training={"datasets": ["owner/talks"], "data": "owner/talks"},
+        license="mit",
+    )
+    read = ModelCard(made.content).data  # from the text alone, as the Hub does
+    assert (read.base_model, read.base_model_relation) == ("owner/target", "adapter")
+    assert (read.datasets, read.license, read.model_name) == (["owner/talks"], "mit", "me/drafter")
+    assert read.eval_results is not None
+    assert {result.dataset_name for result in read.eval_results} == {"30 prompts"}
+    assert {result.metric_name: result.metric_value for result in read.eval_results} == {
+        "Mean acceptance length, ddtree, greedy": 3.136,
+        "Speedup, ddtree, greedy": 2.254,
+        "Mean acceptance length, dflash, greedy": 2,
+        "Speedup, dflash, greedy": 1.5,
+        "Speedup, plain, greedy": 1.0,
+        "Mean acceptance length, ddtree, temperature 0.8": 2.5,
+        "Speedup, ddtree, temperature 0.8": 1.75,
+    }
+
+
+def test_metadata_claims_nothing_that_is_not_known() -> None:
+    read = ModelCard(card(target="/home/me/target").content).data.to_dict()
+    assert not {"model-index", "datasets", "base_model", "base_model_relation", "license"} & set(read)
+
+
+def test_card_names_its_limits() -> None:
+    assert "The figures above" in card(measurements=MEASUREMENTS).text
+    limits = card().text.partition("## Limitations")[2].partition("##")[0]
+    assert "never the output" in limits
+    assert "figures" not in limits
+
+
 def test_card_states_rollback_where_it_was_measured() -> None:
     methods = {
         "in turn": {"mean_acceptance_length": 3, "speedup": 2, "rollback_rate": 0.259},

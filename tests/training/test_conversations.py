@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -148,6 +149,19 @@ def test_answers_that_were_written_before_are_trained_on_and_told_apart(place: P
     with pytest.raises(ValueError, match=r"answers in 'answers0' were not written by target 'target'"):
         main([*options, "--work-dir", "other"])
     assert not (place / "other").exists()
+
+
+def test_card_names_the_datasets_of_the_hub_that_the_target_answered(place: Path, monkeypatch: Any) -> None:
+    talks = [json.loads(line) for line in (place / "talks.jsonl").read_text().splitlines()]
+    datasets = {"owner/talks": talks[:30], "owner/more": talks[30:]}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: datasets[name])
+    write.main(["--target", "target", "--data", "owner/talks", "--output", "answers", "--no-bf16",
+                "--max-new-tokens", str(NEW_TOKENS)])  # fmt: skip
+    options = arguments("dflash")
+    options[options.index("--data") : options.index("--data") + 2] = ["--data", "answers", "owner/more"]
+    main(options)
+    assert record(place / "drafter")["datasets"] == ["owner/talks", "owner/more"]
+    assert ModelCard.load(place / "drafter" / "README.md").data.datasets == ["owner/talks", "owner/more"]
 
 
 def test_conversations_with_the_same_opening_are_held_out_together(place: Path) -> None:
