@@ -38,10 +38,12 @@ $(OLDEST_VENV)/.dev: $(if $(call SOUND,$(OLDEST_VENV)),,FORCE)
 # The `dev` extra holds all of `demo`.
 DEMO_STAMP := $(firstword $(wildcard $(VENV)/.dev) $(VENV)/.demo)
 
+BEFORE_3_11 = $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info >= (3, 11))'
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-numerics test-mutations test-serving test-oldest docs lint types format clean FORCE
+.PHONY: help demo test test-all test-numerics test-mutations test-serving test-oldest notebook docs lint types format clean FORCE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,10 +71,13 @@ test-serving: $(VENV)/.dev $(SERVING_VENV)/.ready ## Serve the assistant with it
 test-oldest: $(OLDEST_VENV)/.dev ## `make test` in .venv-oldest, with the oldest transformers we support
 	$(call PYTEST,$(OLDEST_VENV))
 
+notebook: $(VENV)/.dev ## Execute examples/quickstart.ipynb on the small assistant (Python 3.11 and later)
+	@if $(BEFORE_3_11); then echo 'The notebook is not executed: what runs it needs Python 3.11.'; \
+	else mkdir -p build && $(VENV)/bin/jupyter execute --output=$(CURDIR)/build/quickstart.ipynb examples/quickstart.ipynb; fi
+
 docs: $(VENV)/.dev ## Build the documents into build/site (Python 3.11 and later); a broken link is an error
-	@if $(VENV)/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-		NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet; \
-	else echo 'The documents are not built: their builder needs Python 3.11.'; fi
+	@if $(BEFORE_3_11); then echo 'The documents are not built: their builder needs Python 3.11.'; \
+	else NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet; fi
 
 lint: $(VENV)/.dev ## Check style and format
 	$(VENV)/bin/python -m ruff check

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hf_specdec.cli import main
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -35,6 +37,59 @@ def test_the_quick_start_runs_as_printed(monkeypatch: pytest.MonkeyPatch, capsys
         assert names["output"].tolist() == plain.tolist(), block
     assert "def quicksort(" in capsys.readouterr().out
     assert set(names["both"].stats.by_source) == {"ddtree", "suffix"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What a reader has after the first lines of the quick start; files go to a folder of their own."""
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(ROOT)
+    exec(blocks(ROOT / "docs" / "index.md", "python")[0], names)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return names | {"stream": [names["inputs"]]}
+
+
+@pytest.mark.one_in(2)  # the second takes 40 s
+@pytest.mark.parametrize("page", ["benchmarks", "guarantees", "adaptation"])
+def test_code_of_the_guide_runs_as_printed(page: str, begun: dict[str, Any]) -> None:
+    found = blocks(ROOT / "docs" / f"{page}.md", "python")
+    assert found
+    for block in found:
+        exec(block, begun)
+
+
+def test_code_of_readme_runs_on_the_bundled_pair(begun: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks(ROOT / "README.md", "python")
+    for theirs, ours in (
+        ("Qwen/Qwen3-8B", "examples/tiny-code/target"),
+        ("z-lab/Qwen3-8B-DFlash-b16", "examples/tiny-code/dflash"),
+        (', dtype="bfloat16", device_map="cuda"', ""),
+    ):
+        assert f'"{theirs}"' in block or theirs in block
+        block = re.sub(rf"(?<!lab/){re.escape(theirs)}(?!-)", ours, block)
+    exec(block, begun)
+    assert "mean acceptance length" in capsys.readouterr().out
+
+
+COMMAND = re.compile(r"hf-specdec (\w+)((?:[^\n`|#]|\\\n)*)")
+
+
+def test_options_of_printed_commands_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = {(name, option) for page in PAGES for name, rest in COMMAND.findall(page.read_text().replace("\\\n", " "))
+               for option in re.findall(r"(?<!\S)--[\w-]+", rest)}  # fmt: skip
+    assert len(printed) > 20
+    known = {}
+    for name in {name for name, _ in printed}:
+        for suite in ([], ["--suite", "speed"]) if name == "bench" else ([],):  # which has options of its own
+            with pytest.raises(SystemExit):
+                main([name, *suite, "--help"])
+        known[name] = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert {(name, option) for name, option in printed if option not in known[name]} == set()
 
 
 def test_readme_stays_short() -> None:
