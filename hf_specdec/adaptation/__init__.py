@@ -1,4 +1,4 @@
-"""Drafters that learn while they serve: `AdaptiveDrafter`, and the policies that decide when."""
+"""Experimental: drafters that learn while they serve, `AdaptiveDrafter`, and the policies that decide when."""
 
 from hf_specdec.adaptation.drafter import AdaptationStats, AdaptiveDrafter
 from hf_specdec.adaptation.policy import AlwaysUpdate, CostAwareBandit, FailSafe

@@ -6,6 +6,7 @@
     drafter.save_pretrained("adapted")
 
 The output is the target's own as ever: an update changes which tokens are drafted, never which are accepted.
+Experimental: names and defaults may change without notice.
 Source: SpecBlock, Section 3.4 and Algorithm 1. The parts: `recording.py` keeps what a query shows, `policy.py` decides,
 `learner.py` updates.
 """
