@@ -78,12 +78,20 @@ class Counts:
 
 @dataclass
 class Result:
-    """One drafter, or look-up, in vLLM and here; `ours` is None where there is nothing of the same kind here."""
+    """One drafter, or look-up, in vLLM and here.
+
+    Attributes:
+        ours: None where there is nothing of the same kind here.
+        num_equal: prompts with the tokens that vLLM writes without a drafter.
+        differences: in tokens, within rounding.
+        failures: what does not hold.
+    """
 
     name: str
     seconds: float
     theirs: Counts
     ours: Counts | None
+    num_equal: int = 0
     differences: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
@@ -162,6 +170,7 @@ class Comparison:
         """Compares with vLLM's own tokens without a drafter."""
         for row, (found, plain) in enumerate(zip(tokens, self.plain, strict=True)):
             if found == plain:
+                result.num_equal += 1
                 continue
             place = next(
                 (index for index, pair in enumerate(zip(found, plain, strict=False)) if pair[0] != pair[1]),
@@ -269,9 +278,8 @@ def write_record(file: Path, comparison: Comparison, results: list[Result], refu
     ]
     for result in results:
         own = result.ours
-        equal = len(comparison.prompts) - len(result.differences)
         lines.append(
-            f"| {result.name} | {equal} of {len(comparison.prompts)} | {result.theirs.rounds} | "
+            f"| {result.name} | {result.num_equal} of {len(comparison.prompts)} | {result.theirs.rounds} | "
             f"{own.rounds if own else ''} | {result.theirs.length:.3f} | {f'{own.length:.3f}' if own else ''} | "
             f"{rates(result.theirs)} | {rates(own) if own else ''} | {result.seconds:.1f} |"
         )

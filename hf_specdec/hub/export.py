@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -237,7 +236,7 @@ def _head_rows(target: str, drafter: DFlashDrafter) -> Tensor:
         raise ValueError(
             f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: another target?"
         )
-    return head[torch.arange(len(drafter.d2t)) + drafter.d2t.cpu()].contiguous()
+    return head[drafter.target_ids.cpu()].contiguous()
 
 
 def _family(drafter: Drafter) -> str:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_specdec.drafters.dflash.configuration import DFlashConfig, check_block_option
+from hf_specdec.drafters.dflash.configuration import DFlashConfig
 from hf_specdec.drafters.dspark.configuration import DSparkOptions
-from hf_specdec.drafters.options import TreeOptions
-from hf_specdec.drafters.registry import unknown_name
 
 TREE, CHAIN = "dflash2", "dflash2_chain"
 
@@ -26,6 +24,7 @@ class DFlash2Config(DFlashConfig):
 
     architecture: ClassVar[str] = "DFlash2DraftModel"
 
+    # transformers generates an __init__ for a config class that has none, and it would not call DFlashConfig's.
     def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(dflash_config=dflash_config, **kwargs)
 
@@ -88,11 +87,6 @@ class DFlash2Options(DSparkOptions):
         block_size: see there.
     """
 
-    method: str = TREE
+    METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
 
-    def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `DFlash2Config`."""
-        TreeOptions.validate(self, config)
-        if self.method not in (TREE, CHAIN):
-            raise unknown_name("method", self.method, (TREE, CHAIN))
-        check_block_option(self.block_size, config.block_size)
+    method: str = TREE

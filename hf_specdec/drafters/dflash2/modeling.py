@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
-from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.dflash.modeling import DFlashLayer
-from hf_specdec.drafters.dflash2.configuration import CHAIN, TREE, DFlash2Config, DFlash2Options
+from hf_specdec.drafters.dflash2.configuration import DFlash2Config, DFlash2Options
 from hf_specdec.drafters.dspark.modeling import ConditionalDrafter
 from hf_specdec.drafters.vocabulary import known_ids
 
@@ -125,7 +123,6 @@ class DFlash2Drafter(ConditionalDrafter):
     config_class = DFlash2Config
     config: DFlash2Config
     options_class = DFlash2Options
-    options: DFlash2Options  # type: ignore[assignment]  # of its own, though a DFlash drafter
     layer_class = DFlash2Layer
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -160,17 +157,6 @@ class DFlash2Drafter(ConditionalDrafter):
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> SelectorSlots:
         """See `ConditionalDrafter.slots`."""
         return SelectorSlots(self.candidate_selector, states[:, self.config.first_slot :], logits)
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return TREE, CHAIN
-
-    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.dspark.candidates import ChainGenerator, TreeGenerator
-
-        if self.method == CHAIN:
-            return ChainGenerator(self, target)
-        return TreeGenerator(self, target, self.options.node_limit)
 
     def card_summary(self) -> str:
         return (

@@ -80,13 +80,15 @@ class DSparkOptions(TreeOptions):
         block_size: slots of a block, root included; at most the trained one, which None stands for.
     """
 
+    METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
+
     method: str = TREE
     tree_budget: int | Literal["auto"] = 16
     block_size: int | None = None
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `DSparkConfig`."""
+        """As every drafter's; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
-        if self.method not in (TREE, CHAIN):
-            raise unknown_name("method", self.method, (TREE, CHAIN))
+        if self.method not in self.METHODS:
+            raise unknown_name("method", self.method, self.METHODS)
         check_block_option(self.block_size, config.block_size)

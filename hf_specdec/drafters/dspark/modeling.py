@@ -7,7 +7,7 @@ section 2.4. What a `generate` call remembers is in `candidates.py`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -16,7 +16,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
-from hf_specdec.drafters.dspark.configuration import CHAIN, TREE, DSparkConfig, DSparkOptions
+from hf_specdec.drafters.dspark.configuration import DSparkConfig, DSparkOptions
 from hf_specdec.drafters.dspark.heads import ConfidenceHead, MarkovHead
 
 
@@ -54,6 +54,21 @@ class Slots(Protocol):
 class ConditionalDrafter(DFlashDrafter):
     """A DFlash drafter whose slots' laws depend on the token before each."""
 
+    options_class: ClassVar[type[DSparkOptions]] = DSparkOptions
+    options: DSparkOptions  # type: ignore[assignment]  # of its own, though a DFlash drafter
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return self.options_class.METHODS
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        from hf_specdec.drafters.dspark.candidates import ChainGenerator, TreeGenerator
+
+        tree, _ = self.options_class.METHODS
+        if self.method == tree:
+            return TreeGenerator(self, target, self.options.node_limit)
+        return ChainGenerator(self, target)
+
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
         """The slots of one round.
 
@@ -73,8 +88,6 @@ class DSparkDrafter(ConditionalDrafter):
 
     config_class = DSparkConfig
     config: DSparkConfig
-    options_class = DSparkOptions
-    options: DSparkOptions  # type: ignore[assignment]  # of its own, though a DFlash drafter
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
@@ -112,17 +125,6 @@ class DSparkDrafter(ConditionalDrafter):
 
     def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
         return MarkovSlots(self, states, logits, root_ids)
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        return TREE, CHAIN
-
-    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.dspark.candidates import ChainGenerator, TreeGenerator
-
-        if self.method == CHAIN:
-            return ChainGenerator(self, target)
-        return TreeGenerator(self, target, self.options.node_limit)
 
     def card_summary(self) -> str:
         return (
