@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding import packed
-from hf_specdec.decoding.packed import packed_linears
+from hf_specdec.decoding.packed import Trial, packed_linears, trial_of
 from tests.methods import METHODS, make_ddtree
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -24,8 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "LEAST_WEIGHT_BYTES", 0)
+def packing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every processor, and for small weights too."""
+    monkeypatch.setattr(packed, "trial_of", lambda layers: Trial(packing_s=0.0, saved_s=1.0))
     monkeypatch.setattr(packed, "LEAST_BYTES", 0)
 
 
@@ -117,18 +118,50 @@ def test_what_cannot_or_need_not_be_packed_is_left_alone(
             return bool(replaced(model))
 
     assert is_packed(target)
-    assert not is_packed(target, packed.LEAST_TOKENS - 1)
     for dtype in (torch.float64, torch.bfloat16):
         assert not is_packed(copy.deepcopy(target).to(dtype))
     with FlopCounterMode(display=False):  # watches every operation, and knows none of oneDNN's
         assert not is_packed(target)
     with monkeypatch.context() as small:
-        small.setattr(packed, "LEAST_WEIGHT_BYTES", 1 << 12)
-        assert not is_packed(target.model.layers[0].self_attn.k_proj)
         small.setattr(packed, "LEAST_BYTES", 1 << 20)
         assert not is_packed(target)
     monkeypatch.setattr(packed, "MOST_BYTES", 1000)
     assert not is_packed(target)
+
+
+def test_shapes_are_packed_where_the_call_is_long_enough_to_save_what_the_copy_takes(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up- and gate-projections save 1 ms a round and take 20 ms to copy; all others are faster as they are."""
+    wide = target.model.layers[0].mlp.up_proj.weight.shape
+
+    def trial(layers: list[nn.Linear]) -> Trial:
+        assert len({layer.weight.shape for layer in layers}) == 1
+        return Trial(packing_s=0.02, saved_s=0.001 if layers[0].weight.shape == wide else -0.001)
+
+    monkeypatch.setattr(packed, "trial_of", trial)
+    with packed_linears(target, 20 * packed.TOKENS_PER_ROUND):
+        assert not replaced(target)
+    with packed_linears(target, 21 * packed.TOKENS_PER_ROUND):
+        names = replaced(target)
+    assert {name.rsplit(".", 1)[1] for name in names} == {"up_proj", "gate_proj"}
+
+
+def test_a_trial_is_run_once_for_a_shape_and_number_of_threads(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "_trials", {})
+    layers = [layer.mlp.up_proj for layer in target.model.layers]
+    first = trial_of(layers)
+    assert first.packing_s > 0
+    assert trial_of(layers[1:]) is first
+    assert trial_of([target.model.layers[0].mlp.down_proj]) is not first
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert trial_of(layers) is not first
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_layers_whose_forward_something_else_replaced_keep_it(target: PreTrainedModel) -> None:
