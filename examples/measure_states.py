@@ -1,6 +1,6 @@
 """What a round of a target with recurrent layers takes beside one of a softmax target of the same sizes, on a CPU.
 
-The targets count and the drafter knows it, see `hf_specdec/benchmark/scripted.py`, so that acceptance is the same
+The targets count and the drafter knows it, see `speed/scripted.py`, so that acceptance is the same
 everywhere. All targets take turns, call by call, and a ratio is taken within a turn.
 
     python examples/measure_states.py --hidden-size 512 1024
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-
-from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, rate_for
+from speed.scripted import ScriptedDrafter, counting_target, rate_for
 
 LAYERS, VOCAB, PROMPT, NEW_TOKENS = 12, 8192, 64, 48
 DEPTH, LENGTH = 8, 3.0  # of the drafts, and how many tokens a round gives on average

@@ -1,8 +1,7 @@
-"""`python -m hf_specdec.benchmark`: measures drafters against plain decoding and writes the report three times over.
+"""`python -m hf_specdec.benchmark`: compares drafters with plain decoding and writes a report in three formats.
 
-JSON lines (every call), a Markdown table, one HTML page. Without arguments it measures the bundled model with every
-drafter that is bundled for it; `--quick` does so in a few minutes. `--suite speed` measures rounds against the time
-that reading the weights takes instead: its options are those of `speed.py` (`--suite speed --help`).
+These are JSON lines (one per call), a Markdown table and one HTML page. Without arguments it measures the bundled model
+with all its bundled drafters; `--quick` takes a few minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import transformers
 from transformers import AutoTokenizer
 
 import hf_specdec
-from hf_specdec.benchmark import records, speed, ways
+from hf_specdec.benchmark import records, ways
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
 from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, load_prompts, render
 from hf_specdec.benchmark.records import Environment, Note, Picture, Record
@@ -45,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
         prog="hf-specdec bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = options.add_argument_group("what is measured")
-    what.add_argument("--suite", choices=["methods", "speed"], default="methods", help="speed: rounds beside the floor")
     what.add_argument("--target", help="Hub id or folder; the bundled model where omitted")
     what.add_argument(
         "--drafter",
@@ -108,12 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 2 where arguments, files or models do not fit, with the reason on stderr.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    suite = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    suite.add_argument("--suite", choices=["methods", "speed"], default="methods")
-    chosen, rest = suite.parse_known_args(given)
-    if chosen.suite == "speed":
-        return speed.main(rest)
-    arguments = parser().parse_args(rest)
+    arguments = parser().parse_args(given)
     try:
         if arguments.from_records is not None:
             made, folder = records.read(arguments.from_records), arguments.from_records.parent

@@ -1,8 +1,7 @@
-"""Round-to-floor: what a round takes, over what reading the target's weights once would take.
+"""The floor of a round: the time to read the target's weights once, from measured bandwidth and counted bytes.
 
-The weights of a forward must pass through the memory bus at least once, so bytes of weights over the bandwidth of the
-device are a floor for a round of any size that is worth verifying. Both are measured here: the bandwidth as a copy
-gives it in the same run, the bytes as the forward reads them. Nothing is estimated from data sheets.
+A forward reads its weights from memory at least once, so their bytes divided by the bandwidth of the device are a lower
+bound for the time of a round. The bandwidth is that of a copy, measured in the same run, not taken from data sheets.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def copy_bandwidth(
 
     Args:
         device: where to measure; on a CPU with as many threads as torch uses now.
-        num_bytes: size of the copied tensor; several times the caches of the device where omitted.
-        repeats: copies timed one by one, after one that is not; the quickest counts.
-        clock: gives the time in seconds.
+        num_bytes: size of the copied tensor; None for several times the caches of the device.
+        repeats: copies that are timed, after one that warms up; the fastest counts.
+        clock: returns the time in seconds.
     """
     device = torch.device(device)
     size = num_bytes or COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
@@ -51,16 +50,16 @@ def copy_bandwidth(
 def weight_bytes(model: nn.Module, *, borrowed: Iterable[nn.Module] = ()) -> int:
     """Bytes of weights that one forward of `model` over a single token reads.
 
-    Shared tensors count once. Embedding tables are only looked up, so they count only where a head shares them. Of a
-    mixture of experts only those of one token count: `num_experts_per_tok` of all, so that a round over many tokens,
-    which meets more of them, lies above its floor.
+    Shared tensors count once. Embedding tables are only looked up, so they count only if a head shares them. Of a
+    mixture of experts only those of one token count, `num_experts_per_tok` of all. A round over several tokens uses
+    more experts, so its time lies above the floor.
 
     Args:
-        model: a target, or a drafter.
-        borrowed: modules of another model that the forward reads too, as a drafter does with the target's head.
+        model: a target or a drafter.
+        borrowed: modules of another model that the forward also reads, such as the target's head in a drafter.
 
     Raises:
-        ValueError: the model has experts, and its config does not say how many a token meets.
+        ValueError: the model has experts, and its config does not say how many a token uses.
     """
     modules = [model, *borrowed]
     counted: set[int] = set()
@@ -83,25 +82,8 @@ def weight_bytes(model: nn.Module, *, borrowed: Iterable[nn.Module] = ()) -> int
     return round(total)
 
 
-def round_to_floor(round_s: float, model: nn.Module, bandwidth: float, *, borrowed: Iterable[nn.Module] = ()) -> float:
-    """Wall time of a round over the time that reading the weights of `model` once takes.
-
-    Args:
-        round_s: seconds of one round, drafting included.
-        model: the target; a drafter, for the drafter's own floor.
-        bandwidth: bytes per second, from `copy_bandwidth` on the same device in the same run.
-        borrowed: see `weight_bytes`.
-
-    Example:
-        >>> model = nn.Linear(1000, 1000, bias=False)  # 4 MB
-        >>> round_to_floor(0.003, model, bandwidth=2e9)
-        1.5
-    """
-    return round_s / (weight_bytes(model, borrowed=borrowed) / bandwidth)
-
-
 def _active_share(model: nn.Module) -> float:
-    """Experts that a token meets over all there are."""
+    """Share of the experts that one token uses."""
     config = getattr(model, "config", None)
     config = config.get_text_config(decoder=True) if config is not None else None
     counts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_specdec.benchmark.floor import copy_bandwidth, round_to_floor, weight_bytes
+from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
 from tests.methods import make_dflash
 from tests.targets import fresh_target, make_target
 
@@ -58,12 +58,6 @@ def test_a_drafter_reads_the_head_it_borrows() -> None:
     drafter = make_dflash(target)
     head = target.get_output_embeddings()
     assert weight_bytes(drafter, borrowed=[head]) == weight_bytes(drafter) + bytes_of(head.weight)
-
-
-def test_round_to_floor_is_time_over_reading_time() -> None:
-    target = make_target("llama")
-    floor_s = weight_bytes(target) / 1e9
-    assert round_to_floor(3 * floor_s, target, 1e9) == pytest.approx(3.0)
 
 
 def test_copy_bandwidth_counts_reads_and_writes() -> None:

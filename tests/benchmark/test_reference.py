@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_specdec.benchmark.reference import heap_tree, reference_ddtree
+from examples.speed.reference import heap_tree, reference_ddtree
 from hf_specdec.drafters.ddtree import level_tree
 from tests.methods import make_ddtree
 from tests.targets import make_target, one_prompt

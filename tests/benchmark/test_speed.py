@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from hf_specdec.benchmark import __main__ as bench_command
-from hf_specdec.benchmark import speed
-from hf_specdec.benchmark.exactness import compare
-from hf_specdec.benchmark.host import timed
-from hf_specdec.benchmark.judged import LINES, NOT_MEASURED, judged
-from hf_specdec.benchmark.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
-from hf_specdec.benchmark.speed_bundled import bundled, exact_ways
-from hf_specdec.benchmark.stock_dflash import ARGUMENTS, stock_dflash
+from examples.speed import __main__ as speed
+from examples.speed.bundled import bundled, exact_ways
+from examples.speed.criteria import CRITERIA, NOT_MEASURED, verdicts
+from examples.speed.exactness import compare
+from examples.speed.host_time import timed
+from examples.speed.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
+from examples.speed.stock_dflash import ARGUMENTS, stock_dflash
+from hf_specdec.benchmark.floor import weight_bytes
 from hf_specdec.benchmark.ways import BUNDLED
 from hf_specdec.verification import Difference, unit_in_the_last_place
 
@@ -64,11 +64,11 @@ def test_dry_run_of_every_part_on_random_weights(tmp_path: Path, capsys: pytest.
             assert row["drafter_floor_ms"] > 0
             assert (row["times_first_context"] == 1) == (row["context"] == 32)
     assert {row["way"] for row in report["rows"] if row["part"] == "batch"} == {"plain", "none"}
-    assert len(report["judged"]) == len(LINES)
+    assert len(report["judged"]) == len(CRITERIA)
     assert all(line["holds"] == NOT_MEASURED == line["figure"] for line in report["judged"])
     environment = report["environment"]
     assert environment["shape"] == "tiny"
-    assert environment["command"].startswith("python -m hf_specdec.benchmark.speed --part rounds")
+    assert environment["command"].startswith("python -m examples.speed --part rounds")
     assert "round_to_floor" in capsys.readouterr().out
 
 
@@ -127,7 +127,7 @@ def test_exact_tells_rounding_from_error(tmp_path: Path) -> None:
         assert row["above_rounding"] == len(row["gap_ulps"]) == 2
         assert min(row["apart_ulps"]) > 2 * max(row["rounding_ulps"])
         environment = report["environment"] | {"dtype": str(dtype).removeprefix("torch.")}
-        assert judged(environment, rows)[line]["holds"] is False
+        assert verdicts(environment, rows)[line]["holds"] is False
 
 
 def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are() -> None:
@@ -158,22 +158,22 @@ def test_lines_about_the_gpu_are_judged_by_what_a_gpu_measured() -> None:
         for value in (1.7, 1.4)
     ]
     environment = {"on_gpu": True, "shape": "qwen3-8b", "dtype": "bfloat16", "drafter_network": True}
-    found = {line["line"].split(",")[0]: line["holds"] for line in judged(environment, rows)}
+    found = {line["line"].split(",")[0]: line["holds"] for line in verdicts(environment, rows)}
     assert found["round-to-floor"] is True  # the better mode counts
     assert found["tokens/s at a mean acceptance length of 6.5"] is False
     assert found["round at context 8192 over one at 1024"] == NOT_MEASURED
     for other in ({"on_gpu": False}, {"shape": "tiny"}, {"dtype": "float32"}):
-        assert {line["holds"] for line in judged(environment | other, rows)} == {NOT_MEASURED}
+        assert {line["holds"] for line in verdicts(environment | other, rows)} == {NOT_MEASURED}
     without = {
-        line["line"].split(",")[0]: line["holds"] for line in judged(environment | {"drafter_network": False}, rows)
+        line["line"].split(",")[0]: line["holds"] for line in verdicts(environment | {"drafter_network": False}, rows)
     }
     assert without["round-to-floor"] == NOT_MEASURED
 
 
-def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_command.main(["--suite", "speed", "--help"])
-    assert "--shape" in capsys.readouterr().out
+def test_a_time_is_divided_by_the_time_to_read_the_weights_once() -> None:
+    bench = speed.Bench(speed.parser().parse_args(["--device", "cpu"]))
+    bench.bandwidth = 1e9
+    assert bench.over_floor(3 * weight_bytes(bench.target) / 1e9) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_bench_hands_the_speed_suite_its_own_options(capsys: pytest.CaptureFixtu
 def test_what_does_not_fit_is_told_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench_command.main(["--suite", "speed", *arguments]) == 2
+    assert speed.main(arguments) == 2
     (told,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert told.startswith("hf-specdec bench --suite speed: ")
+    assert told.startswith("python -m examples.speed: ")
     assert message in told
 
 
@@ -228,7 +228,7 @@ def test_stock_dflash_has_its_row_where_transformers_has_it() -> None:
 
 
 def test_without_stock_dflash_its_row_says_why(lacking: Callable[[str], None]) -> None:
-    lacking("hf_specdec.benchmark.stock_dflash")
+    lacking("examples.speed.stock_dflash")
     ways, note = speed.stock_ways(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
     assert set(ways) == {"plain", "plain compiled", "stock assisted"}
     assert note is not None

@@ -1,10 +1,10 @@
-"""Is greedy output the same, prompt by prompt, and where it is not, does rounding explain it?
+"""The part `exact`: compares greedy output with plain decoding, and checks whether rounding explains differences.
 
-The part `exact` of the speed suite (`speed.py`). In float32 every output must be plain decoding's. In bfloat16 a
-forward over a tree rounds differently from one over a token, so that a near tie may fall the other way. How near is
-defined by `verification.first_difference`: a difference is explained if the target's logits of the two tokens lie no
-further apart than twice what rounding moves logits before it, and that is one unit in the last place (`ulp`) of the
-best logit, or more where plain decoding itself, with and without a cache, differs by more at any of up to 32 places.
+In float32 every output must be identical. In bfloat16 a forward over a tree rounds differently from a forward over one
+token, so that the order of two nearly equal logits can change. `verification.first_difference` defines the bound:
+rounding explains a difference if the target's logits of the two tokens differ by at most twice the rounding error. This
+error is one unit in the last place (`ulp`) of the best logit, or more if the logits of plain decoding with and without
+a cache differ by more at any of up to 32 positions before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_specdec.verification import first_difference
 
 
 def untrained(model: PreTrainedModel, tree_budget: int) -> list[Way]:
-    """Drafters of kinds that no bundled checkpoint is of, with random weights: they draft badly, and verify like any.
+    """Drafters with random weights, for methods without a bundled checkpoint: bad drafts, the same verification.
 
     Args:
         model: the target.
@@ -56,7 +56,7 @@ def compare(
     groups: Mapping[str, Sequence[Tensor]],
     new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """A row per way, mode and group of prompts.
+    """One row per drafter, mode and group of prompts.
 
     Args:
         model: the target.
@@ -67,8 +67,8 @@ def compare(
 
     Returns:
         rows with `identical` (share of prompts), and for each first difference, in units in the last place of the
-        best logit: `gap_ulps` between the target's two best tokens, `apart_ulps` between its best and what came
-        with the drafter, `rounding_ulps`; `above_rounding` counts those that rounding does not explain.
+        best logit: `gap_ulps` between the target's two best tokens, `apart_ulps` between its best token and the
+        drafter's, `rounding_ulps`. `above_rounding` counts the differences that rounding does not explain.
     """
     plain: dict[str, list[list[int]]] = {
         group: [_continue(model, prompt, new_tokens) for prompt in prompts] for group, prompts in groups.items()
@@ -108,5 +108,5 @@ def _continue(model: PreTrainedModel, prompt: Tensor, new_tokens: int, **argumen
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity: None where one output ends and the other goes on."""
+    """None for infinity, which JSON lacks: one output ends where the other continues."""
     return value if math.isfinite(value) else None

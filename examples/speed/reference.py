@@ -1,10 +1,11 @@
-"""The DDTree loop as its authors describe it, in plain host code: what our rounds are compared with.
+"""The DDTree loop of the paper (arXiv 2604.12989) in plain host code, as a baseline for our rounds.
 
-Each round the drafter runs eagerly, the marginals' best tokens travel to the host, a heap there makes the tree
-(DDTree, arXiv 2604.12989, Algorithm 1), a dense mask over cache and tree is built anew, the target verifies with a
-stock `DynamicCache` and hidden states of all layers, its choices travel to the host, which walks the tree, and accepted
-entries are gathered out of every layer's cache. Greedy, one row. Written from the paper for this comparison; golden
-tests hold our own rounds to the published implementation's.
+In each round the drafter runs eagerly and the best tokens of its marginals are copied to the host. There a heap builds
+the tree (Algorithm 1). A new dense mask over cache and tree is made, and the target verifies with a stock
+`DynamicCache` and the hidden states of all layers. The target's choices are copied to the host, which finds the
+accepted path. The accepted entries are gathered from the cache of every layer. Greedy, one row.
+
+This was written from the paper; golden tests compare our rounds with the published implementation.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ HostTree = tuple[list[int], list[int]]  # tokens and parents, root first
 
 @dataclass
 class ReferenceRun:
-    """What a run gave.
+    """Result of a run.
 
     Attributes:
         token_ids: [1, seq] int64, prompt included.
         acceptance_lengths: tokens committed per round.
-        seconds: of the rounds, prefill left aside.
-        marginals_seconds: of those, from a round's root to the drafter's marginals, its inputs and cache included.
+        seconds: of all rounds, without the prefill.
+        marginals_seconds: of these, the time to compute the drafter's marginals, inputs and cache included.
     """
 
     token_ids: Tensor
@@ -41,7 +42,7 @@ class ReferenceRun:
 
 
 def heap_tree(logits: Tensor, root: int, budget: int) -> HostTree:
-    """The likeliest `budget` prefixes by Algorithm 1; `logits` [depth, vocab] are normalised where they lie."""
+    """The `budget` most probable prefixes by Algorithm 1; `logits` [depth, vocab] are normalised on their device."""
     best, ranked = logits.float().log_softmax(-1).topk(min(budget, logits.shape[-1]), dim=-1)
     logprobs, ids = best.tolist(), ranked.tolist()
     tokens, parents = [root], [-1]
@@ -67,16 +68,16 @@ def reference_ddtree(
     budget: int,
     script: Callable[[int], HostTree] | None = None,
 ) -> ReferenceRun:
-    """Generates greedily with the loop of this file's head.
+    """Generates greedily with the reference loop.
 
     Args:
-        target: any that takes 4D masks and a `DynamicCache`.
-        drafter: whose blocks give the marginals.
+        target: must accept 4D masks and a `DynamicCache`.
+        drafter: computes the marginals.
         prompt: [1, seq] int64.
-        new_tokens: exactly so many; ends of text are not looked for.
-        budget: most drafted nodes.
-        script: from a root's token to the tree that is verified in place of the drafted one, which is made all the
-            same, for what it costs.
+        new_tokens: exact number; the end of the text is ignored.
+        budget: maximum number of drafted nodes.
+        script: maps the root's token to a tree that is verified instead of the drafted one. The drafted tree is still
+            made, so that the round has its full cost.
     """
     with torch.inference_mode():
         return _Loop(target, drafter, prompt, budget, script).run(new_tokens)
@@ -102,9 +103,9 @@ class _Loop:
         run = ReferenceRun(self.prompt)
         began = time.perf_counter()
         while len(tokens) < new_tokens:
-            asked = time.perf_counter()
+            round_began = time.perf_counter()
             logits = self._marginals(tokens[-1], features)
-            run.marginals_seconds += time.perf_counter() - asked
+            run.marginals_seconds += time.perf_counter() - round_began
             drafted = heap_tree(logits, tokens[-1], self.budget)
             tree, parents = drafted if self.script is None else self.script(tokens[-1])
             new, features = self._verify(tree, parents)
@@ -119,7 +120,7 @@ class _Loop:
         return torch.cat([hidden_states[layer + 1] for layer in self.layers], dim=-1)
 
     def _marginals(self, root: int, features: Tensor) -> Tensor:
-        """[block - 1, vocab], the mask's own token left out."""
+        """Logits [block - 1, vocab] of the slots after the root."""
         drafter, device = self.drafter, self.prompt.device
         start, block = self.draft_cache.get_seq_length() + features.shape[1], drafter.num_slots
         block_ids = torch.tensor([[root] + [drafter.config.mask_token_id] * (block - 1)], device=device)
@@ -136,7 +137,7 @@ class _Loop:
         return logits[0]
 
     def _verify(self, tokens: list[int], parents: list[int]) -> tuple[list[int], Tensor]:
-        """Accepted tokens and the bonus token, and features [1, accepted + 1, ...] of the root and the accepted."""
+        """Accepted tokens with the bonus token, and features [1, accepted + 1, ...] of root and accepted nodes."""
         device, past, nodes = self.prompt.device, self.cache.get_seq_length(), len(tokens)
         depths, sees = [0] * nodes, torch.eye(nodes, dtype=torch.bool)
         for node in range(1, nodes):

@@ -1,9 +1,8 @@
-"""A target whose continuation is known and a drafter that is right as often as it is told: speed without training.
+"""A target with a known continuation and a drafter with a chosen acceptance rate, to measure speed without training.
 
-Time per round does not depend on what a text says, only on shapes. So a target of any shape gets random weights under
-which the token after t is t + 1, by a margin that no rounding reaches, and the drafter knows it: it drafts that, and
-errs at each depth with a set probability. Tokens per second at a given mean acceptance length are then real, although
-the text is not.
+Time per round depends on shapes, not on the text. A target of any shape gets random weights with which the token after
+t is t + 1; the margin is larger than any rounding error. The drafter drafts these tokens, and a wrong token at each
+depth with a chosen probability. This gives real tokens per second at a chosen mean acceptance length.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from hf_specdec.benchmark.reference import HostTree
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
@@ -26,13 +24,15 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.options import DrafterOptions
 
-# The last projections of attention, recurrent mixers and MLPs: what a layer adds comes from them.
+from .reference import HostTree
+
+# The output projections of attention, recurrent mixers and MLPs.
 WRITERS = ("o_proj", "out_proj", "down_proj", "output_linear")
-WRONG = 5  # what a wrong draft is away from the right one; alternatives are further
+WRONG = 5  # distance of a wrong draft from the right token; alternatives have larger distances
 
 
 def shapes() -> dict[str, Any]:
-    """Configs by name: two published 8B shapes, and a small one of the same kind for a dry run."""
+    """Configs by name: two published 8B shapes, and a small shape for dry runs."""
     return {
         "qwen3-8b": Qwen3Config(
             vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
@@ -50,7 +50,7 @@ def shapes() -> dict[str, Any]:
 
 
 def draft_shape(shape: str) -> Any:
-    """The config of a draft model for stock assisted generation beside a target of `shape`: its family's small one."""
+    """The config of a draft model for a target of `shape` in stock assisted generation: the family's small model."""
     own = shapes()[shape]
     hidden, layers, heads = {
         "qwen3-8b": (1024, 28, 16), "llama-3.1-8b": (2048, 16, 32), "tiny": (64, 2, 4),
@@ -71,14 +71,14 @@ def counting_target(
     seed: int = 0,
     error_rate: float = 0.0,
 ) -> PreTrainedModel:
-    """A model that counts, made on the device: after token t comes t + 1, after the last one 0.
+    """A model that counts: token t is followed by t + 1, the last token of the vocabulary by 0.
 
     Args:
         shape: a name from `shapes`, or a config.
-        device: to make it on.
-        dtype: of its weights.
-        seed: of its weights and errors.
-        error_rate: after this share of tokens, drawn at random, comes another one: for draft models.
+        device: of the weights.
+        dtype: of the weights.
+        seed: of the weights and errors.
+        error_rate: share of tokens, drawn at random, that are followed by a wrong token: for draft models.
     """
     torch.manual_seed(seed)
     config = shapes()[shape] if isinstance(shape, str) else shape
@@ -86,7 +86,7 @@ def counting_target(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     with torch.no_grad():
         table = model.get_input_embeddings().weight.normal_()
-        # What layers add stays small beside the token's own embedding, which the head of its successor then finds.
+        # The outputs of layers stay small compared with the embedding, so that the head still finds the next token.
         layers: Any = decoder_layers(model)
         for layer in layers:
             for name, module in layer.named_modules():
@@ -95,16 +95,16 @@ def counting_target(
         head = model.get_output_embeddings().weight
         head.copy_(table.roll(1, 0))
         wrong = torch.rand(len(table), device=head.device) < error_rate
-        if int(wrong.sum()) > 1:  # the successors of these tokens change places
-            places = wrong.roll(1).nonzero().squeeze(1)
-            head[places] = head[places.roll(1)]
+        if int(wrong.sum()) > 1:  # permutes the successors of these tokens
+            successors = wrong.roll(1).nonzero().squeeze(1)
+            head[successors] = head[successors.roll(1)]
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
 
 
 def network_shape(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashConfig:
-    """Of a DFlash network for this target."""
+    """Config of a DFlash network for this target."""
     own = target.config
     last = own.num_hidden_layers - 1
     return DFlashConfig(
@@ -117,14 +117,14 @@ def network_shape(target: PreTrainedModel, *, layers: int = 5, block_size: int =
 
 
 def drafter_network(target: PreTrainedModel, *, layers: int = 5, block_size: int = 16) -> DFlashDrafter:
-    """A DFlash network with random weights for this target: what drafting costs, not what it is worth."""
+    """A DFlash network with random weights for this target: it has the cost of drafting, but useless drafts."""
     config = network_shape(target, layers=layers, block_size=block_size)
     with torch.device(target.device):
         return DFlashDrafter(config).to(target.dtype).eval()
 
 
 def rate_for(mean_acceptance_length: float, depth: int) -> float:
-    """The probability per depth at which 1 + accepted nodes of a path of `depth` is this on average.
+    """The acceptance probability per depth that gives this mean acceptance length on a path of `depth` nodes.
 
     Example:
         >>> round(rate_for(3.0, depth=2), 3)
@@ -142,12 +142,12 @@ def rate_for(mean_acceptance_length: float, depth: int) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedOptions(DrafterOptions):
-    """What a `ScriptedDrafter` drafts.
+    """Options of a `ScriptedDrafter`.
 
     Attributes:
-        tree_budget: drafted nodes: a path first, then alternatives along it.
+        tree_budget: drafted nodes: one path first, then siblings of its nodes.
         depth: of the path.
-        rate: probability that the path is right at a depth, if it was so far.
+        rate: probability that the path is right at a depth, if it is right at all smaller depths.
         seed: of the errors.
     """
 
@@ -166,11 +166,11 @@ class ScriptedOptions(DrafterOptions):
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts a path that is right at each depth with a set probability, and wrong alternatives beside it.
+    """Drafts a path that is right at each depth with a chosen probability, and wrong siblings of its nodes.
 
     Args:
-        network: a drafter that is run in each round for what it costs; its own drafts are thrown away.
-        drafting_options: of `ScriptedOptions`.
+        network: a drafter that runs in each round for its cost; its drafts are discarded.
+        drafting_options: see `ScriptedOptions`.
     """
 
     options_class = ScriptedOptions
@@ -182,13 +182,13 @@ class ScriptedDrafter(Drafter):
         self.set_options(**drafting_options)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        """Drafts sense for a `counting_target` only."""
+        """Accepts any target; the drafts are right for a `counting_target` only."""
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return () if self.network is None else self.network.feature_layers(model)
 
     def script(self, vocab: int) -> Callable[[int], HostTree]:
-        """The trees of one call of one row, as lists: from a root's token to tokens and parents, root first."""
+        """A function from a root's token to the next tree of one row: tokens and parents as lists, root first."""
         generator = ScriptedGenerator(self.options, vocab, None)
 
         def draft(root: int) -> HostTree:
@@ -204,7 +204,7 @@ class ScriptedDrafter(Drafter):
 
 
 class ScriptedGenerator(TreeCandidateGenerator):
-    """One call of a `ScriptedDrafter`; its trees are made on the device, without waiting for it."""
+    """One call of a `ScriptedDrafter`; trees are made on the device, without synchronisation."""
 
     def __init__(self, options: ScriptedOptions, vocab: int, inner: TreeCandidateGenerator | None) -> None:
         self.budget, self.depth = options.tree_budget, min(options.depth, options.tree_budget)
@@ -214,7 +214,7 @@ class ScriptedGenerator(TreeCandidateGenerator):
         self.drops_rows = inner is None or inner.drops_rows
         self.drafts_early = inner is None or inner.drafts_early
         self.template: DraftTree | None = None
-        self.tokens: Tensor  # [depth + 1, nodes], what to add to the root where so many of the path are right
+        self.tokens: Tensor  # [depth + 1, nodes] int64: offsets from the root's token, by number of right path nodes
 
     def draft(self, context: DraftContext) -> DraftTree:
         if self.inner is not None:
@@ -238,7 +238,7 @@ class ScriptedGenerator(TreeCandidateGenerator):
         return right
 
     def _prepare(self, batch: int, device: torch.device) -> None:
-        """Path and alternatives as a tree without tokens, and the tokens for every number of right ones."""
+        """Builds the tree of path and siblings, and `self.tokens`."""
         parents, offsets = [-1, *range(self.depth)], list(range(self.depth + 1))
         rounds = 0
         while len(parents) <= self.budget:

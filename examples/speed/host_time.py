@@ -1,9 +1,9 @@
-"""Host time of a round on a CPU: all that is neither the target's forward nor the drafter's.
+"""Host time of a round on a CPU: the time outside the forwards of target and drafter.
 
-Ours and the reference loop's (`reference.py`), on the same pair and prompts, in turn. Small tensors, look-ups and
-bookkeeping: what a target of any size pays for. What a forward is can be read in two ways, so there are two clocks:
-the bare `forward` of either model, from token ids to logits; or the target's `forward` and all of drafting up to the
-marginals, with positions and the drafter's cache, as the published loop's own timers divide a round.
+Ours and that of the reference loop (`reference.py`), measured in turn on the same pair and prompts. The size of the
+target does not change it much. It is measured in two ways: without the bare `forward` of either model, from token ids
+to logits; and without the target's `forward` and all of drafting up to the marginals, with positions and the drafter's
+cache, as the timers of the published loop divide a round.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from unittest.mock import patch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.benchmark.reference import reference_ddtree
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+
+from .reference import reference_ddtree
 
 Row = dict[str, Any]
 
 
 @contextmanager
 def timed(owner: object, name: str) -> Iterator[list[float]]:
-    """Seconds of each call of a method, in order, as long as the context is open. On a CPU.
+    """Collects the seconds of each call of a method in a list, while the context is open. For a CPU.
 
     Args:
         owner: an object, or a class for all of its objects.
@@ -51,19 +52,20 @@ def timed(owner: object, name: str) -> Iterator[list[float]]:
 def host_time(
     target: PreTrainedModel, drafter: DFlashDrafter, prompts: Sequence[Tensor], new_tokens: int, repeats: int
 ) -> list[Row]:
-    """A row for ours and one for the reference loop: medians over `repeats` passes over the prompts, prefills left out.
+    """A row for our loop and one for the reference loop: medians over `repeats` passes, without prefills.
 
-    `host_ms` and `host_share` are by the bare forwards, `host_share_of_stages` is by the stages of the published loop.
+    `host_ms` and `host_share` exclude the bare forwards, `host_share_of_stages` excludes the stages of the published
+    loop.
 
     Args:
         target: on a CPU.
-        drafter: of `target`; its `tree_budget` is that of both.
+        drafter: for `target`; both loops use its `tree_budget`.
         prompts: [1, seq] int64 each.
-        new_tokens: of each prompt.
-        repeats: passes that count; one more warms up.
+        new_tokens: per prompt.
+        repeats: measured passes over the prompts, after one that warms up.
 
     Raises:
-        ValueError: `target` is not on a CPU, where a forward has ended when it returns.
+        ValueError: `target` is not on a CPU; on other devices a forward may return before it has ended.
     """
     if target.device.type != "cpu":
         raise ValueError(f"Host time is measured on a CPU, but the target is on {target.device}: use --device cpu.")
@@ -90,7 +92,7 @@ def host_time(
     ):
         for repeat in range(repeats + 1):
             for way, run in (("ours", ours), ("reference", reference)):
-                figures = []  # per prompt: seconds of all, of the bare forwards, of the stages; rounds
+                figures = []  # per prompt: seconds in total, of the bare forwards, of the stages; number of rounds
                 for prompt in prompts:
                     for seconds in (verified, drafted, drafting):
                         seconds.clear()

@@ -1,9 +1,9 @@
-"""Stock DFlash: transformers' own DFlash decoding, on shapes and drafts of our choosing.
+"""Stock DFlash: the DFlash decoding of transformers with chosen shapes and scripted drafts.
 
-`generate(assistant_model=..., speculation_type="dflash")` takes any assistant that its DFlash loop can ask.
-Transformers has one class of such assistants, published for one target. Here it has the shape of `drafter_network` and
-random weights; it is run in each round for what it costs, and its answer is then replaced by scripted drafts, right as
-often as those of `ScriptedDrafter`. Importing this module fails where transformers has no such class.
+`generate(assistant_model=..., speculation_type="dflash")` accepts any assistant with the interface of its DFlash loop.
+Transformers has one such class, published for one target. Here it has the shape of `drafter_network` and random
+weights. It runs in each round for its cost; its output is then replaced by scripted drafts with the acceptance rate of
+`ScriptedDrafter`. Importing this module raises ImportError if transformers has no such class.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
-from hf_specdec.benchmark.scripted import WRONG, network_shape
 from hf_specdec.decoding.tree import from_host
+
+from .scripted import WRONG, network_shape
 
 ARGUMENTS = {"speculation_type": "dflash"}  # for `generate`, besides the assistant
 
@@ -25,38 +26,38 @@ class ScriptedAssistant(MuseGlimmerAssistantModel):
     """An assistant of stock DFlash for a `counting_target`; made by `stock_dflash`."""
 
     def script(self, target: PreTrainedModel, rate: float, seed: int) -> None:
-        """Begins to draft for `target`: right at each depth with probability `rate`, if it was so far."""
+        """Sets the target, and the probability `rate` that a draft is right at a depth if all before it are."""
         self.random, self.rate, self.depth = random.Random(seed), rate, self.config.block_size - 1
         embeddings = target.get_input_embeddings()
-        # Not as a part of this module: they are the target's.
+        # In a list, because the weights belong to the target and must not become parameters of this module.
         self.table: list[Tensor] = [embeddings.weight]
-        self.asked: Tensor | None = None
-        # The last that it embeds before asking for drafts is the root and the slots behind it.
-        embeddings.register_forward_pre_hook(lambda module, inputs: setattr(self, "asked", inputs[0]))
+        self.embedded: Tensor | None = None
+        # The last input that is embedded before this forward: the root and the mask tokens of the block.
+        embeddings.register_forward_pre_hook(lambda module, inputs: setattr(self, "embedded", inputs[0]))
         steps = torch.arange(self.depth, device=embeddings.weight.device)
         self.steps = steps + WRONG * (steps >= torch.arange(self.depth + 1, device=steps.device).unsqueeze(1))
 
     def forward(self, noise_embeds: Tensor, *inputs: Any, **named: Any) -> Any:
-        """The network's own answer, its states but the root's exchanged for ones the target's head reads as drafts."""
+        """Runs the network, and replaces all hidden states but the root's by states whose logits give the drafts."""
         outputs = super().forward(noise_embeds, *inputs, **named)
-        assert self.asked is not None
+        assert self.embedded is not None
         right = 0
         while right < self.depth and self.random.random() < self.rate:
             right += 1
         (table,) = self.table
         steps = self.steps[from_host([right], table.device)]
-        # The head finds the successor of the token whose embedding it reads.
-        drafts = table[(self.asked[:, :1] + steps) % len(table)]
+        # From the embedding of token t, the head of a `counting_target` predicts t + 1.
+        drafts = table[(self.embedded[:, :1] + steps) % len(table)]
         outputs.last_hidden_state = torch.cat([outputs.last_hidden_state[:, :1], drafts], dim=1)
         return outputs
 
 
 def stock_dflash(target: PreTrainedModel, *, rate: float, layers: int = 5, block_size: int = 16) -> ScriptedAssistant:
-    """An assistant for this target.
+    """A scripted assistant for this target.
 
     Args:
         target: a `counting_target`.
-        rate: probability that a draft is right at a depth, if those before it were.
+        rate: probability that a draft is right at a depth, if all before it are.
         layers: of the network.
         block_size: slots of a block, root included.
     """

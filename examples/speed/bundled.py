@@ -1,4 +1,4 @@
-"""The parts of the speed suite that run on the bundled model: `auto`, `exact` and `host` of `speed.py`."""
+"""The parts of the speed suite that run on the bundled model: `auto`, `exact` and `host`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdec.benchmark.exactness import compare, untrained
-from hf_specdec.benchmark.host import host_time
 from hf_specdec.benchmark.ways import BUNDLED, Way, discover, distinct
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.hub.loading import load_drafter
 
+from .exactness import compare, untrained
+from .host_time import host_time
+
 if TYPE_CHECKING:
-    from hf_specdec.benchmark.speed import Bench
+    from .__main__ import Bench
 
 Row = dict[str, Any]
 
@@ -42,10 +43,10 @@ def _with_budget(way: Way, nodes: int) -> dict[str, Any]:
 
 
 def exact_ways(bench: Bench, model: PreTrainedModel) -> list[Way]:
-    """What the part `exact` compares: all that is bundled, and drafters with random weights; or those of `--ways`.
+    """Drafters for the part `exact`: all bundled ones and `untrained` ones, or those named by `--ways`.
 
     Raises:
-        ValueError: no way goes by a name among `--ways`.
+        ValueError: a name in `--ways` is unknown.
     """
     nodes = bench.options.nodes[-1]
     ways = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
@@ -58,14 +59,14 @@ def exact_ways(bench: Bench, model: PreTrainedModel) -> list[Way]:
 
 
 def exact(bench: Bench) -> list[Row]:
-    """Greedy output of every bundled drafter against plain decoding's, mode by mode; see `exactness.py`."""
+    """Greedy output of every drafter compared with plain decoding, by mode; see `exactness.py`."""
     model, groups = bundled(bench)
     prompts = {name: group[: bench.options.prompts_per_group] for name, group in groups.items()}
     return compare(model, exact_ways(bench, model), bench.modes, prompts, bench.options.new_tokens)
 
 
 def auto(bench: Bench) -> list[Row]:
-    """`tree_budget="auto"` against fixed budgets and plain decoding, on the bundled model, by prompt group."""
+    """`tree_budget="auto"` compared with fixed budgets and plain decoding, by group of prompts."""
     model, groups = bundled(bench)
     drafter = load_drafter(str(BUNDLED / "dflash"), target=model)
     budgets: list[Any] = [8, 16, 32, 64, "auto"]
@@ -114,7 +115,7 @@ def auto(bench: Bench) -> list[Row]:
 
 
 def host(bench: Bench) -> list[Row]:
-    """What a round of DDTree takes besides the forwards, on the bundled pair and a CPU; see `host.py`."""
+    """Time of a DDTree round outside the forwards, on a CPU; see `host_time.py`."""
     model, groups = bundled(bench)
     drafter: Any = load_drafter(str(BUNDLED / "dflash"), target=model, tree_budget=bench.options.nodes[0])
     prompts = [prompt for group in groups.values() for prompt in group[: bench.options.prompts_per_group]]
