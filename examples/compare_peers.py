@@ -14,29 +14,23 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
-import json
-import platform
-import shlex
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import transformers
+from bundle import inputs_of
+from harness import about, quartiles, table_of, write_json
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import ways
-from hf_specdec.benchmark.prompts import load_prompts, render
-from hf_specdec.benchmark.run import tokenise
+from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 
@@ -168,10 +162,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    chat = bool(tokenizer.chat_template)
     prompts = [
-        tokenise(tokenizer, [render(prompt, tokenizer, chat=chat, thinking="default")], chat=chat)["input_ids"]
-        for prompt in load_prompts(arguments.prompts, arguments.num_prompts)
+        inputs_of(tokenizer, prompt)["input_ids"] for prompt in load_prompts(arguments.prompts, arguments.num_prompts)
     ]
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     compared = contestants(arguments, model, tokenizer, console)
@@ -192,29 +184,20 @@ def main() -> None:
                 identical[name] &= temperature > 0 or torch.equal(written, plain)
     figures = []
     for temperature in arguments.temperature:
-        table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
-        for heading in ("way", "speed over plain", "quartiles", "identical"):
-            table.add_column(heading, justify="left" if heading == "way" else "right")
+        rows = []
         for name in compared:
             ratios = [own / base for own, base in zip(rates[temperature, name], rates[temperature, PLAIN], strict=True)]
-            low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            low, median, high = quartiles(ratios)
             same = "" if temperature else "yes" if identical[name] else "NO"
-            table.add_row(name, f"{median:.2f}x", f"{low:.2f}-{high:.2f}", same)
+            rows.append([name, f"{median:.2f}x", f"{low:.2f}-{high:.2f}", same])
             figures.append(
                 {"way": name, "temperature": temperature, "speedup": round(median, 3), "identical": same or None}
                 | {"quartiles": [round(low, 3), round(high, 3)]}
             )
-        console.print(table)
-    if arguments.json:
-        record = {
-            "figures": figures,
-            "prompts": f"{len(prompts)}, {arguments.new_tokens} new tokens",
-            "command": shlex.join(["python", *sys.argv]),
-            "hardware": f"CPU, {platform.machine()}, {torch.get_num_threads()} threads",
-            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-            "date": date.today().isoformat(),
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        title = "greedy" if temperature == 0 else f"temperature {temperature}"
+        console.print(table_of(title, ("variant", "speedup over plain", "quartiles", "identical"), rows))
+    prompts_of_record = f"{len(prompts)}, {arguments.new_tokens} new tokens"
+    write_json(arguments.json, {"figures": figures, "prompts": prompts_of_record, **about("cpu")})
 
 
 if __name__ == "__main__":

@@ -1,65 +1,55 @@
-"""What a round of SpecBlock costs by blocks and by depth, and how often its rank head is right.
+"""The cost of a SpecBlock round by number of blocks and by depth, and the accuracy of the rank head.
 
     python examples/measure_specblock.py
 
-Three tables. The bundled drafter with 1, 2, ... blocks per round. Drafters with random weights and the same shape that
-reach one depth by many small blocks or by a few large ones, and several depths by two blocks: their drafts are no good,
-but cost what good ones cost. And the rank head as a classifier, over what the target writes after held-out prompts.
+It prints three tables: the bundled drafter with 1, 2, ... blocks per round; drafters with random weights, which reach
+one depth with many small or few large blocks, and several depths with two blocks (their drafts are useless, but cost
+the same time); and the rank head as a classifier, on the target's continuations of held-out prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shlex
 import statistics
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from bundle import TINY
+from harness import DEVICE, about, load_inputs, load_target, mean_acceptance_length, table_of, wide_console, write_json
 
 from hf_specdec import load_drafter
-from hf_specdec.benchmark.prompts import read_jsonl
 from hf_specdec.drafters.specblock.quality import rank_head_quality
 from hf_specdec.training.specblock import new_drafter
 
-BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 BLOCKS = (1, 2, 3, 4)
-# Blocks and tokens per block: one depth in several ways, then several depths with two blocks.
+# (blocks, tokens per block): one depth with several shapes, then several depths with two blocks.
 SHAPES = ((1, 8), (2, 4), (4, 2), (8, 1), (2, 2), (2, 8))
 
 
-def cost(model: Any, drafter: Any, prompts: list[torch.Tensor], new_tokens: int) -> dict[str, float]:
+def cost(model: Any, drafter: Any, prompts: list[Any], new_tokens: int) -> dict[str, float]:
     """Median over prompts of the milliseconds of a round, and the mean acceptance length."""
-    draft, whole, accepted, rounds = [], [], 0, 0
-    for prompt in [prompts[0], *prompts]:  # the first pass over the first prompt warms up
-        model.generate(prompt, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False)
-        stats = drafter.stats
-        draft.append(1e3 * stats.draft_time_s / stats.num_spec_steps)
-        stages = stats.stage_time_s
-        whole.append(1e3 * (sum(stages.values()) - stages["prefill"]) / stats.num_spec_steps)
-        accepted += stats.num_accepted_draft_tokens
-        rounds += stats.num_spec_steps
+    calls = []
+    for inputs in [prompts[0], *prompts]:  # the first call warms up
+        model.generate(**inputs, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False)
+        calls.append(drafter.stats)
+
+    def per_round(seconds: Callable[[Any], float]) -> float:
+        return round(1e3 * statistics.median(seconds(stats) / stats.num_spec_steps for stats in calls[1:]), 2)
+
     return {
-        "draft_ms": round(statistics.median(draft[1:]), 2),
-        "round_ms": round(statistics.median(whole[1:]), 2),
-        "mean_acceptance_length": round(1 + accepted / rounds, 3),
+        "draft_ms": per_round(lambda stats: stats.draft_time_s),
+        "round_ms": per_round(lambda stats: sum(stats.stage_time_s.values()) - stats.stage_time_s["prefill"]),
+        "mean_acceptance_length": mean_acceptance_length(calls[1:]),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(BUNDLED / "target"))
-    parser.add_argument("--drafter", default=str(BUNDLED / "specblock"))
+    parser.add_argument("--target", default=TINY.target)
+    parser.add_argument("--drafter", default=str(TINY.folder / "specblock"))
     parser.add_argument("--num-prompts", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rank-prompts", type=int, default=24)
@@ -67,62 +57,42 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
     arguments = parser.parse_args()
 
-    console = Console()
-    console.width = max(console.width, 100)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    texts = [prompt.text for prompt in read_jsonl(BUNDLED / "prompts.jsonl")]
-    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(device) for text in texts]
+    console = wide_console(100)
+    model, tokenizer = load_target(arguments.target, torch.float32)
+    prompts = load_inputs(tokenizer, TINY.prompts)
     drafter = load_drafter(arguments.drafter, model)
     options = asdict(drafter.options)
 
-    by_blocks = {}
-    for blocks in BLOCKS:
-        drafter.set_options(**options | {"num_blocks": blocks})
-        by_blocks[f"{blocks} blocks of {drafter.config.block_size}"] = cost(
-            model, drafter, prompts[: arguments.num_prompts], arguments.new_tokens
-        )
+    def measure(measured: Any, blocks: int) -> dict[str, float]:
+        measured.set_options(**options | {"num_blocks": blocks})
+        return cost(model, measured, prompts[: arguments.num_prompts], arguments.new_tokens)
+
+    by_blocks = {f"{blocks} blocks of {drafter.config.block_size}": measure(drafter, blocks) for blocks in BLOCKS}
     drafter.set_options(**options)
     by_shape = {}
-    vocabulary = drafter.target_ids(torch.arange(drafter.config.draft_vocab_size, device=device)).cpu()
+    vocabulary = drafter.target_ids(torch.arange(drafter.config.draft_vocab_size, device=DEVICE)).cpu()
     for blocks, size in SHAPES:
         torch.manual_seed(0)
-        other = new_drafter(model, vocabulary, block_size=size).to(device).eval()
-        other.set_options(**options | {"num_blocks": blocks})
-        by_shape[f"depth {blocks * size}: {blocks} blocks of {size}"] = cost(
-            model, other, prompts[: arguments.num_prompts], arguments.new_tokens
-        )
+        other = new_drafter(model, vocabulary, block_size=size).to(DEVICE).eval()
+        by_shape[f"depth {blocks * size}: {blocks} blocks of {size}"] = measure(other, blocks)
+    headings = ("blocks", "drafting, ms per round", "round, ms", "mean acceptance length")
     for title, figures in (("the drafter", by_blocks), ("random weights", by_shape)):
-        table = Table(
-            title=f"{title}, budget {options['tree_budget']}, at most {options['max_starts']} starts of a block"
-        )
-        table.add_column("blocks")
-        for heading in ("drafting, ms per round", "round, ms", "mean acceptance length"):
-            table.add_column(heading, justify="right")
-        for name, row in figures.items():
-            table.add_row(name, *(f"{row[key]:.2f}" for key in ("draft_ms", "round_ms", "mean_acceptance_length")))
-        console.print(table)
+        title += f", budget {options['tree_budget']}, at most {options['max_starts']} starts of a block"
+        rows = [(name, *(f"{value:.2f}" for value in row.values())) for name, row in figures.items()]
+        console.print(table_of(title, headings, rows))
 
     texts = []
-    for prompt in prompts[: arguments.rank_prompts]:
-        written = model.generate(prompt, max_new_tokens=128, do_sample=False)
-        texts.append((written[0], prompt.shape[1]))
+    for inputs in prompts[: arguments.rank_prompts]:
+        output = model.generate(**inputs, max_new_tokens=128, do_sample=False)
+        texts.append((output[0], inputs["input_ids"].shape[1]))
     quality = rank_head_quality(drafter, model, texts)
     console.print(str(quality))
 
-    about = {
-        "command": shlex.join(["python", *sys.argv]),
-        "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "date": date.today().isoformat(),
-    }
     record = {
-        "cost_of_a_round": {"this drafter": by_blocks, "random weights": by_shape} | about,
-        "rank_head": quality.record() | about,
+        "cost_of_a_round": {"this drafter": by_blocks, "random weights": by_shape} | about(),
+        "rank_head": quality.record() | about(),
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(arguments.json, record)
     if arguments.record:
         drafter.training_record = (drafter.training_record or {}) | record
         drafter.write_records(arguments.drafter)

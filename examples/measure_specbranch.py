@@ -2,38 +2,40 @@
 
     taskset -c 0,1 python examples/measure_specbranch.py --record
 
-One thread per side. The same prompts go through every way of drafting in turn, so that a busy machine slows all of them
-alike; speedups are taken prompt by prompt and reported as medians. SpecBranch has hedges and H-RAD (`hedge`, `lengths`
-of `SpecBranchDrafter`); "no hedges, H-RAD" is the paper's form. `--record` writes the figures beside the weights and
-into the card.
+Target and draft model have one thread each. For each prompt all variants run in turn, so that other load on the machine
+slows all of them alike; speedups are computed per prompt and reported as medians. SpecBranch has hedges and H-RAD
+(`hedge`, `lengths` of `SpecBranchDrafter`); "no hedges, H-RAD" is the paper's form. `--record` writes the figures
+beside the weights and into the card.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from rich.console import Console
+from bundle import TINY
+from harness import (
+    DEVICE,
+    about,
+    load_inputs,
+    load_target,
+    mean_acceptance_length,
+    table_of,
+    wide_console,
+    write_json,
+)
 from rich.progress import track
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec import load_drafter
-from hf_specdec.benchmark.prompts import read_jsonl
+from hf_specdec.decoding.devices import wait_for
 from hf_specdec.drafters.specbranch import parallel_latency, serial_latency
 
-BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))  # relative: the path goes into records
 SERIAL = "in turn (SpS)"
 WAYS: dict[str, dict[str, Any]] = {
     SERIAL: {"parallel": False, "lengths": "fixed"},
@@ -53,7 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Tally:
-    """What one way of decoding did over all prompts."""
+    """Measurements of one variant, one per prompt."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -64,7 +66,7 @@ class Tally:
 
 
 def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[str, Any]:
-    """The figures of one way."""
+    """The figures of one variant."""
     rounds = tally.total("num_spec_steps")
     shorter = tally.total("ahead_shorter_s")
     saved = tally.total("ahead_time_s") + tally.total("ahead_verify_s") - tally.total("ahead_wall_s")
@@ -76,8 +78,8 @@ def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[
     return {
         "speedup": ratio(plain),
         "speedup_over_in_turn": ratio(serial),
-        "identical": True,  # else `main` has ended
-        "mean_acceptance_length": round(1 + tally.total("num_accepted_draft_tokens") / rounds, 3),
+        "identical": True,  # else `main` has stopped with an error
+        "mean_acceptance_length": mean_acceptance_length(tally.stats),
         "rollback_rate": round(1 - tally.total("num_path_kept") / tally.total("num_path_drafts"), 3),
         "overlap_efficiency": round(saved / shorter, 3) if shorter else None,
         "round_ms": per_round if shorter else None,
@@ -88,32 +90,26 @@ def row_of(tally: Tally, plain: Tally, serial: Tally, entry_bytes: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(BUNDLED / "target"))
-    parser.add_argument("--drafter", default=str(BUNDLED / "specbranch"))
-    parser.add_argument("--prompts", type=Path, default=BUNDLED / "prompts.jsonl", help='lines of {"prompt": ...}')
+    parser.add_argument("--model", default=TINY.target)
+    parser.add_argument("--drafter", default=str(TINY.folder / "specbranch"))
+    parser.add_argument("--prompts", type=Path, default=TINY.prompts, help='lines of {"prompt": ...}')
     parser.add_argument("--num-prompts", type=int, default=32, help="0 for all")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--draft-length", type=int, help="of all ways; the measured speed ratio where left out")
+    parser.add_argument("--draft-length", type=int, help="of all variants (default: the measured speed ratio)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafter's folder and card")
     arguments = parser.parse_args()
 
-    console = Console()
-    console.width = max(console.width, 120)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    console = wide_console()
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).to(device).eval()
-    prompts = [prompt.text for prompt in read_jsonl(arguments.prompts)]
-    prompts = prompts[: arguments.num_prompts or None]
-    encoded = [tokenizer(prompt, return_tensors="pt").to(device) for prompt in prompts]
+    model, tokenizer = load_target(arguments.model)
+    prompts = load_inputs(tokenizer, arguments.prompts, arguments.num_prompts)
     settings = {"max_new_tokens": arguments.new_tokens, "do_sample": False}
 
     ratio = arguments.draft_length
-    if ratio is None:  # measured once, then the same for all ways
+    if ratio is None:  # measured once, then the same for all variants
         first = load_drafter(arguments.drafter, model)
-        model.generate(**encoded[0], **settings, assistant_model=first)
+        model.generate(**prompts[0], **settings, assistant_model=first)
         ratio = first.stats.speed_ratio
         console.print(f"measured speed ratio c = T_p / T_q: {ratio:.2f}")
     length = max(1, int(ratio))
@@ -122,19 +118,18 @@ def main() -> None:
         for name, options in WAYS.items()
     }
     plain, tallies = Tally(), {name: Tally() for name in WAYS}
-    for position, inputs in enumerate(track([encoded[0], *encoded], "generating", console=console, transient=True)):
+    for position, inputs in enumerate(track([prompts[0], *prompts], "generating", console=console, transient=True)):
         alone = None
         for name, drafter in [("plain", None), *drafters.items()]:
             started = time.perf_counter()
             extra = {} if drafter is None else {"assistant_model": drafter}
             output = model.generate(**inputs, **settings, **extra)
-            if device == "cuda":
-                torch.cuda.synchronize()
+            wait_for(model.device)
             seconds = time.perf_counter() - started
             alone = output if alone is None else alone
             if not torch.equal(output, alone):
                 raise SystemExit(f"{name} gave other tokens than the target alone, on prompt {position}")
-            if position:  # the first pass over the first prompt warms up
+            if position:  # the first call warms up
                 tally = plain if drafter is None else tallies[name]
                 tally.seconds.append(seconds)
                 if drafter is not None:
@@ -146,24 +141,24 @@ def main() -> None:
         2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * draft_model.dtype.itemsize
     )
     figures = {name: row_of(tally, plain, tallies[SERIAL], entry_bytes) for name, tally in tallies.items()}
-    table = Table(title=f"greedy, {len(prompts)} prompts, {arguments.new_tokens} tokens, drafts of at most {length}")
-    table.add_column("way")
-    for heading in ("speedup", "over in turn", "tau", "rollback", "overlap", "draft|verify|wall ms", "draft KV KiB"):
-        table.add_column(heading, justify="right")
-    for name, row in figures.items():
-        parts = "" if row["round_ms"] is None else "|".join(f"{value:.1f}" for value in row["round_ms"].values())
-        overlap = "" if row["overlap_efficiency"] is None else f"{row['overlap_efficiency']:.2f}"
-        table.add_row(
+    headings = (
+        "variant", "speedup", "over in turn", "tau", "rollback", "overlap", "draft|verify|wall ms", "draft KV KiB"
+    )  # fmt: skip
+    rows = [
+        [
             name,
             f"{row['speedup']:.2f}x",
             f"{row['speedup_over_in_turn']:.2f}x",
             f"{row['mean_acceptance_length']:.2f}",
             f"{row['rollback_rate']:.0%}",
-            overlap,
-            parts,
+            "" if row["overlap_efficiency"] is None else f"{row['overlap_efficiency']:.2f}",
+            "" if row["round_ms"] is None else "|".join(f"{value:.1f}" for value in row["round_ms"].values()),
             f"{row['peak_draft_cache_kib']:.0f}",
-        )
-    console.print(table)
+        ]
+        for name, row in figures.items()
+    ]
+    title = f"greedy, {len(prompts)} prompts, {arguments.new_tokens} tokens, drafts of at most {length}"
+    console.print(table_of(title, headings, rows))
 
     # Theorem 1, from the acceptance rate of drafts of one length and the time of one forward of each model.
     serial = tallies[SERIAL]
@@ -191,13 +186,9 @@ def main() -> None:
         "methods": figures,
         "latency_model": {"alpha": round(alpha, 4), "draft_length": length, **latencies},
         "prompts": f"{len(prompts)} held-out prompts, {arguments.new_tokens} new tokens",
-        "command": shlex.join(["python", *sys.argv]),
-        "hardware": f"{device}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, one thread per side",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "date": date.today().isoformat(),
+        **about(f"{DEVICE}, {len(os.sched_getaffinity(0))} cores"),
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(arguments.json, record)
     if arguments.record:
         drafter = drafters["SpecBranch k_max=6"]
         drafter.measurements = record

@@ -1,29 +1,25 @@
-"""Plain decoding against drafters on a small assistant, greedy and at temperature 0.7: `make demo` runs this.
+"""Drafters compared with plain decoding on a small assistant, greedy and at temperature 0.7. `make demo` runs this.
 
-The assistant is SmolLM2-135M-Instruct, or the small bundled model where it cannot be had (`bundle.py`). Prompts are of
-all groups in turn. The same prompts go through every way of
-decoding in turn, so that a busy machine slows all of them alike; speedups are taken prompt by prompt and reported as
-medians. As many prompts are measured as fit into `--minutes`, or `--num-prompts` of them; Ctrl-C ends with what was
-measured. `--model` and `--drafter` take any Hub ids or folders, `--prompts` a file or a set by name:
+The assistant is SmolLM2-135M-Instruct, or the small bundled model if it cannot be downloaded (`bundle.py`). Prompts are
+of all groups in turn. For each prompt all variants run in turn, so that other load on the machine slows all of them
+alike; speedups are computed per prompt and reported as medians. The number of prompts is what fits into `--minutes`, or
+`--num-prompts`; Ctrl-C stops, and reports the prompts so far. `--model` and `--drafter` take any Hub ids or folders,
+`--prompts` a file or the name of a set:
 
     python examples/quickstart.py --model Qwen/Qwen3-4B --drafter z-lab/Qwen3-4B-DFlash-b16 --prompts gsm8k
 
-`hf-specdec bench` measures more, and draws it.
+`hf-specdec bench` measures more, and makes charts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +28,10 @@ STARTED = time.perf_counter()  # the imports below take seconds, which count too
 import torch
 import transformers
 from bundle import ASSISTANT, TINY, bundle_of, inputs_of
+from harness import DEVICE, about, load_target, wide_console, write_json
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import ways
 from hf_specdec.benchmark.prompts import load_prompts
@@ -348,27 +344,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only what we print ourselves.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    console = Console()
-    console.width = max(console.width, 100)  # the tables stay legible in logs
+    console = wide_console(100)
 
     def line(text: str) -> None:
         console.print(f"{elapsed():4.0f} s  {text}", markup=False, highlight=False, soft_wrap=True)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     try:
         bundle = bundle_of(arguments.model, line)
         name = bundle.target if bundle is not None else arguments.model
         asked = load_prompts(arguments.prompts or str(bundle.prompts), arguments.num_prompts or None)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, tokenizer = load_target(name)
         chat = bool(tokenizer.chat_template)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
         found = ways_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
         sys.exit(f"quickstart.py: {error}")
-    prompts = [inputs_of(tokenizer, prompt).to(device) for prompt in asked]
-    line(f"loaded target {name} and {len(found)} ways of decoding, {device}")
-    if device == "cpu" and torch.get_num_threads() > 1:
+    prompts = [inputs_of(tokenizer, prompt).to(DEVICE) for prompt in asked]
+    line(f"loaded target {name} and {len(found)} ways of decoding, {DEVICE}")
+    if DEVICE == "cpu" and torch.get_num_threads() > 1:
         threads = choose_threads(lambda: generate(model, prompts[0], Way(PLAIN, "plain"), 0.0, 2)[1])
         line(f"decoding with {threads} thread(s): plain decoding is quickest so")
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
@@ -418,13 +410,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "methods": figures[0.0],
         "sampled": {"temperature": SAMPLED, "methods": figures[SAMPLED]},
         "prompts": f"{len(measured)} held-out prompts, {arguments.new_tokens} new tokens",
-        "command": shlex.join(["python", *sys.argv]),
-        "hardware": f"{device}, {platform.machine()}, {torch.get_num_threads()} threads",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "date": date.today().isoformat(),
+        **about(),
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(arguments.json, record)
     if arguments.record:
         record_beside_weights(found, record)
     return 0

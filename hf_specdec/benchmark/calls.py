@@ -1,4 +1,4 @@
-"""One measured `generate` call: its clock, its memory, and whether it wrote what plain decoding writes."""
+"""One measured `generate` call: its times, its memory, and its first difference from plain decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Clock(BaseStreamer):
-    """A streamer that writes down when tokens come and shows them to nobody; every way is measured with one."""
+    """A streamer that records when tokens arrive. The benchmark uses it for all ways of decoding."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -37,16 +37,36 @@ class Clock(BaseStreamer):
         self.times += [now] * max(1, value.numel() // self.batch)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: all tokens were recorded when they arrived."""
 
 
 def generate(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way, temperature: float, new_tokens: int, seed: int
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+    way: Way,
+    temperature: float,
+    new_tokens: int,
+    seed: int = 0,
+    *,
+    streamed: bool = True,
 ) -> tuple[Tensor, float, Clock]:
-    """Runs a way once; returns the new ids [batch, new], seconds of the whole call, and its clock."""
+    """Runs one call.
+
+    Args:
+        model: the target.
+        inputs: [batch, seq] int64 prompts and mask.
+        way: of decoding.
+        temperature: 0 is greedy.
+        new_tokens: maximum per row.
+        seed: of torch.
+        streamed: whether the clock records the arrival of tokens. With a streamer, rounds wait for the device.
+
+    Returns:
+        new ids [batch, new] int64, seconds of the whole call, and its clock.
+    """
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if not temperature:
-        # None for what would have no meaning, so that a target's own settings bring no warning.
+        # None, because transformers warns about sampling settings of the target that greedy search ignores.
         sampling = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     way.begin()
     assistant = {} if way.drafter is None else {"assistant_model": way.drafter}
@@ -55,7 +75,12 @@ def generate(
     wait_for(model.device)
     started = clock.started = time.perf_counter()
     output = model.generate(
-        **inputs, **way.arguments, **assistant, **sampling, max_new_tokens=new_tokens, streamer=clock
+        **inputs,
+        **way.arguments,
+        **assistant,
+        **sampling,
+        max_new_tokens=new_tokens,
+        streamer=clock if streamed else None,
     )
     wait_for(model.device)
     seconds = time.perf_counter() - started
@@ -74,7 +99,7 @@ def measure(
     batch: int,
     groups: list[str],
 ) -> tuple[Call, Tensor]:
-    """Runs a way once; returns what was measured, and the new ids [batch, new]."""
+    """Runs one call; returns its record and the new ids [batch, new]."""
     new_ids, seconds, clock = generate(model, inputs, way, temperature, new_tokens, seed)
     rows = len(new_ids)
     stats = None if way.drafter is None else way.drafter.stats
@@ -120,9 +145,9 @@ def lengths(new_ids: Tensor, model: PreTrainedModel) -> list[int]:
 def compare(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], new_ids: Tensor, plain_ids: Tensor
 ) -> Difference | None:
-    """The first difference from plain decoding [batch, new], None where there is none."""
+    """The first difference from the ids of plain decoding [batch, new]; None if there is none."""
     width = max(new_ids.shape[1], plain_ids.shape[1])
-    missing = -1  # no token: a row that ended early differs from one that goes on
+    missing = -1  # no token: a row that ended early differs from a row that continues
     own, plain = (
         torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=missing) for ids in (new_ids, plain_ids)
     )
@@ -139,11 +164,11 @@ def compare(
 
 
 class Memory:
-    """The most memory in use during a call, above what was held when it began.
+    """Peak memory during a call, above the memory in use before it.
 
-    On CUDA what the allocator handed out. On a CPU under Linux what the process had resident, which the kernel forgets
-    on request; elsewhere it cannot be told. Not for a call that is timed: what the process keeps for later is
-    given back first, and has to be asked for again.
+    On CUDA this is memory allocated by torch; on a CPU under Linux it is resident memory of the process, whose peak the
+    kernel can reset; elsewhere it is unknown. Do not use it for timed calls: it first returns cached memory to the
+    system, which must then be allocated again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,13 +184,13 @@ class Memory:
         try:
             if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
                 libc.malloc_trim(0)
-            _CLEAR_REFS.write_text("5", encoding="ascii")  # forgets the peak, see proc(5)
+            _CLEAR_REFS.write_text("5", encoding="ascii")  # resets the peak, see proc(5)
             self.before = _resident("VmRSS")
-        except OSError:  # no such file on this system, or not ours to write
+        except OSError:  # the file is missing or not writable
             self.before = None
 
     def peak_bytes(self) -> int | None:
-        """Bytes; None where unknown."""
+        """Bytes; None if unknown."""
         if self.before is None:
             return None
         if self.device.type == "cuda":

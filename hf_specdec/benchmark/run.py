@@ -1,4 +1,4 @@
-"""The harness: every way over the same prompts, interleaved and repeated, so that a busy machine slows all alike."""
+"""The harness: interleaves and repeats all ways of decoding, so that a busy machine slows all of them equally."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run.
+    """Settings of a run.
 
     Attributes:
         temperatures: 0 is greedy.
         batch_sizes: rows per call.
-        new_tokens: most per row.
+        new_tokens: maximum per row.
         repeats: of every call.
-        sweep_prompts: prompts that swept ways are run on, at the first temperature.
-        chat: whether prompts went through the chat template, which brings the special tokens with it.
+        sweep_prompts: number of prompts for swept ways, at the first temperature.
+        chat: whether prompts were rendered with the chat template, which already adds the special tokens.
     """
 
     temperatures: Sequence[float] = (0.0, 1.0)
@@ -45,31 +45,29 @@ class Settings:
 def warm_up(
     model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], ways: Iterable[Way], new_tokens: int
 ) -> Iterator[tuple[Way, str | None]]:
-    """Runs every way once on the longest prompts, so that caches and kernels are there; longer ones never come.
+    """Runs every way once on the longest prompts, so that caches and kernels are ready for all prompts.
 
     Yields:
-        each way, and None or why it cannot be measured here.
+        each way, and None or the reason why it cannot be measured here.
     """
     longest = max(batches, key=_length)
     for way in ways:
         if not way.batches and len(longest["input_ids"]) > 1:
             yield way, "takes one prompt at a time"
             continue
-        if way.name != COMPILED:
-            calls.generate(model, longest, way, 0.0, new_tokens, SEED)
-            yield way, None
-            continue
         try:
             calls.generate(model, longest, way, 0.0, new_tokens, SEED)
         except (TorchDynamoException, InductorError) as error:
-            # A machine without a compiler: the baseline is missing, and the report says so.
+            if way.name != COMPILED:
+                raise
+            # A machine without a compiler: the report says that the baseline is missing.
             yield way, str(error).strip().splitlines()[0]
         else:
             yield way, None
 
 
 def peak_bytes(model: PreTrainedModel, inputs: dict[str, Tensor], way: Way, new_tokens: int) -> int | None:
-    """The most memory that a call of a way that is warm takes above what was held before; None where unknown."""
+    """Peak memory of a call after warm-up, above the memory in use before it; None if unknown."""
     memory = calls.Memory(model.device)
     calls.generate(model, inputs, way, 0.0, new_tokens, SEED)
     return memory.peak_bytes()
@@ -83,18 +81,18 @@ def run(
     settings: Settings,
     advance: Callable[[str], None],
 ) -> Iterator[Record]:
-    """Measures.
+    """Measures all ways on all prompts.
 
     Args:
         model: the target.
-        tokenizer: its.
-        ways: plain eager among them.
-        prompts: text as it is tokenised, and what it was made from.
+        tokenizer: of the target.
+        ways: must include plain eager decoding.
+        prompts: rendered text with the prompt it was made from.
         settings: of the run.
-        advance: told the name of a way before each of its calls.
+        advance: called with the name of a way before each of its calls.
 
     Yields:
-        a `Call` per call, a `Note` for what could not be measured.
+        a `Call` per call, and a `Note` for everything that could not be measured.
     """
     for size in settings.batch_sizes:
         batches = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
@@ -138,7 +136,7 @@ def _in_turn(
     advance: Callable[[str], None],
     **details: Any,
 ) -> Iterator[Call]:
-    """All ways on the same prompts, in an order that is drawn anew each time; then compares what they wrote."""
+    """Runs all ways on the same prompts in a new random order, then compares their outputs."""
     seed = hash((details["repeat"], details["batch"])) % 2**31
     order = random.Random(seed).sample(ways, len(ways))
     measured = {}
@@ -155,7 +153,7 @@ def _in_turn(
 
 
 def tokenise(tokenizer: Any, texts: list[str], *, chat: bool) -> Any:
-    """Texts as left-padded inputs with an attention mask; those of a chat template get no further special tokens."""
+    """Left-padded inputs with an attention mask; with `chat`, no special tokens are added to the texts."""
     if tokenizer.pad_token_id is None and len(texts) > 1:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -170,7 +168,7 @@ def tokenise(tokenizer: Any, texts: list[str], *, chat: bool) -> Any:
 
 
 def tables(ways: Iterable[Way], model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]]) -> Iterator[Record]:
-    """What drafters want shown beside the figures; they may run the target on the prompts once more."""
+    """Additional tables of the drafters (`Drafter.report_tables`), which may run the target on the prompts again."""
     seen: set[int] = set()
     for way in ways:
         if way.drafter is None or id(way.drafter) in seen:
@@ -185,7 +183,7 @@ def _length(inputs: dict[str, Tensor]) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device is called; for a CPU what /proc says, where there is one."""
+    """Name of a device; for a CPU its model and cores from /proc, if available."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
         return module.get_device_name(device) if hasattr(module, "get_device_name") else str(device)

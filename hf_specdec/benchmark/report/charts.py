@@ -1,23 +1,52 @@
-"""Charts as SVG, drawn by hand: bars with whiskers, lines, stacked bars, boxes.
+"""Charts as SVG by matplotlib: bars with whiskers, stacked bars, boxes, lines.
 
-They take their colours from CSS variables of the page, so they follow light and dark, and they never tell things apart
-by colour alone: bars carry their names, lines differ in dash and marker, stacked parts in lightness and order. Every
-chart has a title and a description for screen readers; the numbers stand in a table beside it.
+Colours are CSS variables of the page, so charts follow its light and dark theme. No information is in colour alone:
+bars have names, lines differ in dash and marker, stacked parts in lightness and order. Every chart has a description
+for screen readers; the page shows its numbers in a table.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import io
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
-WIDTH = 760
-FONT = 12
-# Width of a character, in pixels; generous, so that estimates are never too narrow.
-CHARACTER = 7.2
-DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 5", "12 4", "8 2 2 2 2 2")
-MARKERS = ("circle", "square", "triangle", "diamond", "cross", "ring")
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+WIDTH = 760  # CSS pixels; a matplotlib point is one pixel here
+SERIES = 8  # colours of lines, used in rotation
+DASHES: tuple[Any, ...] = ("-", (0, (7, 4)), (0, (2, 3)), (0, (10, 3, 2, 3)), (0, (5, 2)), (0, (1, 5)))
+MARKERS = ("o", "s", "^", "D", "X", "v", "P")
+_VARIABLES = (
+    "ink", "muted", "grid", "soft", "fill", *(f"step{index}" for index in range(6)),
+    *(f"series{index}" for index in range(SERIES)),
+)  # fmt: skip
+# matplotlib accepts only numbers as colours: each variable has a number, which `_svg` replaces.
+_COLOURS = {name: f"#0102{index:02x}" for index, name in enumerate(_VARIABLES, start=1)}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "font.size": 12,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.axisbelow": True,
+    "axes.labelweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.handlelength": 4,
+    "xtick.labelsize": 11,
+    "grid.color": _COLOURS["grid"],
+    "xtick.color": _COLOURS["muted"],
+    "ytick.color": _COLOURS["muted"],
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "ytick.labelcolor"), _COLOURS["ink"]),
+}
 
 
 @dataclass(frozen=True)
@@ -38,20 +67,6 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def ticks(top: float, count: int = 6) -> list[float]:
-    """Round numbers from 0 to at least `top`.
-
-    Example:
-        >>> ticks(2.3)
-        [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    """
-    top = top if top > 0 and math.isfinite(top) else 1.0
-    rough = top / (count - 1)
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= rough * 0.999)
-    return [round(index * step, 10) for index in range(math.ceil(top / step - 1e-9) + 1)]
-
-
 def number(value: float) -> str:
     """At most three significant digits, no exponent.
 
@@ -59,52 +74,41 @@ def number(value: float) -> str:
         >>> number(0.5), number(12.0), number(1234.0)
         ('0.5', '12', '1234')
     """
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str, axis: str, reference: float | None = None) -> str:
-    """Horizontal bars, one row each, group below group; whiskers show the interval, `reference` a line.
+def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str, axis: str, reference: float) -> str:
+    """Horizontal bars in groups; whiskers show the interval.
 
     Args:
-        groups: heading and bars; an empty heading leaves none.
+        groups: heading and bars; an empty heading is not shown.
         title: for screen readers.
         axis: what is shown, with its unit.
         reference: value to draw a line at.
     """
-    row, heading = 22, 26
-    left = _label_width([bar.label for _, own in groups for bar in own])
-    height = 8 + sum(row * len(own) + (heading if name else 6) for name, own in groups)
-    scale_ticks = ticks(max([bar.high for _, own in groups for bar in own] + [reference or 0.0]))
-    right = 64  # for the values behind the longest whisker
-    x = _scale(scale_ticks[-1], left, WIDTH - right)
-    parts = [_vertical_grid(scale_ticks, x, height)]
-    if reference is not None:
-        parts.append(f'<line class="reference" x1="{x(reference):.1f}" x2="{x(reference):.1f}" y1="0" y2="{height}"/>')
-    y = 8.0
-    for name, own in groups:
-        if name:
-            parts.append(_text(0, y + 14, name, "start", "heading"))
-            y += heading
-        else:
-            y += 6
-        for bar in own:
-            middle = y + row / 2
-            parts.append(_text(left - 8, middle + 4, bar.label, "end"))
-            parts.append(
-                f'<rect class="bar" x="{x(0):.1f}" y="{y + 3:.1f}" width="{x(bar.value) - x(0):.1f}" '
-                f'height="{row - 6}"/>'
-            )
-            parts.append(_whisker(x(bar.low), x(bar.high), middle))
-            parts.append(_text(x(bar.high) + 6, middle + 4, number(bar.value), "start", "value"))
-            y += row
-    parts.append(_horizontal_axis(scale_ticks, x, height, axis, left, WIDTH - right))
-    return _svg("".join(parts), height + 44, title)
+    with matplotlib.rc_context(_STYLE):
+        rows = sum(len(own) + bool(name) for name, own in groups)
+        figure, axes = _axes(rows, axis)
+        positions, labels, row = [], [], 0
+        for name, own in groups:
+            if name:
+                axes.text(0, row, name, weight="bold", va="center")
+                row += 1
+            for bar in own:
+                axes.barh(row, bar.value, 0.7, color=_COLOURS["fill"])
+                interval = [[bar.value - bar.low], [bar.high - bar.value]]
+                axes.errorbar(bar.value, row, xerr=interval, color=_COLOURS["ink"], capsize=4)
+                _behind(axes, bar.high, row, number(bar.value))
+                positions.append(row)
+                labels.append(bar.label)
+                row += 1
+        highest = max([bar.high for _, own in groups for bar in own] + [reference])
+        _rows(axes, positions, labels, rows, highest, reference)
+        return _svg(figure, title)
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, title: str, axis: str) -> str:
-    """Horizontal bars of parts, in one order everywhere, from dark to light; the total stands behind each.
+    """Horizontal bars of at most six parts, in the same order everywhere, from dark to light, with their total.
 
     Args:
         rows: label and the parts' values.
@@ -112,35 +116,23 @@ def stacked(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *
         title: for screen readers.
         axis: what is shown, with its unit.
     """
-    row = 26
-    left = _label_width([label for label, _ in rows])
-    height = 8 + row * len(rows)
-    scale_ticks = ticks(max(sum(values) for _, values in rows))
-    right = 64
-    x = _scale(scale_ticks[-1], left, WIDTH - right)
-    parts = [_vertical_grid(scale_ticks, x, height)]
-    for index, (label, values) in enumerate(rows):
-        y = 8 + row * index
-        parts.append(_text(left - 8, y + row / 2 + 4, label, "end"))
-        total = 0.0
-        for part, value in enumerate(values):
-            parts.append(
-                f'<rect class="part part{part}" x="{x(total):.1f}" y="{y + 3}" height="{row - 6}" '
-                f'width="{x(total + value) - x(total):.2f}"><title>{escape(names[part])}: {number(value)}'
-                "</title></rect>"
-            )
-            total += value
-        parts.append(_text(x(total) + 6, y + row / 2 + 4, number(total), "start", "value"))
-    parts.append(_horizontal_axis(scale_ticks, x, height, axis, left, WIDTH - right))
-    legend, rows_high = _legend(
-        names,
-        height + 50,
-        lambda index, px, py: f'<rect class="part part{index}" x="{px}" y="{py - 10}" width="22" height="12"/>',
-    )
-    return _svg("".join(parts) + legend, height + 50 + rows_high, title)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(len(rows), axis, legend=len(names))
+        positions = list(range(len(rows)))
+        starts = [0.0] * len(rows)
+        for part, name in enumerate(names):
+            widths = [values[part] for _, values in rows]
+            colours: dict[str, Any] = {"facecolor": _COLOURS[f"step{part}"], "edgecolor": _COLOURS["ink"]}
+            axes.barh(positions, widths, 0.75, left=starts, label=name, **colours)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        for row, total in enumerate(starts):
+            _behind(axes, total, row, number(total))
+        _rows(axes, positions, [label for label, _ in rows], len(rows), max(starts))
+        figure.legend(loc="outside lower left", ncols=len(names))
+        return _svg(figure, title)
 
 
-def boxes(rows: Sequence[tuple[str, Sequence[float]]], *, title: str, axis: str, reference: float | None = None) -> str:
+def boxes(rows: Sequence[tuple[str, Sequence[float]]], *, title: str, axis: str, reference: float) -> str:
     """One row per label: every value as a dot, quartiles as a box, the median as a line.
 
     Args:
@@ -149,30 +141,29 @@ def boxes(rows: Sequence[tuple[str, Sequence[float]]], *, title: str, axis: str,
         axis: what is shown, with its unit.
         reference: value to draw a line at.
     """
-    row = 30
-    left = _label_width([label for label, _ in rows])
-    height = 8 + row * len(rows)
-    scale_ticks = ticks(max([max(values) for _, values in rows] + [reference or 0.0]))
-    right = 24
-    x = _scale(scale_ticks[-1], left, WIDTH - right)
-    parts = [_vertical_grid(scale_ticks, x, height)]
-    if reference is not None:
-        parts.append(f'<line class="reference" x1="{x(reference):.1f}" x2="{x(reference):.1f}" y1="0" y2="{height}"/>')
-    for index, (label, values) in enumerate(rows):
-        y = 8 + row * index
-        parts.append(_text(left - 8, y + row / 2 + 4, label, "end"))
-        ordered = sorted(values)
-        low, median, high = (_quantile(ordered, share) for share in (0.25, 0.5, 0.75))
-        parts.append(
-            f'<rect class="box" x="{x(low):.1f}" y="{y + 5}" width="{max(1.0, x(high) - x(low)):.1f}" '
-            f'height="{row - 10}"/>'
-            f'<line class="median" x1="{x(median):.1f}" x2="{x(median):.1f}" y1="{y + 3}" y2="{y + row - 3}"/>'
-        )
-        for place, value in enumerate(ordered):
-            offset = (place * 7) % (row - 16) - (row - 16) / 2  # apart from each other, the same in every run
-            parts.append(f'<circle class="dot" cx="{x(value):.1f}" cy="{y + row / 2 + offset:.1f}" r="2.2"/>')
-    parts.append(_horizontal_axis(scale_ticks, x, height, axis, left, WIDTH - right))
-    return _svg("".join(parts), height + 44, title)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(len(rows), axis)
+        positions = list(range(len(rows)))
+        axes.boxplot(
+            [list(values) for _, values in rows], orientation="horizontal", positions=positions, widths=0.7, whis=0,
+            showfliers=False, showcaps=False, patch_artist=True, manage_ticks=False,
+            boxprops={"facecolor": _COLOURS["soft"], "edgecolor": _COLOURS["ink"]},
+            medianprops={"color": _COLOURS["ink"], "linewidth": 3},
+            whiskerprops={"color": _COLOURS["ink"]},
+        )  # fmt: skip
+        dot: dict[str, Any] = {
+            "color": _COLOURS["fill"],
+            "markeredgecolor": _COLOURS["ink"],
+            "markersize": 4,
+            "markeredgewidth": 0.5,
+        }
+        for row, (_, values) in enumerate(rows):
+            # The rows of the dots differ, the same in every run, so that equal values stay visible.
+            heights = [row + (index * 7 % 15 - 7) / 25 for index in range(len(values))]
+            axes.plot(sorted(values), heights, "o", **dot)
+        highest = max(reference, *(max(values) for _, values in rows))
+        _rows(axes, positions, [label for label, _ in rows], len(rows), highest, reference)
+        return _svg(figure, title)
 
 
 def lines(
@@ -191,131 +182,74 @@ def lines(
         title: for screen readers.
         x_axis: what x is, with its unit.
         y_axis: what y is, with its unit.
-        logarithmic: whether x doubles from tick to tick.
+        logarithmic: whether x is on a logarithmic scale, with a tick at each value.
         reference: y to draw a line at.
     """
-    left, right, top, height = 62, 16, 12, 280
-    xs = sorted({x for curve in curves for x, _ in curve.points})
-    y_ticks = ticks(max([y for curve in curves for _, y in curve.points] + [reference or 0.0]))
-    bottom = height - 4
+    with matplotlib.rc_context(_STYLE):
+        columns = max(1, WIDTH // (80 + 8 * max(len(curve.label) for curve in curves)))
+        height = 340 + 20 * -(-len(curves) // columns)
+        figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
+        axes = figure.add_subplot(xlabel=x_axis, ylabel=y_axis)
+        axes.grid(axis="y")
+        for index, curve in enumerate(curves):
+            style: dict[str, Any] = {
+                "color": _COLOURS[f"series{index % SERIES}"],
+                "linestyle": DASHES[index % len(DASHES)],
+            }
+            axes.plot(
+                *zip(*curve.points, strict=True), marker=MARKERS[index % len(MARKERS)], label=curve.label, **style
+            )
+        if reference is not None:
+            axes.axhline(reference, color=_COLOURS["ink"], linestyle="--", linewidth=1)
+        axes.set_ylim(bottom=0)
+        if logarithmic:
+            axes.set_xscale("log", base=2)
+            places = sorted({x for curve in curves for x, _ in curve.points})
+            axes.set_xticks(places, [number(x) for x in places])
+            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(loc="outside lower left", ncols=columns)
+        return _svg(figure, title)
 
-    def y(value: float) -> float:
-        return bottom - (value / y_ticks[-1]) * (bottom - top)
 
-    place = math.log2 if logarithmic else float
-    first, last = place(xs[0]), place(xs[-1])
-    reach = last - first or 1.0
+def _axes(rows: int, axis: str, *, legend: int = 0) -> tuple[Figure, Axes]:
+    """A figure for horizontal bars, with room for a legend."""
+    figure = Figure(figsize=(WIDTH / 72, (24 * rows + 60 + 24 * bool(legend)) / 72), layout="constrained")
+    axes = figure.add_subplot(xlabel=axis)
+    axes.grid(axis="x")
+    return figure, axes
 
-    def x(value: float) -> float:
-        return left + 14 + (place(value) - first) / reach * (WIDTH - left - right - 28)
 
-    parts = []
-    for tick in y_ticks:
-        parts.append(f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        parts.append(_text(left - 8, y(tick) + 4, number(tick), "end", "tick"))
-    parts.append(f'<line class="axis" x1="{left}" x2="{WIDTH - right}" y1="{bottom}" y2="{bottom}"/>')
-    shown = -math.inf
-    for tick in xs:
-        if x(tick) - shown >= 12 + CHARACTER * len(number(tick)):  # only where it does not run into the one before
-            parts.append(_text(x(tick), height + 14, number(tick), "middle", "tick"))
-            shown = x(tick)
-    parts.append(_text((left + WIDTH - right) / 2, height + 34, x_axis, "middle", "axis-title"))
-    parts.append(
-        f'<text class="axis-title" text-anchor="middle" transform="translate(14 {(top + bottom) / 2:.0f}) rotate(-90)">'
-        f"{escape(y_axis)}</text>"
-    )
+def _behind(axes: Axes, x: float, row: int, text: str) -> None:
+    axes.annotate(text, (x, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=11)
+
+
+def _rows(
+    axes: Axes, positions: list[int], labels: list[str], rows: int, highest: float, reference: float | None = None
+) -> None:
+    """Labels and limits of horizontal bars: the first row at the top, and room for the text after the longest."""
+    axes.set_yticks(positions, labels)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_xlim(0, 1.12 * highest or 1.0)
     if reference is not None:
-        at = f"{y(reference):.1f}"
-        parts.append(f'<line class="reference" x1="{left}" x2="{WIDTH - right}" y1="{at}" y2="{at}"/>')
-    for index, curve in enumerate(curves):
-        path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in curve.points)
-        parts.append(f'<polyline class="curve series{index % 8}" stroke-dasharray="{_dash(index)}" points="{path}"/>')
-        parts += [_marker(index, x(px), y(py)) for px, py in curve.points]
-    legend, rows_high = _legend(
-        [curve.label for curve in curves],
-        height + 56,
-        lambda index, px, py: (
-            f'<line class="curve series{index % 8}" stroke-dasharray="{_dash(index)}" x1="{px}" '
-            f'x2="{px + 30}" y1="{py - 4}" y2="{py - 4}"/>' + _marker(index, px + 15, py - 4)
-        ),
-    )
-    return _svg("".join(parts) + legend, height + 56 + rows_high, title)
+        axes.axvline(reference, color=_COLOURS["ink"], linestyle="--", linewidth=1)
 
 
-def _dash(index: int) -> str:
-    return DASHES[index % len(DASHES)]
-
-
-def _marker(index: int, x: float, y: float) -> str:
-    kind, style = MARKERS[index % len(MARKERS)], f'class="marker series{index % 8}"'
-    if kind == "circle":
-        return f'<circle {style} cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-    if kind == "ring":
-        return f'<circle {style} cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill-opacity="0"/>'
-    if kind == "square":
-        return f'<rect {style} x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2"/>'
-    shapes = {
-        "triangle": "M0,-5 L4.8,4 L-4.8,4 Z",
-        "diamond": "M0,-5.4 L5.4,0 L0,5.4 L-5.4,0 Z",
-        "cross": "M-4,-4 L4,4 M-4,4 L4,-4",
-    }
-    return f'<path {style} transform="translate({x:.1f} {y:.1f})" d="{shapes[kind]}"/>'
-
-
-def _legend(names: Sequence[str], y: float, mark: Callable[[int, float, float], str]) -> tuple[str, int]:
-    """Marks with names in columns, and its height."""
-    column = 44 + CHARACTER * max(map(len, names)) + 16
-    columns = max(1, int(WIDTH // column))
-    parts = []
-    for index, name in enumerate(names):
-        px, py = column * (index % columns) + 4, y + 20 * (index // columns) + 8
-        parts.append(mark(index, px, py) + _text(px + 38, py, name, "start"))
-    return "".join(parts), 20 * math.ceil(len(names) / columns) + 8
-
-
-def _label_width(labels: Sequence[str]) -> float:
-    return 16 + CHARACTER * max(map(len, labels))
-
-
-def _scale(top: float, left: float, right: float) -> Callable[[float], float]:
-    return lambda value: left + value / top * (right - left)
-
-
-def _vertical_grid(scale_ticks: Sequence[float], x: Callable[[float], float], height: float) -> str:
-    return "".join(
-        f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="0" y2="{height}"/>' for tick in scale_ticks
-    )
-
-
-def _horizontal_axis(
-    scale_ticks: Sequence[float], x: Callable[[float], float], height: float, axis: str, left: float, right: float
-) -> str:
-    parts = [f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{height}" y2="{height}"/>']
-    parts += [_text(x(tick), height + 16, number(tick), "middle", "tick") for tick in scale_ticks]
-    parts.append(_text((left + right) / 2, height + 36, axis, "middle", "axis-title"))
-    return "".join(parts)
-
-
-def _whisker(low: float, high: float, y: float) -> str:
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an SVG element for HTML: no ids that other charts have too, colours as CSS variables."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": title}):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    drawing = file.getvalue()
+    content = drawing[drawing.index(">", drawing.index("<svg")) + 1 : drawing.rindex("</svg>")]
+    content = re.sub(r"<style.*?</style>", "", content, flags=re.DOTALL)
+    content = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", content).replace("xlink:href", "href")
+    for name, colour in _COLOURS.items():
+        content = content.replace(colour, f"var(--{name})")
+    height = round(72 * figure.get_figheight())
     return (
-        f'<path class="whisker" d="M{low:.1f},{y:.1f} H{high:.1f} M{low:.1f},{y - 4:.1f} V{y + 4:.1f} '
-        f'M{high:.1f},{y - 4:.1f} V{y + 4:.1f}"/>'
-    )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "label") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _svg(content: str, height: float, title: str) -> str:
-    return (
-        f'<svg class="chart" role="img" aria-label="{escape(title, quote=True)}" viewBox="0 0 {WIDTH} {height:.0f}" '
-        f'width="{WIDTH}" height="{height:.0f}" font-size="{FONT}">{content}</svg>'
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title, quote=True)}" '
+        f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">{content}</svg>'
     )

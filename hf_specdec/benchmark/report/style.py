@@ -25,24 +25,7 @@ figcaption {{ font-weight: 600; margin-bottom: 8px; }}
 .remark, .legend {{ color: var(--muted); font-size: 12px; max-width: 760px; }}
 summary {{ cursor: pointer; font-size: 12px; color: var(--muted); }}
 .alternative {{ overflow-x: auto; }}
-svg.chart {{ max-width: 100%; height: auto; display: block; font-family: system-ui, "DejaVu Sans", sans-serif; }}
-svg.chart text {{ fill: var(--ink); }}
-svg.chart .tick {{ fill: var(--muted); font-size: 11px; }}
-svg.chart .axis-title, svg.chart .heading {{ font-weight: 600; }}
-svg.chart .value {{ font-size: 11px; paint-order: stroke; stroke: var(--paper); stroke-width: 6px; }}
-.grid {{ stroke: var(--grid); }} .axis {{ stroke: var(--ink); }}
-.reference {{ stroke: var(--ink); stroke-dasharray: 5 4; }}
-.bar {{ fill: var(--fill); }}
-.whisker {{ stroke: var(--ink); fill: none; stroke-width: 1.3; }}
-.box {{ fill: var(--soft); stroke: var(--ink); }}
-.median {{ stroke: var(--ink); stroke-width: 3; }}
-.dot {{ fill: var(--fill); stroke: var(--ink); stroke-width: .5; }}
-.curve {{ fill: none; stroke-width: 2; }}
-.part {{ stroke: var(--ink); stroke-width: 1; }}
-.part0 {{ fill: var(--step0); }} .part1 {{ fill: var(--step1); }} .part2 {{ fill: var(--step2); }}
-.part3 {{ fill: var(--step3); }} .part4 {{ fill: var(--step4); }} .part5 {{ fill: var(--step5); }}
-{"".join(f".series{index} {{ stroke: var(--series{index}); fill: var(--series{index}); }} " for index in range(8))}
-polyline.curve {{ fill: none; }}
+svg.chart {{ max-width: 100%; height: auto; display: block; }}
 {PICTURES}
 @page {{ size: landscape; margin: 12mm; }}
 @media print {{
