@@ -1,7 +1,7 @@
 """hf_specdec: lossless speculative decoding with draft trees, plugged into `model.generate(assistant_model=...)`.
 
-What is public is imported when it is first used: `hf-specdec inspect` needs neither torch nor transformers. Importing
-any drafter lets `generate` accept it, see `integration.py`.
+Public names are imported on first use: `hf-specdec inspect` needs neither torch nor transformers. Importing any drafter
+lets `generate` accept it, see `integration.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Where each public name lives; the imports above say the same to type checkers.
+# The module of each public name; type checkers read the imports above.
 _HOMES = {
     "DraftContext": "decoding.generator",
     "DraftTree": "decoding.tree",
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         return found
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:  # `hf_specdec.drafters` without an import of its own
+    try:  # a submodule, such as `hf_specdec.drafters`
         return importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{name}":

@@ -1,7 +1,7 @@
-"""A conversation with a target and its drafter: questions, answers that stream, and what speculation did.
+"""A conversation with a target and its drafter: questions, streamed answers, and statistics of the drafts.
 
-`Conversation` knows no terminal; `converse` is `hf-specdec chat`, in a terminal or between pipes. The options are in
-`cli.py`, chat templates in `chat_template.py`.
+`Conversation` does not use a terminal; `converse` is `hf-specdec chat`, in a terminal or between pipes. The options are
+in `cli.py`, chat templates in `chat_template.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_specdec.visualize.text import TextPieces
 
 @dataclass
 class Answer:
-    """The target's answer to a question, filled while it is written.
+    """The target's answer to a question, filled while it is generated.
 
     Attributes:
         text: without special tokens.
@@ -57,15 +57,15 @@ Write: TypeAlias = Callable[[str, bool, Answer], None]  # a piece of text, wheth
 
 
 class Conversation:
-    """Questions and answers in the target's chat template; each answer is generated from all before it.
+    """Questions and answers in the target's chat template; each answer is generated from all messages before it.
 
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
         drafter: for the target.
-        system: the system message; None leaves it to the template.
+        system: the system message; None for the template's default.
         thinking: see `render`.
-        max_new_tokens: most tokens of an answer.
+        max_new_tokens: limit of each answer.
         settings: of `generate`, such as `do_sample`.
 
     Attributes:
@@ -93,32 +93,33 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all but the system message."""
+        """Removes all messages except the system message."""
         self.messages = list(self._opening)
 
     def ask(self, question: str, write: Write) -> Answer:
         """Adds a question and the target's answer.
 
-        Ctrl-C ends the answer: what was written by then is kept. A question without any answer is forgotten.
+        Ctrl-C ends the answer; its text so far is kept. A question without any answer is removed.
 
         Args:
             question: the user's message.
-            write: is given the answer's text as it comes.
+            write: receives the answer piece by piece.
 
         Raises:
-            ValueError: the question is empty, the chat template refuses it, or the target cannot read any more.
+            ValueError: the question is empty, the chat template refuses it, or the conversation is too long for the
+                target.
         """
         if not question.strip():
-            raise ValueError("The question is empty, so there is nothing to answer: give a text.")
+            raise ValueError("The question is empty: give a text.")
         messages = [*self.messages, {"role": "user", "content": question}]
         text = render(messages, self.tokenizer, thinking=self.thinking)
-        # The template has written the special tokens; what fills the length of a batch is of no use here.
+        # The template adds the special tokens.
         inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # not every config has it
         num_read = inputs["input_ids"].shape[1]
         if most is not None and num_read >= most:
             raise ValueError(
-                f"The conversation has {num_read} tokens, and the target {self.model.name_or_path!r} reads at most "
+                f"The conversation has {num_read} tokens, but the target {self.model.name_or_path!r} reads at most "
                 f"{most} (max_position_embeddings): begin a new one."
             )
         answer = Answer()
@@ -140,20 +141,20 @@ class Conversation:
 
 
 class _AnswerStreamer(BaseStreamer):
-    """Turns tokens into pieces of text, each with whether it was drafted."""
+    """Converts tokens into pieces of text, each with a flag whether it was drafted."""
 
     def __init__(self, drafter: Drafter, tokenizer: Any, write: Write, answer: Answer) -> None:
         self.drafter, self.write, self.answer = drafter, write, answer
         self.pieces = TextPieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
         self.began = time.perf_counter()
-        self.heard_prompt = False
+        self.has_prompt = False
         self.num_rounds = 0
-        self.accepted_left = 0  # drafted tokens of this round that are still to come
+        self.accepted_left = 0  # accepted tokens of this round that have not arrived yet
         self.drafted = False
 
     def put(self, value: Tensor) -> None:
-        if not self.heard_prompt:
-            self.heard_prompt = True
+        if not self.has_prompt:
+            self.has_prompt = True
             return
         stats, answer = self.drafter.stats, self.answer
         assert stats is not None
@@ -179,54 +180,54 @@ class _AnswerStreamer(BaseStreamer):
 
 
 _DRAFTED, _FAINT, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-_COMMANDS = {"/reset": "begins anew", "/exit": "ends"}
+_COMMANDS = {"/reset": "begins a new conversation", "/exit": "ends"}
 
 
 def converse(conversation: Conversation) -> None:
-    """Answers the lines of stdin, one by one, until it ends or one is /exit.
+    """Answers the lines of stdin, one by one, until it ends or a line is /exit.
 
-    Drafted tokens are green on a terminal, whose last line shows the figures of the answer under way; those of each
-    whole answer go to stderr.
+    On a terminal, drafted tokens are green, and the last line shows statistics of the current answer. Statistics of
+    each complete answer are written to stderr.
 
     Raises:
-        ValueError: stdin is no terminal, and a line cannot be answered or is not UTF-8.
-        KeyboardInterrupt: Ctrl-C, where stdin is no terminal.
+        ValueError: stdin is not a terminal, and a line cannot be answered or is not UTF-8.
+        KeyboardInterrupt: Ctrl-C, if stdin is not a terminal.
     """
-    person = sys.stdin.isatty()
+    interactive = sys.stdin.isatty()
     on_terminal = sys.stdout.isatty()
-    if person:
+    if interactive:
         commands = ", ".join(f"{name} {what}" for name, what in _COMMANDS.items())
         green = " Green text was drafted." if on_terminal else ""
         print(f"{commands} (or Ctrl-D), Ctrl-C ends an answer.{green}", file=sys.stderr)
-    for line in _typed() if person else _piped():
+    for line in _typed() if interactive else _piped():
         question = line.strip()
         if question == "/exit":
             return
         if question == "/reset":
             conversation.reset()
         elif re.fullmatch(r"/\w+", question):
-            print(f"There is no {question}; there are {' and '.join(_COMMANDS)}.", file=sys.stderr)
+            print(f"Unknown command {question}; the commands are {' and '.join(_COMMANDS)}.", file=sys.stderr)
         elif question:
             try:
-                if _answer(conversation, question, on_terminal).interrupted and not person:
+                if _answer(conversation, question, on_terminal).interrupted and not interactive:
                     raise KeyboardInterrupt
             except ValueError as error:
-                if not person:
+                if not interactive:
                     raise
                 print(f"hf-specdec: {error}", file=sys.stderr)
-            except KeyboardInterrupt:  # of a pipe's answer, or a little before or after one
-                if not person:
+            except KeyboardInterrupt:  # raised above, or just before or after an answer
+                if not interactive:
                     raise
                 print()
 
 
 def _answer(conversation: Conversation, question: str, on_terminal: bool) -> Answer:
-    """Writes an answer to stdout and its figures to stderr."""
+    """Writes an answer to stdout and its statistics to stderr."""
     with _StatusLine() if on_terminal else contextlib.nullcontext() as status:
 
         def write(piece: str, drafted: bool, answer: Answer) -> None:
             if status is not None:
-                # A target may write any character: those that steer a terminal are not for it.
+                # A target may generate control characters, which a terminal would obey.
                 piece = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", piece)
                 piece = f"{_DRAFTED}{piece}{_END}" if drafted else piece
             sys.stdout.write(piece)
@@ -243,7 +244,7 @@ def _answer(conversation: Conversation, question: str, on_terminal: bool) -> Ans
 def _typed() -> Iterator[str]:
     """Lines from a terminal. Ctrl-C empties the line, Ctrl-D ends."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # input() then edits lines and remembers them; Windows has its own
+        import readline  # noqa: F401  # gives input() line editing and a history; absent on Windows
     while True:
         try:
             yield input("> ")
@@ -262,13 +263,13 @@ def _piped() -> Iterator[str]:
         yield from sys.stdin
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"stdin must be UTF-8, and has a byte 0x{error.object[error.start]:02x} that is none: convert the text "
-            "first, for example with iconv."
+            f"stdin must be UTF-8, but byte 0x{error.object[error.start]:02x} is not valid: convert the text first, "
+            "for example with iconv."
         ) from error
 
 
 class _StatusLine:
-    """The last line of the terminal, taken out of the part that scrolls."""
+    """The last line of the terminal, excluded from scrolling."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -278,7 +279,7 @@ class _StatusLine:
         return self
 
     def show(self, text: str) -> None:
-        """Shows a text, at most ten times a second."""
+        """Shows a text, at most ten times per second."""
         now = time.perf_counter()
         columns, rows = shutil.get_terminal_size()
         if now - self.shown_at < 0.1 or rows < 4:
@@ -286,7 +287,7 @@ class _StatusLine:
         self.shown_at = now
         if rows != self.rows:
             self.rows = rows
-            # One line down and up again: where the cursor is in the last line, the text scrolls out of it.
+            # Index and cursor up: if the cursor is in the last line, the text scrolls up by one line.
             sys.stdout.write(f"\x1bD\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
         sys.stdout.write(f"\x1b7\x1b[{rows};1H\x1b[2K{_FAINT}{text[: columns - 1]}{_END}\x1b8")
         sys.stdout.flush()

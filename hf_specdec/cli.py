@@ -11,12 +11,13 @@
     hf-specdec train ...                                from hf_specdec.training.command import main; main([...])
     hf-specdec bench ...                                from hf_specdec.benchmark.__main__ import main; main([...])
 
-Each subcommand imports what it needs and nothing else: `inspect` answers without torch.
+Each subcommand imports only what it needs; `inspect` does not import torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from hf_specdec.drafters.base import Drafter
 
 ASSISTANT = "SmolLM2-135M-Instruct"
+OWN_PARSERS = {
+    "write": "hf_specdec.training.write",
+    "train": "hf_specdec.training.command",
+    "bench": "hf_specdec.benchmark.__main__",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,56 +49,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: without the program's name; None for those of the process.
 
     Returns:
-        The exit status: 0, or 1 where something was wrong (an error on stderr, problems of a checkpoint, a verdict; in
-        `bench` 2), 130 where it was stopped from the keyboard, or 141 where nobody reads its output any more.
+        The exit status: 0; 1 for an error (printed on stderr), for problems of a checkpoint, or for a verdict other
+        than lossless (`bench` returns 2); 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return _reporting(lambda: _run(arguments))
-
-
-def _run(arguments: list[str]) -> int | None:
-    # These three have parsers of their own.
-    if arguments[:1] == ["write"]:
-        from hf_specdec.training.write import main as write
-
-        write(arguments[1:])
-        return 0
-    if arguments[:1] == ["train"]:
-        from hf_specdec.training.command import main as train
-
-        train(arguments[1:])
-        return 0
-    if arguments[:1] == ["bench"]:
-        from hf_specdec.benchmark.__main__ import main as bench
-
-        return bench(arguments[1:])
-    handed_on: list[str] = []
-    if arguments[:1] == ["serve"] and "--" in arguments:
-        at = arguments.index("--")
-        arguments, handed_on = arguments[:at], arguments[at + 1 :]
-    chosen = _parser().parse_args(arguments, argparse.Namespace(engine_options=handed_on))
-    status: int | None = chosen.run(chosen)
-    return status
-
-
-def _reporting(run: Callable[[], int | None]) -> int:
-    """Runs a subcommand; what the user can mend is told in one line, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what a locale such as C cannot print is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")  # escapes what a locale such as C cannot print
     try:
-        status = run() or 0
-        sys.stdout.flush()  # at the interpreter's end it would be too late to report
+        status = _run(arguments) or 0
+        sys.stdout.flush()  # an error at the interpreter's exit could not be reported
         return status
     except BrokenPipeError:  # as in `hf-specdec inspect ... | head -1`
-        # The interpreter flushes once more at its end.
+        # The interpreter flushes once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:  # the user can fix these: one line, no traceback
         print(f"hf-specdec: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nhf-specdec: stopped", file=sys.stderr)
         return 130
+
+
+def _run(arguments: list[str]) -> int | None:
+    if arguments and arguments[0] in OWN_PARSERS:
+        status: int | None = importlib.import_module(OWN_PARSERS[arguments[0]]).main(arguments[1:])
+        return status
+    engine_options: list[str] = []
+    if arguments[:1] == ["serve"] and "--" in arguments:
+        at = arguments.index("--")
+        arguments, engine_options = arguments[:at], arguments[at + 1 :]
+    chosen = _parser().parse_args(arguments, argparse.Namespace(engine_options=engine_options))
+    status = chosen.run(chosen)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,33 +98,33 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     inspect = command(
-        "inspect", _inspect, "what a drafter is and what is wrong with it, without loading it", "inspect_drafter(name)"
+        "inspect", _inspect, "describe a drafter and its problems, without loading it", "inspect_drafter(name)"
     )
     inspect.add_argument("drafter", help="Hub id or folder")
-    inspect.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    inspect.add_argument("--json", action="store_true", help="print the result as JSON")
     _where(inspect)
 
     convert = command(
         "convert",
         _convert,
-        "rewrite a drafter of any format that can be loaded in the layout that this library saves, as safetensors",
+        "load a drafter of any supported format and save it in the format of this library, as safetensors",
         "load_drafter(name).save_pretrained(folder)",
     )
     convert.add_argument("drafter", help="Hub id or folder")
-    convert.add_argument("folder", type=Path, help="where to")
-    convert.add_argument("--dtype", help="such as bfloat16; the checkpoint's by default")
+    convert.add_argument("folder", type=Path, help="folder to write")
+    convert.add_argument("--dtype", help="such as bfloat16; default: the checkpoint's")
     _where(convert)
 
     export = command(
         "export",
         _export,
-        "write a drafter in the layout that another engine serves",
+        "write a drafter in the format of another engine",
         "export_drafter(load_drafter(name), folder, to=engine)",
     )
     export.add_argument("drafter", help="Hub id or folder")
-    export.add_argument("--to", default="vllm", choices=["vllm"], help="the engine")
-    export.add_argument("--output", type=Path, help="folder to write; the drafter's name and -vllm by default")
-    export.add_argument("--target-id", help="Hub id or folder of the target; what the drafter names by default")
+    export.add_argument("--to", default="vllm", choices=["vllm"], help="the engine; default: %(default)s")
+    export.add_argument("--output", type=Path, help="folder to write; default: the drafter's name and -vllm")
+    export.add_argument("--target-id", help="Hub id or folder of the target; default: the one that the drafter names")
     export.add_argument("--target-architecture", help="class of the target, such as LlamaForCausalLM")
     export.add_argument("--num-target-layers", type=int, help="layers of the target")
     _where(export)
@@ -143,42 +132,48 @@ def _parser() -> argparse.ArgumentParser:
     serve = command(
         "serve",
         _serve,
-        "print the command that serves a target with a drafter in vLLM, exporting the drafter where needed, or run it",
+        "print or run the command that serves a target with a drafter in vLLM; exports the drafter if needed",
         "plan_serving(target, drafter)",
     )
     serve.add_argument("target", help="Hub id or folder")
     serve.add_argument("drafter", help="Hub id or folder, or ngram, suffix or mtp")
-    serve.epilog = "What follows -- is handed on to vLLM: hf-specdec serve <target> <drafter> -- --max-model-len 4096"
+    serve.epilog = "Options after -- are passed to vLLM: hf-specdec serve <target> <drafter> -- --max-model-len 4096"
     serve.add_argument("--run", action="store_true", dest="start", help="run the command")
-    serve.add_argument("--engine", type=Path, help="the command vllm; what is beside this Python or on the PATH")
-    serve.add_argument("--host", default="127.0.0.1", help="default: this machine alone can reach it")
-    serve.add_argument("--port", type=int, default=8000, help="default: 8000")
-    serve.add_argument("--output", type=Path, help="folder of an export; the drafter's name and -vllm by default")
+    serve.add_argument(
+        "--engine", type=Path, help="the command vllm; default: the one next to this Python, or on the PATH"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, local clients only")
+    serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    serve.add_argument("--output", type=Path, help="folder of an export; default: the drafter's name and -vllm")
     serve.add_argument(
         "--num-speculative-tokens",
-        type=_count,
-        help="tokens drafted in a round; default: as many as were worth it where the drafter was measured",
+        type=_number(int, 1),
+        help="tokens drafted per round; default: the best number in the measurements of the drafter",
     )
-    serve.add_argument("--dtype", help="of target and drafter; float32 without an accelerator, else the checkpoint's")
+    serve.add_argument(
+        "--dtype", help="of target and drafter; default: the checkpoint's, or float32 without an accelerator"
+    )
     _where(serve)
 
     verify = command(
         "verify",
         _verify,
-        "check that a drafter leaves a target's output as it is, greedy and sampled, in about a minute",
+        "check that a drafter does not change a target's output, greedy and sampled, in about a minute",
         "verify_lossless(model, drafter)",
     )
     _pair(verify)
     verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
-    verify.add_argument("--max-new-tokens", type=_count, default=48)
-    verify.add_argument("--max-time", type=float, default=60.0, metavar="SECONDS")
+    verify.add_argument("--max-new-tokens", type=_number(int, 1), default=48, help="default: %(default)s")
+    verify.add_argument(
+        "--max-time", type=_number(float, 0), default=60.0, metavar="SECONDS", help="default: %(default)s"
+    )
     _where(verify)
 
     generate = command(
         "generate",
         _generate,
-        "continue a text with a target and a drafter, or answer it in the target's chat template, and print what "
-        "speculation did",
+        "continue a text with a target and a drafter, or answer it in the target's chat template, and print "
+        "statistics of the drafts",
         "model.generate(**inputs, assistant_model=drafter)",
     )
     _pair(generate)
@@ -187,68 +182,60 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         action="append",
         dest="prompts",
-        help="text; - reads it from stdin. With a chat template it may be repeated: the turns of a conversation, each "
-        "answered before the next",
+        help="text; - reads it from stdin. With a chat template, repeat it for the turns of a conversation",
     )
     generate.add_argument(
         "--chat",
         choices=["auto", "on", "off"],
         default="auto",
-        help="use the target's chat template; auto (default): where its tokenizer has one",
+        help="use the target's chat template; auto (default): if its tokenizer has one",
     )
     _writing(generate, max_new_tokens=128)
 
     chat = command(
         "chat",
         _chat,
-        "talk with a target in the terminal, or answer the lines of stdin; drafted tokens are green",
+        "chat with a target in the terminal, or answer the lines of stdin; drafted tokens are green",
         "model.generate(**tokenizer.apply_chat_template(messages, ...), assistant_model=drafter)",
     )
     _pair(chat, default=f" (default: {ASSISTANT} with the drafter of a checkout)")
     _writing(chat, max_new_tokens=512)
 
     for name, text in (
-        ("write", "let a target answer conversations, as training text"),
+        ("write", "generate a target's answers to conversations, as training text"),
         ("train", "train a drafter for a target"),
-        ("bench", "measure ways of decoding"),
+        ("bench", "measure decoding methods"),
     ):
         commands.add_parser(name, help=f"{text}; `hf-specdec {name} --help` lists its options", add_help=False)
     return parser
 
 
-def _seed(text: str) -> int:
-    """What torch.manual_seed takes."""
-    if not 0 <= int(text) < 2**64:
-        raise argparse.ArgumentTypeError(f"{text} must be between 0 and {2**64 - 1}")
-    return int(text)
+def _number(kind: type[int] | type[float], least: int, most: float = sys.float_info.max) -> Callable[[str], Any]:
+    """A `type` of argparse: finite numbers between two limits."""
 
+    def convert(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most:
+            limit = f" and at most {most}" if most < sys.float_info.max else ""
+            raise argparse.ArgumentTypeError(f"{text} must be a finite number of at least {least}{limit}")
+        return value
 
-def _count(text: str) -> int:
-    """How many tokens are to be written."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    """What `generate` takes, and 0 for greedy decoding."""
-    if not 0 <= float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number of at least 0")
-    return float(text)
+    convert.__name__ = kind.__name__  # argparse: "invalid int value"
+    return convert
 
 
 def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="of the drafter: branch, tag or commit on the Hub")
-    parser.add_argument("--local-files-only", action="store_true", help="take it from the Hub cache")
+    parser.add_argument("--local-files-only", action="store_true", help="use only files in the Hub cache")
 
 
 def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
-    """Target and drafter; `default` says what they are where neither is named, which else is refused."""
+    """Target and drafter; both are required unless `default` describes those used without them."""
     given: dict[str, Any] = {"nargs": "?"} if default else {}
     parser.add_argument("target", help=f"Hub id or folder{default}", **given)
     parser.add_argument("drafter", help="Hub id or folder, or ngram or suffix", **given)
-    parser.add_argument("--dtype", help="of the target; float32 on a CPU, else the checkpoint's")
-    parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), else cpu")
+    parser.add_argument("--dtype", help="of the target; default: float32 on a CPU, otherwise the checkpoint's")
+    parser.add_argument("--device", help="default: the accelerator that torch finds (cuda, mps, xpu), or cpu")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="drafting option; may be repeated"
     )
@@ -257,9 +244,9 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
 def _writing(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     parser.add_argument("--system", help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
-    parser.add_argument("--max-new-tokens", type=_count, default=max_new_tokens, help=f"default: {max_new_tokens}")
-    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument("--max-new-tokens", type=_number(int, 1), default=max_new_tokens, help="default: %(default)s")
+    parser.add_argument("--temperature", type=_number(float, 0), default=0.0, help="default: 0, greedy")
+    parser.add_argument("--seed", type=_number(int, 0, 2**64 - 1), default=0, help="default: %(default)s")
     _where(parser)
 
 
@@ -275,7 +262,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     from hf_specdec.drafters.registry import is_weightless
 
     if is_weightless(arguments.drafter):
-        raise ValueError(f"{arguments.drafter!r} has no weights, so there is nothing to convert.")
+        raise ValueError(f"{arguments.drafter!r} has no weights to convert.")
     drafter: Any = _load(arguments, dtype=arguments.dtype)
     drafter.save_pretrained(arguments.folder)
     print(f"Wrote {arguments.folder}")
@@ -292,7 +279,7 @@ def _export(arguments: argparse.Namespace) -> None:
         target_architecture=arguments.target_architecture,
         num_target_layers=arguments.num_target_layers,
     )
-    print(f"Wrote {folder}: `hf-specdec serve <target> {folder}` tells how it is served.")
+    print(f"Wrote {folder}. `hf-specdec serve <target> {folder}` prints the command that serves it.")
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -301,7 +288,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from hf_specdec.serving.plan import plan_serving
 
     engine = None
-    if arguments.start:  # what can be known is checked before anything is exported
+    if arguments.start:  # checked before the export
         check_port(arguments.host, arguments.port)
         engine = find_engine(arguments.engine)
     plan = plan_serving(
@@ -348,17 +335,15 @@ def _generate(arguments: argparse.Namespace) -> None:
         return
     reason = "--chat is off" if tokenizer.chat_template else f"the tokenizer of {arguments.target!r} has none"
     if arguments.system is not None:
-        raise ValueError(
-            f"--system {arguments.system!r} is a message of the chat template, but {reason}: leave it out."
-        )
+        raise ValueError(f"--system {arguments.system!r} needs a chat template, but {reason}: leave it out.")
     if len(prompts) > 1:
         raise ValueError(
-            f"--prompt was given {len(prompts)} times, which are the turns of a conversation in a chat template, but "
-            f"{reason}: give one."
+            f"{len(prompts)} prompts are turns of a conversation, which needs a chat template, but {reason}: give one "
+            "--prompt."
         )
     inputs = tokenizer(prompts[0], return_tensors="pt")
     if not inputs["input_ids"].numel():
-        raise ValueError(f"--prompt {prompts[0]!r} has no tokens, so there is nothing to continue: give a text.")
+        raise ValueError(f"--prompt {prompts[0]!r} has no tokens: give a text.")
     model = _load_target(arguments)
     drafter = _load(arguments, model)
     torch.manual_seed(arguments.seed)
@@ -397,24 +382,24 @@ def _chat(arguments: argparse.Namespace) -> None:
     if arguments.target is None:
         arguments.target, arguments.drafter = _assistant()
     elif arguments.drafter is None:
-        raise ValueError(f"Target {arguments.target!r} needs a drafter: name one that was made for it, or ngram.")
+        raise ValueError(f"Target {arguments.target!r} needs a drafter: name one that was trained for it, or ngram.")
     tokenizer = _load_tokenizer(arguments)
     if not uses_template(tokenizer, arguments.target, chat="auto", thinking=arguments.thinking):
         raise ValueError(
-            f"The tokenizer of {arguments.target!r} has no chat template, so it cannot hold a conversation: choose a "
-            "target that was trained to, or continue texts with `hf-specdec generate`."
+            f"The tokenizer of {arguments.target!r} has no chat template: choose a target with one, or continue texts "
+            "with `hf-specdec generate`."
         )
     converse(_conversation(arguments, tokenizer))
 
 
 def _assistant() -> tuple[str, str]:
-    """The assistant and its drafter, which come with a checkout; the assistant itself is downloaded once."""
+    """The default target, downloaded once, and its drafter, which is in the repository."""
     examples = Path(__file__).parents[1] / "examples"
     drafter = examples / "smollm2-135m" / "dflash"
     if not drafter.is_dir():
         raise ValueError(
-            f"Where no target is named, chat talks with {ASSISTANT}, whose drafter comes with a checkout of the "
-            "repository and not with the installed package: name a target and a drafter."
+            f"The default target is {ASSISTANT}; its drafter is in a checkout of the repository, but not in the "
+            "installed package: name a target and a drafter."
         )
     folder = runpy.run_path(str(examples / "smollm2.py"))["model_folder"]()
     return str(folder), os.path.relpath(drafter)
@@ -440,22 +425,22 @@ def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `generate` is told about sampling."""
+    """Sampling arguments of `generate`."""
     if arguments.temperature:
         return {"do_sample": True, "temperature": arguments.temperature}
     return {"do_sample": False}
 
 
 def _stdin() -> str:
-    """What stdin holds, as UTF-8 whatever the locale; elsewhere bytes that are none would be passed on as they are."""
+    """The text of stdin, decoded as UTF-8 in every locale; some locales would keep invalid bytes."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--prompt - reads UTF-8 from stdin, and byte {error.start + 1} of it is "
-            f"0x{error.object[error.start]:02x}, which is none: convert the text first, for example with iconv."
+            f"--prompt - reads UTF-8 from stdin, but byte {error.start + 1}, 0x{error.object[error.start]:02x}, is not "
+            "valid: convert the text first, for example with iconv."
         ) from error
 
 
@@ -464,7 +449,7 @@ def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) ->
 
     options = dict(map(_option, getattr(arguments, "option", ())))
     if taken := sorted(options.keys() & signature(load_drafter).parameters.keys()):
-        raise ValueError(f"--option {taken[0]}=... is no drafting option; --help tells what else can be set.")
+        raise ValueError(f"--option {taken[0]}=... is not a drafting option; --help lists the other settings.")
     return load_drafter(
         arguments.drafter,
         target,
@@ -483,11 +468,11 @@ def _option(text: str) -> tuple[str, Any]:
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
-        return name, value  # a word
+        return name, value  # a string without quotes
 
 
 def _check_names(arguments: argparse.Namespace) -> None:
-    """Raises if target and drafter are not what they should be, or options are none: the target's weights take long."""
+    """Raises ValueError for a wrong target, drafter or option; called before the slow loading of weights."""
     from hf_specdec.drafters.registry import is_weightless
     from hf_specdec.hub.checkpoint import check_is_target
     from hf_specdec.hub.files import CONFIG_FILE, Source
@@ -496,22 +481,22 @@ def _check_names(arguments: argparse.Namespace) -> None:
     for text in arguments.option:
         _option(text)
     check_is_target(arguments.target, arguments.drafter)
-    if not is_weightless(arguments.drafter) and arguments.drafter != MTP:  # in the target's own files
+    if not is_weightless(arguments.drafter) and arguments.drafter != MTP:  # MTP is in the target's files
         source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
         source.locate([CONFIG_FILE])
 
 
 def _load_tokenizer(arguments: argparse.Namespace) -> Any:
-    """The target's, before its weights: what is asked of the chat template is checked first."""
+    """The target's; loaded before its weights, so that options of the chat template are checked first."""
     from transformers import AutoTokenizer
 
     _check_names(arguments)
     try:
         return AutoTokenizer.from_pretrained(arguments.target)
-    except (ValueError, RecursionError) as error:  # some of many lines, and none names the target
+    except (ValueError, RecursionError) as error:  # may have many lines; does not name the target
         raise ValueError(
-            f"The tokenizer of target {arguments.target!r} cannot be loaded: its files are not beside the model's, or "
-            f"damaged. {type(error).__name__}: {' '.join(str(error).split())}"
+            f"The tokenizer of target {arguments.target!r} cannot be loaded: its files are missing or damaged. "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -521,10 +506,10 @@ def _load_target(arguments: argparse.Namespace) -> Any:
 
     device = usable_device(arguments.device)
     if device.type == "meta":
-        raise ValueError("device='meta' keeps no weights: use 'cpu', or leave it out.")
+        raise ValueError("device='meta' has no weights: use 'cpu', or leave it out.")
     dtype = arguments.dtype or ("float32" if device.type == "cpu" else "auto")
     if dtype != "auto":
-        floating_dtype(dtype)  # says which there are
+        floating_dtype(dtype)  # raises ValueError with the supported ones
     return whole_target(arguments.target, dtype=dtype).to(device).eval()
 
 

@@ -1,22 +1,22 @@
-"""Keys of a config by which transformers would load or run what a checkpoint names: dropped, or never acted on.
+"""Config keys that make transformers load or run what a checkpoint names: dropped, or ignored.
 
-All that transformers 5.23 reads of a config to that end, and what becomes of it here:
+All such keys that transformers 5.23 reads:
 
 - `attn_implementation`, `experts_implementation`, with and without an underscore, at the top or nested, one name or one
-  for each part: a kernel on the Hub ("owner/kernel"), or one fetched from there where a package is missing
-  ("flash_attention_2"). Dropped: which attention a drafter runs with is chosen here.
-- `fusion_config` patches classes of transformers; `distributed_config` spreads a model over devices;
-  `transformers_weights` and `configuration_files` name files in place of the usual ones. Dropped.
-- Other keys that begin with an underscore are private state of config objects, as `_auto_class`, or comments. Dropped
-  without a word.
+  per part: a kernel on the Hub ("owner/kernel"), or one that is downloaded if a package is missing
+  ("flash_attention_2"). Dropped: this library chooses the attention of a drafter.
+- `fusion_config` patches classes of transformers; `distributed_config` distributes a model over devices;
+  `transformers_weights` and `configuration_files` name other files than the usual ones. Dropped.
+- Other keys that begin with an underscore are private state of config objects, such as `_auto_class`, or comments.
+  Dropped, and not reported.
 - `auto_map` and `custom_pipelines` name Python files. Kept at the top, since drafters are saved as they were published,
-  and never acted on: nothing here trusts code of a checkpoint. Dropped where nested.
-- `quantization_config`, whose methods bring kernels of transformers' choice: refused for drafters in
+  but ignored: this library does not run code of a checkpoint. Dropped where nested.
+- `quantization_config`, whose methods use kernels that transformers chooses: refused for drafters in
   `hub/checkpoint.py`.
 
 `use_kernels`, `kernel_config`, `tp_plan`, `device_map` and `gguf_file` are arguments of `from_pretrained`; in a config
-nothing reads them. No key of `generation_config.json` is of this kind: `custom_generate` is a folder of code, which is
-not trusted either. Needs neither torch nor transformers.
+nothing reads them. `generation_config.json` has no such key: `custom_generate` is a folder of code, which is not run
+either. This module needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ MOST_SHOWN, MOST_CHARACTERS = 6, 60
 
 
 def shown(place: str, key: str, value: Any) -> str:
-    """A key of a config and its value, for messages; long ones are cut."""
+    """A key of a config and its value, for messages; long texts are truncated."""
     return f"{place}{key}"[:MOST_CHARACTERS] + f"={reprlib.repr(value)}"
 
 
 def listed(items: list[str]) -> str:
-    """The first of many items, and how many more there are."""
+    """The first items, and the number of the others."""
     more = len(items) - MOST_SHOWN
     return ", ".join(items[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def without_host_keys(fields: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
-    """A config without the keys that are dropped, and those of them that say something, with their values.
+    """A config without the dropped keys, and the list of dropped keys with a value that is reported.
 
     Example:
         >>> without_host_keys({"hidden_size": 8, "text_config": {"_attn_implementation": "owner/kernel"}})

@@ -1,17 +1,17 @@
-"""The wraps in transformers: three on GenerationMixin and one in pipelines.
+"""Wrappers of four transformers functions: three of GenerationMixin and one of pipelines.
 
 Enabling is idempotent and reversible.
 
-`generate(assistant_model=drafter)` reaches `_assisted_decoding` with rows expanded, processors, stopping criteria,
-streamer and cache prepared. Our wrap takes over there when the assistant is a `Drafter`; `_validate_generation_mode` is
-wrapped too, because it refuses batches of returned sequences and differing vocabularies, which the loop handles. All
-other assistants take the stock path, untouched. Where trees cannot be verified the host's own loop runs, and our wrap
-of `_get_candidate_generator` gives it the drafter's generator, which then drafts chains. What `decoding/` uses of the
-host is in `decoding/host.py`.
+`generate(assistant_model=drafter)` calls `_assisted_decoding` with expanded rows and prepared processors, stopping
+criteria, streamer and cache. If the assistant is a `Drafter`, our wrapper runs our loop. `_validate_generation_mode` is
+wrapped because it refuses batches of returned sequences and differing vocabularies, which our loop supports. Other
+assistants use the original functions. If trees cannot be verified, the host's own loop runs, and our wrapper of
+`_get_candidate_generator` returns the drafter's generator, which then drafts chains. `decoding/host.py` has what
+`decoding/` uses of the host.
 
-The constructor of a pipeline compares the config of `assistant_model` with the target's, to learn whether text must be
-translated between two tokenizers; a `Drafter` drafts the target's own tokens and needs no config, so our wrap of
-`load_assistant_model` hands it on.
+The constructor of a pipeline compares the config of `assistant_model` with the target's, to decide whether text must be
+translated between two tokenizers. A `Drafter` drafts the target's own tokens and has no such config, so our wrapper of
+`load_assistant_model` returns it as it is.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hf_specdec.decoding.chains import HostChains
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
+from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.replay import replaying
@@ -44,12 +45,12 @@ from hf_specdec.drafters.base import Drafter
 
 
 def enable() -> None:
-    """Lets `generate` accept a `Drafter` as `assistant_model`; doing it twice changes nothing.
+    """Lets `generate` accept a `Drafter` as `assistant_model`; a second call changes nothing.
 
-    Done when any drafter is imported.
+    Importing any drafter calls it.
 
     Raises:
-        ImportError: the installed transformers has functions of another shape than the ones we know.
+        ImportError: the installed transformers has functions with unknown signatures.
     """
     check_host()
     for name, wrap in _WRAPS.items():
@@ -62,7 +63,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Puts transformers back as it was; a `Drafter` then is an assistant that stock `generate` does not understand."""
+    """Restores transformers; its `generate` then does not support a `Drafter`."""
     for name in _WRAPS:
         owner, _ = EXPECTED[name]
         original = getattr(getattr(owner, name), "_hf_specdec_original", None)
@@ -72,7 +73,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def hosts_loop() -> Iterator[None]:
-    """Calls made meanwhile verify chains in transformers' own loop, even where trees can be: to compare the two."""
+    """In this context, calls verify chains in transformers' own loop, even if trees are supported: for comparisons."""
     before = _IN_HOSTS_LOOP.set(True)
     try:
         yield
@@ -81,6 +82,19 @@ def hosts_loop() -> Iterator[None]:
 
 
 _IN_HOSTS_LOOP: ContextVar[bool] = ContextVar("in_hosts_loop", default=False)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """In this context, calls with a `Drafter` report their rounds to `observer`, too."""
+    before = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    try:
+        yield
+    finally:
+        _OBSERVERS.reset(before)
+
+
+_OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
 
 
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,13 +109,15 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             check_supported(self)
             check_trees(self)
             return _decode_trees(self, assistant_model, *args, **kwargs)
-        except TreesRefusedError as refusal:  # before the first token
+        except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
         rows = len(args[0] if args else kwargs["input_ids"])
-        trouble = f"they are one row at a time, and this batch has {rows}" if rows > 1 else None
+        trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
         trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length) or chains_trouble(self)
         if trouble is not None:
-            return _decode_plainly(self, assistant_model, f"{reason}. Nor can chains be: {trouble}", *args, **kwargs)
+            return _decode_plainly(
+                self, assistant_model, f"{reason}. Chains cannot be verified either: {trouble}", *args, **kwargs
+            )
         run = functools.partial(original, self, *args, **kwargs)
         return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
 
@@ -160,45 +176,45 @@ def _check_call(
     config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Refuses what settings, target and drafter are known not to work with, before the prompt is run."""
+    """Raises ValueError for unsupported settings, targets and drafters, before the prompt is run."""
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
     if config.use_cache is False and model.generation_config.use_cache is False:
-        config.use_cache = True  # the target's own default; nobody has asked for it in this call
+        config.use_cache = True  # False is the target's default, not an argument of this call
     if config.use_cache is False:
         raise ValueError("Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out.")
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
-            f"cache_implementation={config.cache_implementation!r} cannot hold draft trees; leave it out, or where it "
-            "is the target's own default pass 'dynamic'. The cache is preallocated in any case."
+            f"cache_implementation={config.cache_implementation!r} does not support draft trees; leave it out, or pass "
+            "'dynamic' if it is the target's own default. The cache is preallocated in any case."
         )
     if config.assistant_ensemble_weight is not None:
         raise ValueError(
-            f"assistant_ensemble_weight={config.assistant_ensemble_weight} asks for output that is not the target's "
-            "own; hf_specdec is lossless only. Leave it out."
+            f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the target's output; hf_specdec is "
+            "lossless only. Leave it out."
         )
     if config.dola_layers is not None:
         raise ValueError(
-            f"dola_layers={config.dola_layers!r} asks for logits that contrast layers, not for the target's own. "
-            "Leave it out, or generate without assistant_model."
+            f"dola_layers={config.dola_layers!r} replaces the target's logits by contrasts of layers. Leave it out, or "
+            "generate without assistant_model."
         )
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
-    # A PeftModel generates with the model it wraps, after lending it a method of its own.
-    lender = getattr(model.prepare_inputs_for_generation, "__self__", model)
-    peft_config = getattr(lender, "active_peft_config", None)
+    # A PeftModel generates with the model it wraps, and sets this method of it to one of its own.
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    peft_config = getattr(owner, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
         raise ValueError(
-            f"The target carries {peft_config.peft_type} virtual tokens, which shift every position; prompt learning "
-            "is not supported. Merge it away or use a LoRA adapter."
+            f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
+            "not supported. Use a LoRA adapter, or the target without an adapter."
         )
-    with contextlib.suppress(TreesRefusedError):  # chains can be verified then
+    with contextlib.suppress(TreesRefusedError):  # then chains are verified
         check_supported(model)
     drafter.check_options()
     drafter.check_target(model)
@@ -218,7 +234,7 @@ def _decode_trees(
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Our own loop."""
+    """Runs our loop, which verifies trees."""
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)))
     target = TargetModel(
@@ -239,7 +255,7 @@ def _decode_trees(
         stats=stats,
         records=records,
         policy=drafter.drafting_policy(model, len(input_ids), stats),
-        observers=() if drafter.trace is None else (drafter.trace,),
+        observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=streamer,
     )
     if not isinstance(drafter, nn.Module):
@@ -249,7 +265,7 @@ def _decode_trees(
 
 
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
-    """The host's own decoding without drafts, for `reason`, of what `_assisted_decoding` was given."""
+    """Runs the host's decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
     warnings.warn(f"{reason}. Nothing is drafted in this call; the output is not affected.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     stats.begin(args[0] if args else kwargs["input_ids"])
@@ -270,18 +286,18 @@ def _decode_chains(
     generation_config: GenerationConfig,
     **others: Any,
 ) -> Any:
-    """The host's own loop, with the likeliest path of each tree as a chain.
+    """Runs the host's own loop, with the likeliest path of each tree as a chain.
 
     Args:
         model: the target.
         drafter: the drafter.
         reason: why trees cannot be verified.
-        run: `_assisted_decoding` of the host with all that it was given but an assistant.
-        input_ids: what it was given, as all that follows.
+        run: the host's `_assisted_decoding` with all its arguments except the assistant.
+        input_ids: argument of `_assisted_decoding`, as all that follow.
         logits_processor: see there.
         stopping_criteria: see there.
         generation_config: see there.
-        others: what else it was given.
+        others: further arguments.
     """
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     stats.begin(input_ids)
@@ -294,10 +310,11 @@ def _decode_chains(
         stopping_criteria=stopping_criteria,
         do_sample=generation_config.do_sample,
         max_length=generation_config.max_length,
+        observers=_OBSERVERS.get(),
     )
     how = f"{drafter.method!r} drafts chains, which transformers' own loop verifies"
     if not chains.drafts:
-        how = "nothing is drafted, because that loop would ask these stopping criteria or logits processors too late"
+        how = "nothing is drafted, because that loop calls these stopping criteria or logits processors too late"
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator = drafter.candidate_generator(target)
     generator.host_loop = chains

@@ -81,7 +81,7 @@ def test_an_answer_follows_all_messages_before_it(target: PreTrainedModel) -> No
 
 
 @pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree"])
-def test_pieces_are_told_whether_they_were_drafted(target: PreTrainedModel, method: str) -> None:
+def test_each_piece_has_a_flag_whether_it_was_drafted(target: PreTrainedModel, method: str) -> None:
     talk = conversation(target, method, max_new_tokens=30)
     heard: list[tuple[str, bool]] = []
     answer = talk.ask("abcabc", lambda piece, drafted, answer: heard.append((piece, drafted)))
@@ -97,7 +97,7 @@ def test_pieces_are_told_whether_they_were_drafted(target: PreTrainedModel, meth
     assert answer.text == "".join(piece for piece, _ in heard)
 
 
-def test_ctrl_c_ends_an_answer_and_what_it_has_is_kept(target: PreTrainedModel) -> None:
+def test_ctrl_c_ends_an_answer_and_keeps_its_text(target: PreTrainedModel) -> None:
     talk = conversation(target)
     heard: list[str] = []
 
@@ -114,23 +114,23 @@ def test_ctrl_c_ends_an_answer_and_what_it_has_is_kept(target: PreTrainedModel) 
     assert talk.ask("more", silent).text == plain(target, f"uhelloxa{answer.text}xumorexq")
 
 
-def test_a_question_without_any_answer_is_forgotten(target: PreTrainedModel) -> None:
+def test_a_question_without_any_answer_is_removed(target: PreTrainedModel) -> None:
     talk = conversation(target, logits_processor=[Interrupts()])
     assert talk.ask("hello", silent).interrupted
     assert talk.messages == []
 
 
-def test_a_conversation_that_the_target_cannot_read_any_more_is_refused(target: PreTrainedModel) -> None:
+def test_a_conversation_longer_than_the_targets_context_is_refused(target: PreTrainedModel) -> None:
     talk = conversation(target)
     assert target.config.max_position_embeddings == 128
     assert talk.ask("a" * 120, silent).num_tokens == 5, "an answer ends where the target's positions do"
-    with pytest.raises(ValueError, match="has 1[0-9]+ tokens, and the target .* reads at most 128 .*begin a new one"):
+    with pytest.raises(ValueError, match="has 1[0-9]+ tokens, but the target .* reads at most 128 .*begin a new one"):
         talk.ask("more", silent)
     with pytest.raises(ValueError, match="The question is empty"):
         talk.ask(" ", silent)
 
 
-def test_generate_answers_in_the_chat_template_where_there_is_one(
+def test_generate_answers_in_the_chat_template_if_there_is_one(
     target: PreTrainedModel, folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["generate", folder, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW)]
@@ -156,9 +156,9 @@ def test_generate_answers_several_prompts_in_turn(
     ("arguments", "message"),
     [
         (["generate", "--prompt", "a", "--chat", "on"], "--chat on: the tokenizer of 'PLAIN' has no chat template"),
-        (["generate", "--prompt", "a", "--system", "b"], "--system 'b' is a message of the chat template, but the tok"),
-        (["generate", "--prompt", "a", "--prompt", "b"], "--prompt was given 2 times, .* 'PLAIN' has none: give one"),
-        (["chat"], "The tokenizer of 'PLAIN' has no chat template, so it cannot hold a conversation"),
+        (["generate", "--prompt", "a", "--system", "b"], "--system 'b' needs a chat template, but the tok"),
+        (["generate", "--prompt", "a", "--prompt", "b"], "2 prompts are turns .* 'PLAIN' has none: give one --prompt"),
+        (["chat"], "The tokenizer of 'PLAIN' has no chat template: choose a target"),
     ],
 )
 def test_what_needs_a_template_is_refused_without_one(
@@ -215,13 +215,13 @@ def test_chat_answers_the_lines_of_a_pipe(
     printed = capsys.readouterr()
     assert printed.out == f"{first}\n\n{second}\n\n{first}\n\n"
     assert len(re.findall(r"^12 tokens in .* tokens/s, mean acceptance length \d", printed.err, re.MULTILINE)) == 3
-    assert "There is no /rest; there are /reset and /exit." in printed.err
+    assert "Unknown command /rest; the commands are /reset and /exit." in printed.err
 
 
-def test_chat_wants_utf8_of_a_pipe(say: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_refuses_a_pipe_that_is_not_utf8(say: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert say("caf\u00e9\n".encode()) == 0
     assert say("caf\u00e9\n".encode("latin1")) == 1
-    assert "hf-specdec: stdin must be UTF-8, and has a byte 0xe9" in capsys.readouterr().err
+    assert "hf-specdec: stdin must be UTF-8, but byte 0xe9 is not valid" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_chat_whose_questions_come_from_a_pipe(
@@ -232,7 +232,7 @@ def test_ctrl_c_ends_a_chat_whose_questions_come_from_a_pipe(
         converse(conversation(target, logits_processor=[Interrupts()]))
 
 
-def test_chat_in_a_terminal_colours_drafted_tokens_and_goes_on_after_ctrl_c(
+def test_chat_in_a_terminal_colours_drafted_tokens_and_continues_after_ctrl_c(
     target: PreTrainedModel,
     folder: str,
     tmp_path: Path,
@@ -271,7 +271,7 @@ def test_ctrl_c_beside_an_answer_does_not_end_a_conversation_in_a_terminal(
     assert list(keyboard.typed) == ["unread"]
 
 
-def test_characters_that_steer_a_terminal_are_not_written_to_it(
+def test_control_characters_are_not_written_to_a_terminal(
     target: PreTrainedModel, type_in: Callable[[TextIO], None]
 ) -> None:
     class Steering(Conversation):

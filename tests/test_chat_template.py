@@ -18,7 +18,7 @@ def with_template(template: str | None) -> Any:
     return tokenizer
 
 
-def test_auto_uses_a_template_where_there_is_one() -> None:
+def test_auto_uses_a_template_if_there_is_one() -> None:
     with_one, without = with_template("{{ messages[0].content }}"), with_template(None)
     assert uses_template(with_one, "target", chat="auto")
     assert uses_template(with_one, "target", chat="on")
@@ -28,20 +28,20 @@ def test_auto_uses_a_template_where_there_is_one() -> None:
         uses_template(without, "target", chat="on")
 
 
-def test_thinking_is_a_setting_of_templates_that_know_it() -> None:
+def test_thinking_is_refused_without_a_template_that_uses_it() -> None:
     tokenizer = with_template("<{{ messages[0].content }}>{% if enable_thinking is false %}no{% endif %}")
     assert uses_template(tokenizer, "target", chat="auto", thinking="on")
     assert render(QUESTION, tokenizer) == render(QUESTION, tokenizer, thinking="on") == "<ab>"
     assert render(QUESTION, tokenizer, thinking="off") == "<ab>no"
-    with pytest.raises(ValueError, match="--thinking off is a setting of the chat template, but --chat is off.*--chat"):
+    with pytest.raises(ValueError, match="--thinking off needs a chat template, but --chat is off.*--chat"):
         uses_template(tokenizer, "target", chat="off", thinking="off")
-    with pytest.raises(ValueError, match="--thinking on is a setting of the chat template, but there is none"):
+    with pytest.raises(ValueError, match="--thinking on needs a chat template, but there is none"):
         uses_template(with_template(None), "target", chat="auto", thinking="on")
-    with pytest.raises(ValueError, match="knows no enable_thinking"):
+    with pytest.raises(ValueError, match="does not use enable_thinking"):
         uses_template(with_template("{{ messages[0].content }}"), "target", chat="on", thinking="on")
 
 
-def test_a_template_that_cannot_take_the_system_message_is_an_error() -> None:
+def test_a_template_without_a_system_message_is_an_error() -> None:
     messages = [{"role": "system", "content": " brief \n"}, *QUESTION]
     assert render(messages, with_template("{% for each in messages %}{{ each.content | trim }};{% endfor %}"))
     with pytest.raises(
@@ -49,6 +49,6 @@ def test_a_template_that_cannot_take_the_system_message_is_an_error() -> None:
     ):
         render(messages, with_template("{{ messages[1].content }}"))
     with pytest.raises(
-        ValueError, match="refuses messages of these roles: system, user .TemplateError: no system here"
+        ValueError, match="refuses messages with these roles: system, user .TemplateError: no system here"
     ):
         render(messages, with_template("{{ raise_exception('no system here') }}"))

@@ -98,16 +98,16 @@ def test_verify_prints_a_verdict(
         (["export", "DRAFTER"], "names None as its target, but vllm loads the target by its Hub id"),
         (["verify", "TARGET", "DRAFTER", "--option", "tree_budget"], "must have the form NAME=VALUE"),
         (["verify", "TARGET", "DRAFTER", "--option", "tree_bugdet=3"], "Did you mean 'tree_budget'"),
-        (["verify", "TARGET", "DRAFTER", "--option", "revision=v1"], "--option revision=... is no drafting option"),
-        (["verify", "TARGET", "ngram", "--option", "path_or_repo=x"], "path_or_repo=... is no drafting option"),
-        (["convert", "ngram", "OUT"], "'ngram' has no weights, so there is nothing to convert"),
+        (["verify", "TARGET", "DRAFTER", "--option", "revision=v1"], "--option revision=... is not a drafting option"),
+        (["verify", "TARGET", "ngram", "--option", "path_or_repo=x"], "path_or_repo=... is not a drafting option"),
+        (["convert", "ngram", "OUT"], "'ngram' has no weights to convert"),
         (["verify", "TARGET", "ngram", "--device", "bogus"], "device='bogus' cannot be used here (Expected one of"),
         (["verify", "TARGET", "ngram", "--device", "cuda:99"], "device='cuda:99' cannot be used here"),
         (["verify", "TARGET", "ngram", "--dtype", "bogus"], "dtype='bogus' is not a floating-point type"),
         (["generate", "TARGET", "ngram", "--prompt", ""], "--prompt '' has no tokens"),
         (
             ["verify", "TARGET", "ngram", "--device", "meta"],
-            "device='meta' keeps no weights",
+            "device='meta' has no weights",
         ),
         (["verify", "TARGET", "ngram", "--dtype", "float8_e4m3fn"], "dtype='float8_e4m3fn' is none that models run in"),
         (["convert", "DRAFTER", "OUT", "--dtype", "float8_e4m3fn"], "dtype='float8_e4m3fn' is none that models run in"),
@@ -121,7 +121,7 @@ def test_verify_prints_a_verdict(
         ),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_an_error_is_printed_in_one_line(
     arguments: list[str], message: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {name: str(tmp_path / name.lower()) for name in ("DRAFTER", "TARGET", "OUT")}
@@ -133,13 +133,13 @@ def test_what_is_wrong_is_told_in_one_line(
 
 @pytest.fixture
 def no_weights(target: PreTrainedModel, drafter: Path) -> None:
-    """Whoever loads weights of the target or of the drafter fails: their files are empty."""
+    """The weight files of target and drafter are empty, so that loading them fails."""
     for folder in (drafter, drafter.parent / "target"):
         (folder / "model.safetensors").write_bytes(b"")
 
 
 @pytest.mark.parametrize("command", [["verify"], ["generate", "--prompt", "a"]])
-def test_target_and_drafter_the_other_way_round_are_told_before_anything_is_loaded(
+def test_swapped_target_and_drafter_are_reported_before_anything_is_loaded(
     command: list[str],
     target: PreTrainedModel,
     drafter: Path,
@@ -160,7 +160,7 @@ def test_target_and_drafter_the_other_way_round_are_told_before_anything_is_load
         (["ngram", "--option", "tree_budget"], "must have the form NAME=VALUE"),
     ],
 )
-def test_what_the_command_line_tells_is_checked_before_the_target_is_loaded(
+def test_arguments_are_checked_before_the_target_is_loaded(
     wrong: list[str],
     message: str,
     drafter: Path,
@@ -182,7 +182,7 @@ def test_target_whose_files_are_cut_short_is_refused(
 
 
 @pytest.mark.parametrize("content", [None, "[" * 100_000], ids=["missing", "endless"])
-def test_target_without_a_tokenizer_is_told_in_one_line(
+def test_target_without_a_tokenizer_is_reported_in_one_line(
     content: str | None, target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for file in (tmp_path / "target").glob("tokenizer*"):
@@ -211,7 +211,7 @@ def test_target_of_links_is_loaded(target: PreTrainedModel, tmp_path: Path) -> N
     assert main([*arguments, "--device", "cpu"]) == 0
 
 
-def test_what_an_ascii_terminal_cannot_show_is_escaped(drafter: Path) -> None:
+def test_characters_that_an_ascii_terminal_cannot_print_are_escaped(drafter: Path) -> None:
     config = json.loads((drafter / "config.json").read_text())
     (drafter / "config.json").write_text(json.dumps(config | {"target_name_or_path": "owner/größer\x1b[2J"}))
     command = [sys.executable, "-m", "hf_specdec.cli", "inspect", str(drafter)]
@@ -222,7 +222,7 @@ def test_what_an_ascii_terminal_cannot_show_is_escaped(drafter: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", ["-1", "nan", "inf"])
-def test_a_temperature_that_is_none_is_refused_before_anything_is_loaded(
+def test_an_invalid_temperature_is_refused_before_anything_is_loaded(
     temperature: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -233,15 +233,15 @@ def test_a_temperature_that_is_none_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("number", ["0", "-3"])
-def test_no_tokens_to_write_are_refused_before_anything_is_loaded(
+def test_fewer_than_one_new_token_is_refused_before_anything_is_loaded(
     number: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "target", "ngram", "--prompt", "a", "--max-new-tokens", number])
-    assert f"--max-new-tokens: {number} must be at least 1" in capsys.readouterr().err
+    assert f"--max-new-tokens: {number} must be a finite number of at least 1" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_told_in_one_line(type_in: Callable[[TextIO], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_one_line(type_in: Callable[[TextIO], None], capsys: pytest.CaptureFixture[str]) -> None:
     class Interrupted(io.StringIO):
         def read(self, *_: Any) -> str:
             raise KeyboardInterrupt
@@ -252,7 +252,7 @@ def test_ctrl_c_is_told_in_one_line(type_in: Callable[[TextIO], None], capsys: p
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])
-def test_ctrl_c_while_a_command_is_imported_is_told_in_one_line(
+def test_ctrl_c_while_a_command_is_imported_prints_one_line(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted(ModuleType):
@@ -265,7 +265,7 @@ def test_ctrl_c_while_a_command_is_imported_is_told_in_one_line(
     assert capsys.readouterr().err == "\nhf-specdec: stopped\n"
 
 
-def test_a_missing_package_is_told_in_one_line(
+def test_a_missing_package_is_reported_in_one_line(
     target: PreTrainedModel,
     tmp_path: Path,
     chdir: Callable[[Path], None],
@@ -276,17 +276,17 @@ def test_a_missing_package_is_told_in_one_line(
     chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some text " * 1000)
     assert main(["train", "--target", "target", "--output", "out", "--text", "text.txt"]) == 1
-    assert "the package datasets is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
+    assert "the package datasets, which is not installed: pip install 'hf_specdec[train]'" in capsys.readouterr().err
 
 
-def test_output_that_nobody_reads_ends_quietly(drafter: Path) -> None:
+def test_a_closed_output_pipe_ends_the_command_without_a_message(drafter: Path) -> None:
     command = [sys.executable, "-m", "hf_specdec.cli", "inspect", str(drafter), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()  # before anything is written
     process.stdout = None
     assert process.communicate(timeout=600)[1] == b""
-    assert process.returncode == 141  # as a shell says of what SIGPIPE ends
+    assert process.returncode == 141  # the status of a shell for a process ended by SIGPIPE
 
 
 def test_a_prompt_from_stdin_must_be_utf8(
@@ -299,20 +299,25 @@ def test_a_prompt_from_stdin_must_be_utf8(
     for given, status in ((b"hello", 0), ("caf\u00e9".encode("latin1"), 1)):
         type_in(io.TextIOWrapper(io.BytesIO(given), encoding="ascii", errors="surrogateescape"))
         assert main([*arguments, "--device", "cpu"]) == status
-    assert "hf-specdec: --prompt - reads UTF-8 from stdin, and byte 4 of it is 0xe9" in capsys.readouterr().err
+    assert "hf-specdec: --prompt - reads UTF-8 from stdin, but byte 4, 0xe9, is not valid" in capsys.readouterr().err
 
 
 def test_a_target_alone_needs_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "someone/target"]) == 1
     assert (
-        "Target 'someone/target' needs a drafter: name one that was made for it, or ngram." in capsys.readouterr().err
+        "Target 'someone/target' needs a drafter: name one that was trained for it, or ngram."
+        in capsys.readouterr().err
     )
 
 
 def test_a_seed_that_torch_cannot_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "target", "ngram", "--prompt", "a", "--seed", "99999999999999999999"])
-    assert "argument --seed: 99999999999999999999 must be between 0 and 18446744073709551615" in capsys.readouterr().err
+    printed = " ".join(capsys.readouterr().err.split())
+    assert (
+        "argument --seed: 99999999999999999999 must be a finite number of at least 0 and at most 18446744073709551615"
+        in printed
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "bench"])

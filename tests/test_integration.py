@@ -1,9 +1,10 @@
-"""The seam: wraps that come and go, and leave every other way of generating alone."""
+"""The wrappers of transformers: they can be removed, and do not change other generation modes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
+from hf_specdec.decoding.generator import Committed
 from hf_specdec.decoding.host import EXPECTED
+from hf_specdec.decoding.observers import Observer
 from tests.methods import FREE, METHODS, make_ddtree
 from tests.scripted import right_for
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
@@ -41,7 +44,7 @@ def test_enabling_twice_wraps_once() -> None:
     assert not any(hasattr(function._hf_specdec_original, "_hf_specdec_original") for function in before)
 
 
-def test_disabling_puts_the_hosts_own_functions_back() -> None:
+def test_disabling_restores_the_hosts_functions() -> None:
     hf_specdec.disable()
     for function in functions():
         assert function.__module__ in ("transformers.generation.utils", "transformers.pipelines.base")
@@ -63,7 +66,7 @@ def test_wrapped_functions_keep_the_signature_that_generate_inspects(name: str) 
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_host_function_of_another_shape_is_refused_with_the_version(
+def test_a_host_function_with_another_signature_is_refused_with_the_version(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf_specdec.disable()
@@ -97,7 +100,7 @@ def test_a_pipeline_takes_a_drafter_when_it_is_made(method: str) -> None:
     assert drafter.stats.num_target_forwards > 1
 
 
-def test_a_pipeline_of_an_ordinary_assistant_is_untouched() -> None:
+def test_a_pipeline_of_an_ordinary_assistant_is_unchanged() -> None:
     target = make_target("llama", "sdpa", torch.float32)
     pipe = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=target)
     assert pipe.assistant_model is target
@@ -128,24 +131,24 @@ STOCK: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("way", STOCK)
-def test_stock_ways_of_generating_are_untouched(way: str, do_sample: bool) -> None:
+@pytest.mark.parametrize("mode", STOCK)
+def test_other_generation_modes_are_unchanged(mode: str, do_sample: bool) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     outputs = []
     for switch in (hf_specdec.disable, hf_specdec.enable, hf_specdec.disable):
         switch()
         torch.manual_seed(3)
         try:
-            output = target.generate(**prompts, max_new_tokens=12, do_sample=do_sample, **STOCK[way](target))
+            output = target.generate(**prompts, max_new_tokens=12, do_sample=do_sample, **STOCK[mode](target))
             outputs.append(output.tolist())
-        except Exception as error:  # whatever the host says to it, it says the same with us
+        except Exception as error:  # the host's error must be the same with us
             outputs.append(f"{type(error).__name__}: {error}")
     assert outputs[0] == outputs[1] == outputs[2]
-    assert isinstance(outputs[0], list) or way == "early exit"
+    assert isinstance(outputs[0], list) or mode == "early exit"
 
 
-def test_multi_token_prediction_takes_the_stock_path() -> None:
-    # No tiny checkpoint has such layers; what the host says to a target without them shows which path was taken.
+def test_multi_token_prediction_is_unchanged() -> None:
+    # No tiny checkpoint has such layers; the host's error for a target without them shows that its own code ran.
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     said = []
     for switch in (hf_specdec.disable, hf_specdec.enable):
@@ -156,8 +159,8 @@ def test_multi_token_prediction_takes_the_stock_path() -> None:
     assert said[0] == said[1]
 
 
-def test_stock_refusals_are_untouched() -> None:
-    # The host refuses batches for its own assistants; with us enabled it still does.
+def test_errors_of_the_host_are_unchanged() -> None:
+    # The host refuses batches for its own assistants, also with us enabled.
     target = make_target("llama", "sdpa")
     said = []
     for switch in (hf_specdec.disable, hf_specdec.enable):
@@ -172,7 +175,7 @@ def test_a_drafter_works_again_after_disable_and_enable() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter = make_ddtree(target)
     hf_specdec.disable()
-    with pytest.raises(Exception):  # noqa: B017, PT011 - stock generate knows no drafter and says so in its own way
+    with pytest.raises(Exception):  # noqa: B017, PT011 - an error of the host
         target.generate(**prompts, **GREEDY, assistant_model=drafter)
     hf_specdec.enable()
     alone = target.generate(**prompts, **GREEDY)
@@ -218,7 +221,7 @@ def test_adapter_loaded_into_the_model_itself_works() -> None:
     assert target.generate(**prompts, **GREEDY, assistant_model=right_for(3, alone)).tolist() == alone.tolist()
 
 
-class SpeaksOfIt(LlamaForCausalLM):
+class OverridesGenerate(LlamaForCausalLM):
     """A target class with a `generate` of its own."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +232,7 @@ class SpeaksOfIt(LlamaForCausalLM):
 @pytest.mark.parametrize("method", METHODS)
 def test_target_class_that_overrides_generate_works(method: str) -> None:
     stock, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    target = SpeaksOfIt(stock.config).double().eval()
+    target = OverridesGenerate(stock.config).double().eval()
     target.load_state_dict(stock.state_dict())
     target.generation_config = stock.generation_config
     alone = stock.generate(**prompts, **GREEDY)
@@ -264,14 +267,14 @@ def test_greedy_decoding_draws_no_random_numbers(method: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_narrow_token_ids_come_back_as_plain_decoding_gives_them() -> None:
+def test_int32_token_ids_have_the_output_dtype_of_plain_decoding() -> None:
     target, prompt = make_target("llama", "sdpa"), PROMPTS["batch of one"]()["input_ids"].int()
     alone = target.generate(prompt, **GREEDY)
     assisted = target.generate(prompt, **GREEDY, assistant_model=right_for(3, alone))
     assert (assisted.dtype, assisted.tolist()) == (alone.dtype, alone.tolist())
 
 
-def test_gradients_are_neither_needed_nor_kept() -> None:
+def test_no_gradients_are_recorded() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter = make_ddtree(target)
     with torch.enable_grad():
@@ -291,3 +294,30 @@ def test_one_drafter_serves_targets_and_batches_in_turn(method: str) -> None:
         for prompts in (PROMPTS["ragged batch of three"](), PROMPTS["batch of one"]()):
             alone = target.generate(**prompts, **GREEDY)
             assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+
+
+class CommitObserver(Observer):
+    waits = True
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def on_commit(self, committed: Committed) -> None:
+        self.token_ids += committed.token_ids[0, : committed.num_committed[0]].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*the output is not affected")
+@pytest.mark.parametrize("loop", [nullcontext, integration.hosts_loop])
+def test_an_observer_is_given_the_committed_tokens_in_both_loops(
+    loop: Callable[[], AbstractContextManager[None]],
+) -> None:
+    target, observer = make_target(), CommitObserver()
+    drafter = METHODS["ddtree"](target)
+    prompt = PROMPTS["batch of one"]()["input_ids"]
+    with loop(), integration.observing(observer):
+        written = target.generate(prompt, assistant_model=drafter, **GREEDY)[0, prompt.shape[1] :].tolist()
+    seen = list(observer.token_ids)
+    assert len(seen) >= len(written) // 2
+    assert seen[: len(written)] == written[: len(seen)]
+    target.generate(prompt, assistant_model=drafter, **GREEDY)
+    assert observer.token_ids == seen, "observed outside the context"

@@ -1,4 +1,4 @@
-"""verify_lossless: sound pairs pass, and setups that bend the output in any of several ways are caught."""
+"""verify_lossless: lossless pairs pass; several faults that change the output are detected."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.verification import Difference, LosslessReport, first_difference
 from hf_specdec.verification.precision import Raised
-from hf_specdec.verification.replay import TreeReplay
-from tests.faults import FAULTS, SOUND, Relaxed, drafting_best_last, seeing_siblings
+from hf_specdec.verification.replay import FrozenRound, TreeReplay, acceptance_p_values, drawn_p_value
+from tests.faults import FAULTS, SOUND, Relaxed, Warmer, drafting_best_last, drafting_likeliest, seeing_siblings
 from tests.methods import METHODS
 from tests.scripted import StubDrafter
 from tests.support_table import tiny_model
@@ -40,7 +40,7 @@ def check(target: PreTrainedModel, drafter: Drafter, **settings: Any) -> Lossles
 
 
 def share_of_bound(report: LosslessReport) -> list[float]:
-    """How far logits of trees were from those of plain forwards, in parts of what rounding may explain."""
+    """Differences between logits of trees and of plain forwards, relative to the bound of rounding."""
     return [replay.logit_error / replay.bound for replay in report.replays if replay.logit_error is not None]
 
 
@@ -64,7 +64,11 @@ def test_verdict_is_printed(target: PreTrainedModel, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert printed.startswith("LOSSLESS: DFlashDrafter (ddtree) drafting for LlamaForCausalLM")
     assert "1 prompts, 4 tokens" in printed
-    assert "of the law of the verified logits (bound 1e-06)" in printed
+    assert f"smallest p-value {report.smallest_p_value:.2g} of {len(report.p_values)} tests" in printed
+    assert f"threshold {report.threshold:.2g} = 1e-06 / {len(report.p_values)} (Bonferroni): pass" in printed
+    for index, replay in enumerate(report.replays):
+        shown = " ".join(f"{value:.2g}" for value in replay.p_values)
+        assert f"    tree {index}, {replay.num_nodes} drafted nodes: p-value {shown}\n" in printed
 
 
 def test_a_text_is_one_prompt(target: PreTrainedModel) -> None:
@@ -78,8 +82,8 @@ def test_a_text_is_one_prompt(target: PreTrainedModel) -> None:
     ("prompts", "message"),
     [
         ([], "prompts is empty, so there is nothing to compare"),
-        ([[5, 6, 7]], r"A prompt is a list, \[5, 6, 7\]; prompts must be texts or ids of shape \[1, seq\]"),
-        ([5, 6], "A prompt is a int, 5; prompts must be texts or ids"),
+        ([[5, 6, 7]], r"A prompt is the list \[5, 6, 7\]; prompts must be texts or ids of shape \[1, seq\]"),
+        ([5, 6], "A prompt is the int 5; prompts must be texts or ids"),
         (
             {"input_ids": PROMPT},
             r"prompts is a dict; it must be a list of texts or of ids .* such as \[it\['input_ids'\]\]",
@@ -87,12 +91,12 @@ def test_a_text_is_one_prompt(target: PreTrainedModel) -> None:
         ([PROMPT[0]], "A prompt has shape"),
     ],
 )
-def test_prompts_that_cannot_be_compared_on_raise(target: PreTrainedModel, prompts: Any, message: str) -> None:
+def test_invalid_prompts_raise(target: PreTrainedModel, prompts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verify_lossless(target, NGramDrafter(), prompts, tokenizer=tiny_tokenizer(), verbose=False)
 
 
-def test_what_is_no_pair_of_target_and_drafter_raises(target: PreTrainedModel) -> None:
+def test_arguments_that_are_not_a_target_and_a_drafter_raise(target: PreTrainedModel) -> None:
     drafter: Any = NGramDrafter()
     any_target: Any = target
     with pytest.raises(TypeError, match="drafter='owner/drafter' is a str; it must be what load_drafter"):
@@ -103,14 +107,14 @@ def test_what_is_no_pair_of_target_and_drafter_raises(target: PreTrainedModel) -
         verify_lossless("target", drafter)  # type: ignore[arg-type]
 
 
-def test_random_state_is_left_alone(target: PreTrainedModel) -> None:
+def test_the_random_state_is_restored(target: PreTrainedModel) -> None:
     before = torch.random.get_rng_state()
     check(target, METHODS["ngram"](target))
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def drafts_near_misses(target: PreTrainedModel) -> StubDrafter:
-    """A chain of what the target likes second best."""
+    """A chain of the target's second best token."""
 
     def draft(context: DraftContext) -> DraftTree:
         prefix = context.sequences[:, : context.lengths[0]]
@@ -120,7 +124,7 @@ def drafts_near_misses(target: PreTrainedModel) -> StubDrafter:
     return StubDrafter(draft)
 
 
-def test_relaxed_acceptance_is_caught_in_both_modes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relaxed_acceptance_is_detected_in_both_modes(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(target, drafts_near_misses(target))
     monkeypatch.setattr(loop, "Acceptor", Relaxed)
     report = check(target, drafts_near_misses(target))
@@ -132,27 +136,27 @@ def test_relaxed_acceptance_is_caught_in_both_modes(target: PreTrainedModel, mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_caught_and_told_from_each_other(fault: str, dtype: torch.dtype) -> None:
+def test_faults_are_detected_and_distinguished(fault: str, dtype: torch.dtype) -> None:
     make_wrong, during, verdict = FAULTS[fault]
     target = make_target("llama", "sdpa", dtype, initializer_range=0.15)
     with during():
         report = check(target, make_wrong(target))
     assert not report.lossless
     assert [name for name in ("sampled", "verified") if not getattr(report, name)] == [verdict], str(report)
-    if verdict == "verified":  # far from what rounding may explain
+    if verdict == "verified":  # far above the bound of rounding
         assert max(share_of_bound(report)) > 1e4
         assert "DIFFERENT" in str(report)
     else:
         assert max(share_of_bound(report)) < 1e-2
 
 
-def test_sound_neighbours_of_the_faults_pass(target: PreTrainedModel) -> None:
+def test_correct_variants_of_the_faults_pass(target: PreTrainedModel) -> None:
     assert check(target, SOUND)
     assert check(target, drafting_best_last(target))
 
 
 @pytest.mark.parametrize("method", ["ngram", "causal_lm_tree", "causal_lm_chain"])
-def test_rounding_in_bfloat16_is_no_loss(method: str) -> None:
+def test_rounding_in_bfloat16_is_not_a_loss(method: str) -> None:
     # With these weights and AVX2 the own-dtype logits of tree and plain forwards are further apart than most.
     target = make_target("llama", "sdpa", torch.bfloat16, 0, initializer_range=0.15, vocab_size=512)
     report = check(target, METHODS[method](target))
@@ -161,19 +165,78 @@ def test_rounding_in_bfloat16_is_no_loss(method: str) -> None:
     assert max(share_of_bound(report)) < 1e-2
 
 
-def test_every_test_of_a_draw_counts_for_the_p_value() -> None:
+PROBS = torch.tensor([[8, 4, 2, 1, 1], [1, 1, 8, 4, 2], [4, 8, 2, 1, 1], [2, 1, 4, 8, 1]]) / 16  # [nodes, vocab]
+DRAFT_PROBS = torch.tensor([[[4, 8, 2, 1, 1], [2, 4, 1, 1, 8], [1, 1, 4, 8, 2]]]) / 16
+
+
+def frozen_round(tree: DraftTree) -> FrozenRound:
+    """A round whose verified logits are exact: no forward of a model, so the same on every processor."""
+    return FrozenRound(torch.zeros(5, dtype=torch.int64), tree, PROBS.log())
+
+
+CHOSEN = frozen_round(DraftTree.from_lists([[0, 1, 0, 2]], [[-1, 0, 0, 1]]))
+
+
+def drawn_round(token_ids: Tensor) -> FrozenRound:
+    return frozen_round(DraftTree.chain(torch.cat([torch.zeros(1, 1), token_ids], 1).long(), draft_probs=DRAFT_PROBS))
+
+
+DRAWN = drawn_round(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize(("frozen", "num_tests"), [(CHOSEN, 1), (DRAWN, 3)], ids=["chosen drafts", "drawn drafts"])
+def test_an_unbiased_rule_passes_and_a_biased_rule_has_a_tiny_p_value(
+    frozen: FrozenRound, num_tests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    values = acceptance_p_values(frozen)
+    assert len(values) == num_tests
+    assert min(values) > 1e-6  # a false alarm with this probability, whatever random numbers a processor draws
+    for biased in (Relaxed, Warmer):
+        monkeypatch.setattr(loop, "Acceptor", biased)
+        assert min(acceptance_p_values(frozen)) < 1e-15
+
+
+def test_drafts_that_are_not_drawn_as_stated_have_a_tiny_p_value() -> None:
+    generator = torch.Generator().manual_seed(0)
+    honest = [drawn_round(torch.multinomial(DRAFT_PROBS[0], 1, generator=generator).T) for _ in range(40)]
+    likeliest = [drawn_round(DRAFT_PROBS.argmax(-1)) for _ in range(40)]
+    rarest = [drawn_round(DRAFT_PROBS.argmin(-1)) for _ in range(40)]
+    values = [drawn_p_value(rounds) for rounds in (honest, likeliest, rarest, [CHOSEN])]
+    assert values[0] is not None
+    assert values[0] > 1e-6
+    assert values[1] is not None
+    assert values[1] < 1e-15
+    assert values[2] is not None
+    assert values[2] < 1e-15
+    assert values[3] is None
+
+
+def test_the_threshold_of_a_p_value_is_divided_by_the_number_of_tests() -> None:
     def report(*values: float, drawn: float | None = None) -> LosslessReport:
         replays = [TreeReplay(3, 2000, (value,), 0.1) for value in values]
         return LosslessReport("t", "d", replays=replays, drawn_p_value=drawn)
 
-    assert report(0.5, 2e-6, 0.1).p_value == pytest.approx(6e-6)
-    assert report(0.5, 5e-7, 0.1).lossless
-    assert not report(0.5, 2e-7, 0.1).lossless
+    several = report(0.5, 2e-6, 0.1, drawn=0.7)
+    assert several.p_values == [0.5, 2e-6, 0.1, 0.7]
+    assert several.smallest_p_value == 2e-6
+    assert several.threshold == pytest.approx(2.5e-7)
+    assert several.p_value == pytest.approx(8e-6)
+    assert report(0.5, 6e-7).lossless
+    assert not report(0.5, 4e-7).lossless
+    assert "smallest p-value 4e-07 of 2 tests, threshold 5e-07 = 1e-06 / 2 (Bonferroni): FAIL" in str(report(0.5, 4e-7))
     assert not report(0.5, drawn=1e-7).sampled
-    assert report().p_value == 1.0
+    assert report().p_value == report().smallest_p_value == 1.0
 
 
-def test_logits_are_equal_up_to_the_bound_in_high_precision_whatever_the_own_dtype_gives() -> None:
+def test_the_drafter_is_left_as_it_was(target: PreTrainedModel) -> None:
+    drafter = drafting_likeliest(target)
+    make = drafter.candidate_generator  # an attribute of the instance
+    check(target, drafter)
+    assert vars(drafter)["candidate_generator"] is make
+
+
+def test_logits_are_compared_in_high_precision_only() -> None:
     def report(error: float | None) -> LosslessReport:
         return LosslessReport("t", "d", replays=[TreeReplay(3, 2000, (0.5,), 0.7, error, 1e-8)])
 
@@ -184,7 +247,7 @@ def test_logits_are_equal_up_to_the_bound_in_high_precision_whatever_the_own_dty
     assert "differ by at most 0.7" in str(report(1e-7))
 
 
-def test_a_target_that_runs_in_its_own_dtype_only_is_reported_as_not_compared(target: PreTrainedModel) -> None:
+def test_a_target_that_supports_only_its_own_dtype_is_reported_as_not_compared(target: PreTrainedModel) -> None:
     def own_kernel(module: Any, args: Any) -> None:
         if args[0].dtype != torch.bfloat16:
             raise RuntimeError("this kernel needs bfloat16")
@@ -198,10 +261,10 @@ def test_a_target_that_runs_in_its_own_dtype_only_is_reported_as_not_compared(ta
     assert report.lossless
     assert report.precision is None
     assert str(report).startswith("LOSSLESS as far as checked: ")
-    assert "left out logits of tree forwards, since torch.float64: this kernel needs bfloat16" in str(report)
+    assert "left out logits of tree forwards: torch.float64: this kernel needs bfloat16" in str(report)
 
 
-def test_float32_does_where_there_is_no_float64() -> None:
+def test_float32_is_used_without_float64() -> None:
     target = make_target("llama", "sdpa", torch.bfloat16, initializer_range=0.15)
 
     def no_float64(module: Any, args: Any) -> None:
@@ -244,8 +307,8 @@ def test_gap_is_the_targets_own(high: bool, target: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def test_rounding_is_measured_at_many_places() -> None:
-    # One place would do by chance only: two forwards may agree there and differ a token later.
+def test_rounding_is_measured_at_many_positions() -> None:
+    # One position is not enough: two forwards may agree there and differ a token later.
     target = make_target("llama", "sdpa", torch.bfloat16, initializer_range=0.15)
     plain = target.generate(PROMPT, max_new_tokens=24, do_sample=False)[0, PROMPT.shape[1] :].tolist()
     ends = [
@@ -258,9 +321,7 @@ def test_rounding_is_measured_at_many_places() -> None:
 
 @pytest.mark.parametrize("never", [-math.inf, torch.finfo(torch.float32).min])
 @torch.no_grad()
-def test_tokens_that_are_never_to_come_do_not_make_every_difference_a_near_tie(
-    target: PreTrainedModel, never: float
-) -> None:
+def test_masked_tokens_do_not_make_every_difference_a_near_tie(target: PreTrainedModel, never: float) -> None:
     plain = target.generate(PROMPT, max_new_tokens=1, do_sample=False)[0, PROMPT.shape[1] :].tolist()
     spoil = next(token for token in range(64) if token not in plain)
 
@@ -281,7 +342,7 @@ def test_tokens_that_are_never_to_come_do_not_make_every_difference_a_near_tie(
 
 
 def test_texts_need_a_tokenizer(target: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="no tokenizer of target '' is at hand: pass tokenizer="):
+    with pytest.raises(ValueError, match="target '' has no tokenizer: pass tokenizer="):
         verify_lossless(target, METHODS["ngram"](target), ["hello"])
     with pytest.raises(ValueError, match=r"A prompt has shape \[3\]; prompts must be texts or ids of shape"):
         verify_lossless(target, METHODS["ngram"](target), [torch.tensor([1, 2, 3])])
@@ -292,3 +353,5 @@ def test_chains_in_the_hosts_loop_are_verified_too() -> None:
     report = verify_lossless(tiny_model("gpt_neo"), NGramDrafter(), [one_prompt()["input_ids"]], max_time_s=5)
     assert report.lossless
     assert report.replays
+    assert not report.left_out, "the logits of the chains are compared in high precision"
+    assert max(share_of_bound(report)) < 1e-2

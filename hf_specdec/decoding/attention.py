@@ -1,8 +1,8 @@
-"""Attention of a draft tree's nodes, registered with the host's `AttentionInterface` and used while a tree is verified.
+"""Attention for the nodes of a draft tree, registered with the host's `AttentionInterface`, used during verification.
 
-The host's sdpa copies the cache's keys and values once per query head whenever there is a mask. On a CPU torch's own
-kernel takes grouped heads and the mask together, with bit for bit the host's result, so the copies are saved there.
-Other devices keep the host's attention.
+If there is a mask, the host's sdpa copies keys and values for every query head. On a CPU, torch's kernel supports
+grouped heads together with a mask and gives bitwise the same result, so that no copies are needed. Other devices use
+the host's attention.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TREE_ATTENTION = "hf_specdec_tree"
 
 
 def usable(model: PreTrainedModel) -> bool:
-    """Whether a target's trees are verified with this attention; the host's own is used otherwise.
+    """Whether a target's trees are verified with this attention; otherwise with the host's own.
 
-    The rule, all of it known before the first token: its device gains by it, the target uses sdpa (eager stays eager:
-    who asked for it wants its arithmetic, and soft caps and sinks exist only there), looks its attention up in the
-    host's interface, and all its layers share one config, by which the lookup is made. Layers with an indexer compare
-    the name of the attention with those that they know.
+    The conditions are known before the first token: it is faster on the device; the target uses sdpa (a target with
+    eager attention keeps it: the user chose its arithmetic, and only eager has soft caps and sinks); the target looks
+    its attention up in the host's interface; all its layers share one config, which the look-up reads; and no layer has
+    an indexer, because indexers accept only known names of attention implementations.
     """
     config = model.config.get_text_config(decoder=True)
     return (
@@ -43,7 +43,7 @@ def usable(model: PreTrainedModel) -> bool:
 
 
 def _layers_share(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
-    """Whether all layers with grouped heads read this very config; looked up once per model: it walks all modules."""
+    """Whether all layers with grouped heads refer to this config object. Cached, since it visits all modules."""
     known = _SHARED.get(model)
     if known is None or known[0]() is not config:
         layers = [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
@@ -57,10 +57,10 @@ _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[weakref.ref[PreTrained
 )
 
 
-class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker than one made from a generator)
-    """Forwards of the model with this text config use this attention meanwhile; only for models that are `usable`.
+class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; faster than a generator-based one)
+    """In this context, forwards of the model with this text config use this attention; the model must be `usable`.
 
-    Several threads may be in it at a time with one config; the last to leave puts back what the first has found.
+    Several threads may use it at the same time with one config; the last one to leave restores the original value.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -81,13 +81,13 @@ class tree_attention:  # noqa: N801  (a context like `torch.no_grad`; quicker th
                 set_attention(self.config, before)
 
 
-# By the id of a config: how many are in `tree_attention`, and what was there before.
+# By the id of a config: the number of users of `tree_attention`, and the original attention implementation.
 _IN_USE: dict[int, tuple[int, str]] = {}
 _IN_USE_LOCK = threading.Lock()
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
-    """The attention that a target's text config asks for, whoever verifies trees with it at the moment."""
+    """The attention that a target's text config asks for, also while `tree_attention` replaces it."""
     in_use = _IN_USE.get(id(config))
     return attention_of(config) if in_use is None else in_use[1]
 
@@ -102,20 +102,20 @@ def tree_attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What the host calls in each layer.
+    """The attention function that the host calls in each layer.
 
     Args:
         module: the attention layer.
         query: [batch, heads, nodes, head_dim].
         key: [batch, kv_heads, entries, head_dim].
         value: [batch, kv_heads, entries, value_dim].
-        attention_mask: additive [batch, 1, nodes, entries]; anything else is the host's matter.
-        dropout: as the host gives it.
-        scaling: of the scores; head_dim ** -0.5 where omitted.
-        kwargs: what else the host passes on.
+        attention_mask: additive [batch, 1, nodes, entries]; for anything else the host's sdpa runs.
+        dropout: from the host; if not 0, the host's sdpa runs.
+        scaling: of the scores; head_dim ** -0.5 if omitted.
+        kwargs: other arguments of the host.
 
     Returns:
-        [batch, nodes, heads, value_dim], and no weights.
+        [batch, nodes, heads, value_dim], and None in place of attention weights.
     """
     if attention_mask is None or dropout or not attention_mask.dtype.is_floating_point or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

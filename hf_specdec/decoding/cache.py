@@ -1,9 +1,8 @@
-"""TreeCache: what all layers keep of committed tokens, plus the nodes of the round in flight.
+"""TreeCache: keys, values and states of committed tokens in all layers, plus the nodes of the current round.
 
-Each row of a batch has its own length. A round writes all its nodes behind the longest row; `commit` then keeps the
-accepted ones at the end of their own row, and rollback is forgetting the rest. What a layer stores is its own business
-(`layers/`); the cache owns the lengths, on the device and, as far as it has read them, on the host. The same cache
-serves targets and drafters.
+Each row of a batch has its own length. A round writes all its nodes after the longest row. `commit` moves the accepted
+nodes to the end of their own row; all others are dropped. `layers/` defines what each kind of layer stores. The cache
+owns the row lengths, on the device and, once they are read, on the host. Targets and drafters use the same cache.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from hf_specdec.decoding.tree import from_host
 
 
 class TreeCache(Cache):
-    """A cache for rounds of draft trees, in two phases: `prefill` (rows grow together), then rounds (rows diverge).
+    """A cache for rounds of draft trees. Two phases: prefill (all rows grow alike), then rounds (rows grow separately).
 
     Args:
         num_layers: of the model that will write here.
-        like: layers of a cache that the host has made for the model, whose kinds tell those of ours; attention layers
-            where omitted.
+        like: layers of a cache that the host has made for the model; they select the kinds of our layers. Attention
+            layers if omitted.
 
     Attributes:
         entries: keys and values; empty before the first round.
-        recurrent: states of a recurrence; empty where there are none.
-        workspace: where buffers come from, if they outlive the call; to be set before the first round.
+        recurrent: recurrent states; empty if there are none.
+        workspace: provides buffers that are reused by later calls, or None; set it before the first round.
     """
 
     def __init__(self, num_layers: int, like: Sequence[object] = ()) -> None:
@@ -50,14 +49,14 @@ class TreeCache(Cache):
         self.entries = Entries([], self._extent, None)
         self._row_lengths: list[int] = []
         self._unread: list[Counts] = []  # of commits that the host has not read yet
-        self._lengths: Tensor | None = None  # as a tensor, once it has been asked for
+        self._lengths: Tensor | None = None  # `lengths`, made on first use
 
     @classmethod
     def continuing(cls, cache: Cache, num_layers: int) -> TreeCache:
-        """A TreeCache in its prefill phase that holds what `cache` (a DynamicCache that the user passed) holds.
+        """A TreeCache in its prefill phase with the content of `cache`, a DynamicCache that the user passed.
 
         Raises:
-            ValueError: `cache` is of a class whose content cannot be taken over exactly.
+            ValueError: the content of this class of cache cannot be loaded exactly.
             TreesRefusedError: it is offloaded.
         """
         kinds = {type(layer) for layer in getattr(cache, "layers", ())}
@@ -68,11 +67,11 @@ class TreeCache(Cache):
                 f"{sorted(kind.__name__ for kind in KINDS)}. Pass a DynamicCache, or leave past_key_values out."
             )
         if cache.offloading:
-            raise TreesRefusedError("past_key_values is a DynamicCache with offloading, which draft trees do not do")
+            raise TreesRefusedError("past_key_values is a DynamicCache with offloading, which draft trees do not allow")
         own = cls(num_layers, cache.layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):
             if not isinstance(layer, DummyLayer):
-                layer.take_over(source)
+                layer.load_from(source)
         return own
 
     @classmethod
@@ -89,7 +88,7 @@ class TreeCache(Cache):
         capacity: int = GROWTH,
         workspace: Workspace | None = None,
     ) -> TreeCache:
-        """A cache that starts with rounds at once, no entry committed, all layers of one shape on one device."""
+        """A cache without committed entries that starts with rounds; all layers of one shape on one device."""
         cache = cls(num_layers)
         cache.workspace = workspace
         keys = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
@@ -100,25 +99,27 @@ class TreeCache(Cache):
         return cache
 
     def spread(self, order: Tensor, mask: Tensor) -> None:
-        """Moves entry i of each row to entry `order[row, i]`, all [batch, entries]; zeros where `mask` is False.
+        """During the prefill: moves entry i of each row to `order[row, i]`, and zeros entries where `mask` is False.
 
-        During prefill.
+        Args:
+            order: [batch, entries] int64.
+            mask: [batch, entries] bool.
         """
         for layer in self.layers:
             if isinstance(layer, EntriesLayer) and layer.is_initialized:
                 target = order.to(layer.device)[:, None, :, None]
                 seen = mask.to(layer.device)[:, None, :, None]
                 for name in ("keys", "values"):
-                    held = getattr(layer, name)
-                    moved = torch.empty_like(held).scatter_(2, target.expand_as(held), held)
+                    stored = getattr(layer, name)
+                    moved = torch.empty_like(stored).scatter_(2, target.expand_as(stored), stored)
                     setattr(layer, name, moved.masked_fill_(~seen, 0))
 
     def begin_rounds(self, capacity: int, *, contiguous: bool = False) -> None:
         """Ends the prefill.
 
         Args:
-            capacity: entries that a row has room for; grows where it does not suffice.
-            contiguous: layers get copies of their entries, contiguous as in the host's cache, in place of views.
+            capacity: entries that a row has room for; grows if needed.
+            contiguous: layers get contiguous copies of their entries, as from the host's cache, instead of views.
         """
         self.entries = Entries(self.layers, self._extent, self.workspace)
         length = self.get_seq_length()
@@ -126,21 +127,21 @@ class TreeCache(Cache):
             states.begin_rounds(capacity, contiguous=contiguous)
         self._set_lengths([length] * (self.entries if self.entries.layers else self.recurrent).batch)
 
-    # How long the rows are.
+    # Lengths of the rows.
 
     @property
     def row_lengths(self) -> list[int]:
-        """Committed entries of each row, left padding included: it exists, and the mask hides it.
+        """Committed entries of each row, including left padding, which the mask hides.
 
-        To be asked when the host has read what all rounds came to.
+        Available only when the host has read the verdicts of all rounds.
         """
-        self._catch_up()
+        self._update_lengths()
         assert not self._unread, "the host has not read yet how many entries the last round has committed"
         return self._row_lengths
 
     @property
     def lengths(self) -> Tensor:
-        """`row_lengths` as [batch] int64, on the device of the first layer; known there at any time."""
+        """`row_lengths` as [batch] int64 on the device of the first layer; always available."""
         if self._lengths is None:
             if self.is_even:
                 self._lengths = torch.full((self.batch,), self.longest, device=self.device)
@@ -155,24 +156,24 @@ class TreeCache(Cache):
 
     @property
     def longest(self) -> int:
-        """The largest of `row_lengths`, or the most it can be while some are not read."""
-        self._catch_up()
+        """The largest of `row_lengths`; an upper bound while the host has not read all of them."""
+        self._update_lengths()
         assert self._extent.longest is not None, "the cache is still in its prefill phase"
         return self._extent.longest
 
-    def _catch_up(self) -> None:
-        """Takes note of what earlier commits have added, as far as the host knows by now; the device always has."""
+    def _update_lengths(self) -> None:
+        """Adds the counts of earlier commits that the host has read since the last call."""
         while self._unread and (counts := self._unread[0].known) is not None:
             self._row_lengths = [length + count for length, count in zip(self._row_lengths, counts, strict=True)]
             del self._unread[0]
             self._extent.longest = max(self._row_lengths) + sum(counts.most for counts in self._unread)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens so far; without attention layers those of this call, since states do not tell."""
+        """Tokens so far. Without attention layers only the tokens of this call, since states have no length."""
         if any(isinstance(layer, EntriesLayer) for layer in self.layers):
             return int(super().get_seq_length(layer_idx))
         if self._extent.longest is not None:
-            return self._extent.node_start + self._extent.held
+            return self._extent.node_start + self._extent.written
         return max(layer.seen for layer in self.recurrent.layers)
 
     @property
@@ -182,12 +183,12 @@ class TreeCache(Cache):
 
     @property
     def has_dummies(self) -> bool:
-        """Whether some layers keep nothing, as those that read what others keep."""
+        """Whether some layers store nothing, for example because they read the entries of other layers."""
         return any(isinstance(layer, DummyLayer) for layer in self.layers)
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layers keep states, which cannot be cut back behind a commit."""
+        """Whether some layers keep recurrent states, which cannot be cropped after a commit."""
         return bool(self.recurrent.layers)
 
     @property
@@ -197,7 +198,7 @@ class TreeCache(Cache):
 
     @property
     def device(self) -> torch.device:
-        """Of the first layer; from the first round on."""
+        """Of the first layer; available from the first round on."""
         return (self.entries if self.entries.layers else self.recurrent).device
 
     @property
@@ -207,12 +208,12 @@ class TreeCache(Cache):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of the buffers."""
+        """Data pointers of the buffers."""
         return self.entries.addresses
 
     @property
     def node_start(self) -> int:
-        """The entry of a round's first node; all before it are the prefix, or unused."""
+        """The entry of a round's first node; entries before it are the prefix, or unused."""
         return self._extent.node_start
 
     def _set_lengths(self, row_lengths: list[int]) -> None:
@@ -221,57 +222,57 @@ class TreeCache(Cache):
         self._end_round()
 
     def _end_round(self) -> None:
-        self._extent.held, self._extent.nodes_at = 0, None
+        self._extent.written, self._extent.nodes_at = 0, None
 
     # The nodes of a round.
 
     def place_nodes(self, at: int | None) -> None:
-        """The next round's nodes are written from this entry on, which no row reaches; None: behind the longest.
+        """The nodes of the next round are written from entry `at` on, not before the longest row's end; None: there.
 
-        A fixed place makes shapes and addresses of a forward independent of how long the rows are.
+        With a fixed entry, the shapes and addresses of a forward do not depend on the row lengths.
         """
         assert at is None or self.longest <= at
         self._extent.nodes_at = at
 
     def reserve(self, nodes: int) -> None:
-        """Makes room for a round of `nodes` nodes behind the longest row; grows the buffers in steps where needed."""
+        """Makes room for a round of `nodes` nodes after the longest row; grows the buffers in steps if needed."""
         for states in self._stored:
             states.reserve(max(self.longest, self.node_start) + nodes)
 
-    def hold(self, nodes: int) -> None:
-        """Lets the round go on: its next forward writes behind the `nodes` nodes of the last one, and sees them.
+    def continue_round(self, nodes: int) -> None:
+        """The next forward of the round writes after the `nodes` nodes of the last one, and attends to them.
 
         For drafters whose rounds take several forwards. Commit and rollback end the round.
         """
-        self._extent.held += nodes
+        self._extent.written += nodes
 
     @contextmanager
-    def behind(self, nodes: int) -> Iterator[None]:
-        """Lets forwards write behind the first `nodes` nodes of the round, and see them, while the context is open."""
-        before, self._extent.held = self._extent.held, nodes
+    def writing_after(self, nodes: int) -> Iterator[None]:
+        """In this context, forwards write after the first `nodes` nodes of the round, and attend to them."""
+        before, self._extent.written = self._extent.written, nodes
         try:
             yield
         finally:
-            self._extent.held = before
+            self._extent.written = before
 
     def commit(self, path: Tensor, counts: Counts) -> None:
-        """Keeps the first nodes of `path` at the end of each row and forgets all other nodes of the round.
+        """Appends the first nodes of `path` to each row and drops all other nodes of the round.
 
         Args:
             path: [batch, steps] int64, node indices within the round just written, in ascending order. Entries
                 beyond a row's count may be any node index.
             counts: how many entries of `path` each row keeps.
         """
-        # What earlier rounds came to may be known by now; nodes lie where they were written before it was.
+        # No `_update_lengths` before the layers commit: it could change `node_start`, and the nodes are at the old one.
         path = path.to(self.device)
         for states in self._stored:
             states.commit(path, self.lengths, counts.tensor)
         self._add(counts)
 
     def commit_first(self, counts: Counts) -> None:
-        """Keeps the first `counts` nodes of the round, in order, at the end of each row: a commit of a chain.
+        """Appends the first `counts` nodes of the round to each row: a commit of a chain.
 
-        Where all rows have one length, the nodes already lie where they belong.
+        If all rows have one length, the nodes are already at the right entries and nothing is copied.
         """
         if not self.keeps_states and not self._unread and min(self.row_lengths) == self.node_start:
             self._add(counts)
@@ -279,7 +280,7 @@ class TreeCache(Cache):
             self.commit(torch.arange(counts.most, device=self.device).expand(self.batch, -1), counts)
 
     def _add(self, counts: Counts) -> None:
-        self._catch_up()
+        self._update_lengths()
         if counts.known is not None and not self._unread:
             self._set_lengths([length + count for length, count in zip(self._row_lengths, counts.known, strict=True)])
             return
@@ -288,52 +289,52 @@ class TreeCache(Cache):
         self._unread.append(counts)
         self._end_round()
 
-    def commit_lead(self, count: int) -> None:
-        """Keeps the first `count` nodes at the end of each row; the round goes on, and its others count from 0 now."""
+    def commit_and_continue(self, count: int) -> None:
+        """Appends the first `count` nodes to each row; the round continues with the others, renumbered from 0."""
         start = self.node_start + count
         if count:
             self.commit_first(Counts.of([count] * self.batch, self.device))
             for states in self._stored:
-                states.keep_nodes(count)
+                states.carry_over(count)
             self._extent.nodes_at = None if start == self.longest else start
 
-    def regroup(self, kept: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> None:
-        """Ends the round, and begins the next one with some of its nodes.
+    def regroup(self, kept: Sequence[Sequence[int]], carried: Sequence[Sequence[int]]) -> None:
+        """Ends the round and begins the next one with some of its nodes.
 
         Args:
             kept: per row the nodes to commit, in order.
-            held: per row the nodes that become nodes 0, 1, ... of the next round, whose first forward then writes
-                behind those of the row that has most.
+            carried: per row the nodes that become nodes 0, 1, ... of the next round. Its first forward writes after
+                those of the row that has most.
         """
         before, row_lengths = self.node_start, [n + len(nodes) for n, nodes in zip(self.row_lengths, kept, strict=True)]
-        longest, most = max(row_lengths), max(map(len, held))
+        longest, most = max(row_lengths), max(map(len, carried))
         self.entries.reserve(longest + most)
         source, target = [], []
-        for row, (keeps, holds) in enumerate(zip(kept, held, strict=True)):
+        for row, (to_commit, to_carry) in enumerate(zip(kept, carried, strict=True)):
             start = row * self.capacity
-            for nodes, first in ((keeps, self.row_lengths[row]), (holds, longest)):
+            for nodes, first in ((to_commit, self.row_lengths[row]), (to_carry, longest)):
                 source += [start + before + node for node in nodes]
-                target += [start + first + place for place in range(len(nodes))]
+                target += [start + first + index for index in range(len(nodes))]
         if source != target:
             self.entries.move(from_host(source, self.device), from_host(target, self.device))
         if self.keeps_states:
             if any(kept):
                 counts = from_host(list(map(len, kept)), self.device)
                 self.recurrent.commit(_padded(kept, self.device), self.lengths, counts)
-            self.recurrent.keep_nodes(_padded(held, self.device))
+            self.recurrent.carry_over(_padded(carried, self.device))
         self._set_lengths(row_lengths)
-        self._extent.held = most
+        self._extent.written = most
 
     def rollback(self, row_lengths: Sequence[int] | None = None) -> None:
-        """Forgets the nodes of the round; and all entries of each row beyond `row_lengths`, if these are given."""
+        """Drops the nodes of the round, and all entries of each row beyond `row_lengths` if these are given."""
         if row_lengths is not None:
             assert all(new <= old for new, old in zip(row_lengths, self.row_lengths, strict=True))
-            assert not self.keeps_states or list(row_lengths) == self.row_lengths, "states cannot be cut back"
+            assert not self.keeps_states or list(row_lengths) == self.row_lengths, "states cannot be cropped"
             self._set_lengths(list(row_lengths))
         self._end_round()
 
     def wipe(self) -> None:
-        """Forgets the nodes of the round, so that nothing of them is left, NaN least of all."""
+        """Drops the nodes of the round and zeros their entries, which may hold NaN."""
         for states in self._stored:
             states.wipe(self.row_lengths)
         self.rollback()
@@ -350,41 +351,41 @@ class TreeCache(Cache):
         return self.recurrent.take_row(row, self.row_lengths[row])
 
     def return_to(self, row: int, length: int, states: Any) -> None:
-        """Goes back to when a row had `length` entries and these states."""
+        """Restores a row to `length` entries and these states."""
         self.recurrent.return_to(row, states)
-        self._set_lengths([length if place == row else each for place, each in enumerate(self.row_lengths)])
+        self._set_lengths([length if index == row else each for index, each in enumerate(self.row_lengths)])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows only, in this order; between rounds."""
+        """Continues with these rows only, in this order. Called between rounds."""
         row_lengths = [self.row_lengths[row] for row in rows]
         for states in self._stored:
             states.keep_rows(rows, max(row_lengths))
         self._set_lengths(row_lengths)
 
-    def put_rows(self, aside: dict[int, tuple[int, Any]]) -> None:
-        """Brings rows back that `take_row` gave; each takes the place of its key among all rows."""
-        batch = self.batch + len(aside)
+    def put_rows(self, saved: dict[int, tuple[int, Any]]) -> None:
+        """Inserts rows saved by `take_row`; each key is the row's index in the resulting batch."""
+        batch = self.batch + len(saved)
         own = iter(self.row_lengths)
-        row_lengths = [aside[row][0] if row in aside else next(own) for row in range(batch)]
-        for place, states in enumerate(self._stored):
-            states.put_rows({row: each[place] for row, (_, each) in aside.items()}, max(row_lengths))
+        row_lengths = [saved[row][0] if row in saved else next(own) for row in range(batch)]
+        for index, states in enumerate(self._stored):
+            states.put_rows({row: each[index] for row, (_, each) in saved.items()}, max(row_lengths))
         self._set_lengths(row_lengths)
 
     def hand_back(self, like: Cache, length: int) -> None:
-        """Makes `like`, the DynamicCache that the caller keeps, hold the first `length` entries of every row.
+        """Writes the first `length` entries of every row to `like`, the caller's DynamicCache.
 
-        It is as plain decoding would have left it. The cache is of no use afterwards.
+        `like` is then as plain decoding would have left it. This cache must not be used afterwards.
         """
         for states in self._stored:
             states.hand_back(like, length)
         self.release()
 
     def release(self) -> None:
-        """Gives the buffers back to the workspace, for the next call; the cache is of no use afterwards."""
+        """Returns the buffers to the workspace, for the next call. The cache must not be used afterwards."""
         self.entries.release()
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[rows, longest] int64, zeros behind what a row has."""
+    """[rows, longest] int64, padded with zeros."""
     longest = max(map(len, rows))
-    return from_host([[*row, *[0] * (longest - len(row))] for row in rows], device).long()  # of nothing it is floating
+    return from_host([[*row, *[0] * (longest - len(row))] for row in rows], device).long()  # empty lists give floats

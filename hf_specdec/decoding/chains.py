@@ -1,12 +1,12 @@
 """HostChains: a candidate generator in the host's own assisted loop, which verifies one chain per round, batch 1.
 
-For targets that trees cannot be verified on. The drafter is the same and so is what it is told; of each tree the
-likeliest path goes to the host, which verifies it and keeps its own cache.
+For targets that cannot verify trees. The drafter runs as in our loop; the likeliest path of each tree is passed to the
+host, which verifies it and manages its own cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 
 from hf_specdec.decoding.accept import PREFIX_FREE, STATEFUL
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
@@ -24,7 +25,7 @@ from hf_specdec.decoding.tree import DraftTree
 
 
 def best_path(tree: DraftTree) -> list[int]:
-    """The nodes of the likeliest path of a tree of one row, root first: nodes come likeliest first.
+    """The likeliest path of a tree with one row, root first: the first child of each node, as nodes are sorted.
 
     Example:
         >>> best_path(DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 1]]))
@@ -39,20 +40,22 @@ def best_path(tree: DraftTree) -> list[int]:
 
 
 class HostChains:
-    """What one call of the host's loop has seen so far.
+    """The state of one call of the host's loop.
 
     Args:
-        target: of the call; its taps are open while the host's loop runs.
-        policy: chooses how much is drafted.
+        target: of the call; its taps are active while the host's loop runs.
+        policy: decides how much is drafted.
         stats: filled while the call runs.
         logits_processor: of the call.
         stopping_criteria: of the call.
         do_sample: whether the call samples.
         max_length: of the call.
+        observers: see what every round but the last commits (`Observer.on_commit`).
 
     Attributes:
-        drafts: whether the host's loop verifies chains exactly in this call. It asks criteria of the caller's only at
-            the end of a round, and processors that keep state also about drafts that are rejected.
+        drafts: whether the host's loop verifies chains exactly in this call. Not with the caller's own stopping
+            criteria, because it calls them only at the end of a round; not with processors that keep state, because
+            it calls them for rejected drafts too.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class HostChains:
         stopping_criteria: StoppingCriteriaList,
         do_sample: bool,
         max_length: int,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.target, self.policy, self.stats, self.max_length = target, policy, stats, max_length
+        self.observers = observers
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
@@ -76,9 +81,9 @@ class HostChains:
             int(token) for rule in stopping_criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id
         }
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
-        self.padding = 0  # in front of the prompt
-        self.tree: DraftTree | None = None  # of the round under way; None while the prompt is run
-        self.path: list[int] = []  # the nodes of it that the host verifies, root first
+        self.padding = 0  # tokens before the prompt
+        self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
+        self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
         self.started = False
 
     def candidates(
@@ -92,13 +97,13 @@ class HostChains:
         """See `TreeCandidateGenerator.get_candidates`."""
         if not self.drafts:
             return input_ids, None
-        if not self.started:  # the prompt alone first, whose features the drafter reads
+        if not self.started:  # first the prompt without drafts: the drafter reads its features
             self.started = True
             return input_ids, None
         if self.tree is None:
             self._begin(generator, input_ids, model_kwargs, outputs)
         else:
-            self._take_in(generator, input_ids, outputs, num_matches)
+            self._observe_round(generator, input_ids, outputs, num_matches)
         root_positions = torch.tensor([input_ids.shape[1] - 1 - self.padding], device=input_ids.device)
         context = DraftContext(
             root_ids=input_ids[:, -1],
@@ -116,23 +121,23 @@ class HostChains:
         self.stats.lap("tree")
         self.target.forget_taps()
         drafted = tree.token_ids[:, self.path[1:]].to(input_ids.device)
-        laws = None
+        draft_logits = None
         if tree.draft_probs is not None and len(self.path) > 1:
-            laws = tree.draft_probs[:, : len(self.path) - 1].log()
-        return torch.cat([input_ids, drafted], dim=1), laws
+            draft_logits = tree.draft_probs[:, : len(self.path) - 1].log()
+        return torch.cat([input_ids, drafted], dim=1), draft_logits
 
     def _verifiable(self, tree: DraftTree, most: int) -> list[int]:
-        """The path without what lies at or behind an end of the text: the host may go on behind it."""
+        """The path, cut before an end-of-text token and to `most` drafts: the host may accept tokens after the end."""
         path = best_path(tree)[: 1 + max(0, most)]
-        for place, token in enumerate(tree.token_ids[0, path].tolist()):
-            if place and token in self.eos_ids:
-                return path[:place]
+        for index, token in enumerate(tree.token_ids[0, path].tolist()):
+            if index and token in self.eos_ids:
+                return path[:index]
         return path
 
     def _begin(
         self, generator: TreeCandidateGenerator, input_ids: Tensor, model_kwargs: dict[str, Any], outputs: Any
     ) -> None:
-        """Tells the drafter of the prompt; the last of `input_ids` is the first root."""
+        """Reports the prompt to the drafter; the last of `input_ids` is the first root."""
         prompt, mask = input_ids[:, :-1], model_kwargs.get("attention_mask")
         valid = None
         if mask is not None and not bool(mask[:, : prompt.shape[1]].all()):
@@ -144,7 +149,7 @@ class HostChains:
         elif valid is not None:
             self.target.set_prompt_mask(valid)
         features = None if generator.reads_cache else self.target.read_taps()
-        if features is not None:  # fewer than the prompt's where a cache was continued
+        if features is not None:  # fewer than the prompt if a cache was continued
             prompt = prompt[:, -features.shape[1] :]
             valid = None if valid is None else valid[:, -features.shape[1] :]
         last = input_ids.shape[1] - 1 - self.padding
@@ -153,8 +158,10 @@ class HostChains:
         generator.observe(Committed(prompt, features, positions, valid, counts, outputs.logits))
         self.stats.lap("prefill")
 
-    def _take_in(self, generator: TreeCandidateGenerator, input_ids: Tensor, outputs: Any, num_matches: int) -> None:
-        """Tells the drafter what the host has kept of its path."""
+    def _observe_round(
+        self, generator: TreeCandidateGenerator, input_ids: Tensor, outputs: Any, num_matches: int
+    ) -> None:
+        """Reports to the drafter which nodes of its path the host has accepted."""
         count, length = num_matches + 1, input_ids.shape[1]
         assert self.tree is not None
         path = torch.tensor([self.path[:count]], device=self.tree.token_ids.device)
@@ -163,23 +170,24 @@ class HostChains:
         if generator.reads_cache:
             self.target.cache.commit(path, counts)
         last = length - 1 - self.padding
-        generator.observe(
-            Committed(
-                token_ids=input_ids[:, -count - 1 : -1],
-                features=None if features is None else features[:, :count],
-                position_ids=torch.arange(last - count, last, device=input_ids.device).unsqueeze(0),
-                valid=None,
-                counts=counts,
-                target_logits=outputs.logits,
-                tree=self.tree,
-                path=path,
-                tokens=[input_ids[0, -count:].tolist()],
-            )
+        committed = Committed(
+            token_ids=input_ids[:, -count - 1 : -1],
+            features=None if features is None else features[:, :count],
+            position_ids=torch.arange(last - count, last, device=input_ids.device).unsqueeze(0),
+            valid=None,
+            counts=counts,
+            target_logits=outputs.logits,
+            tree=self.tree,
+            path=path,
+            tokens=[input_ids[0, -count:].tolist()],
         )
+        for observer in self.observers:
+            observer.on_commit(committed)
+        generator.observe(committed)
         self.stats.lap("commit")
 
     def note(self, num_matches: int) -> None:
-        """Counts a round; the first forward is the prompt's."""
+        """Counts a round; the first forward is the prompt's and does not count."""
         if self.tree is None:
             return
         self.stats.per_step_accepted[0].append(int(num_matches))

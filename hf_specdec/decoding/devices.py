@@ -1,8 +1,8 @@
-"""What devices can do, and what follows from it: reading small tensors, inference mode, waiting for the device.
+"""Abilities of devices, and functions that depend on them: reading small tensors, inference mode, synchronisation.
 
-A choice between ways to the same tokens that depends on the device asks `abilities`. In `decoding/` the name of a
-device is asked for only where CUDA's own events, streams and properties are used. Kinds of devices without a rule get
-the cautious one: float64 only if a trial succeeds, the host's own attention, no work beside the host.
+Code that chooses between variants with the same tokens calls `abilities`. In `decoding/`, device names are compared
+only where CUDA's own events, streams and properties are used. Device types without a rule get a safe default: float64
+only if a test succeeds, the host's own attention, no asynchronous work.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Abilities:
-    """Of one device.
+    """Abilities of one device.
 
     Attributes:
-        host_memory: tensors lie where NumPy can read them, a forward has ended when it returns, and small operations
-            cost more to call than to compute.
-        float64: it computes in double precision.
-        groups_heads: torch's attention takes grouped heads and a mask in one go, without a copy of the keys.
-        works_ahead: it goes on with what it was given while the host does something else, and has CUDA's streams,
-            events, pinned copies and graphs.
+        host_memory: NumPy can read its tensors, a forward is finished when it returns, and for small operations the
+            call takes longer than the computation.
+        float64: supports double precision.
+        groups_heads: torch's attention supports grouped heads together with a mask, without copying the keys.
+        works_ahead: runs asynchronously to the host, and has CUDA streams, events, pinned copies and graphs.
     """
 
     host_memory: bool = False
@@ -68,18 +67,16 @@ def abilities(device: torch.device) -> Abilities:
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when the device has done all that it was given, for time measurements."""
+    """Synchronises with the device, for time measurements."""
     if not abilities(device).host_memory:
         torch.accelerator.synchronize(device)
 
 
 class ToHost:
-    """Copies into pinned memory behind what the device is doing; whoever reads waits for this copy and no longer.
-
-    On other devices than CUDA's there is nothing to be done before it is read.
+    """On CUDA, an asynchronous copy into pinned memory; reading it waits for this copy only. Elsewhere, no copy.
 
     Args:
-        tensor: not to be written to any more.
+        tensor: must not be written to afterwards.
 
     Example:
         >>> ToHost(torch.tensor([[3, 1]])).tolist()
@@ -88,14 +85,14 @@ class ToHost:
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy, self._arrived = tensor, None
-        if tensor.is_cuda:  # without an event nothing would tell when the copy has arrived
+        if tensor.is_cuda:  # only an event shows when the copy is complete
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(tensor.device))  # where the copy is under way
+            self._arrived.record(torch.cuda.current_stream(tensor.device))  # the stream of the copy
 
     def tolist(self) -> Any:
-        """The values, once they are there."""
+        """The values; waits for the copy."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy.tolist()
@@ -105,10 +102,10 @@ _NOTHING = nullcontext()
 
 
 def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
-    """Inference mode on a CPU: what autograd notes of every small operation costs percents there, even under no_grad.
+    """Inference mode on a CPU, where autograd's bookkeeping takes a few percent of the time, even under no_grad.
 
-    Nothing elsewhere, where hooks of modules that are spread over devices may not bear it. Entering and leaving takes
-    40 us, so it is entered as seldom as possible.
+    No effect on other devices: hooks of modules on several devices may not work in inference mode. Entering and leaving
+    takes 40 us, so use it around as much code as possible.
     """
     if not abilities(device).host_memory or torch.is_inference_mode_enabled():
         return _NOTHING
@@ -116,7 +113,7 @@ def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
 
 
 def in_inference_mode(method: Callable[P, T]) -> Callable[P, T]:
-    """`torch.inference_mode()` for a method, which costs next to nothing where that is on already."""
+    """`torch.inference_mode()` for a method, with almost no overhead if it is on already."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,13 +1,14 @@
-"""Rounds of fixed shapes: the verify forward captured once per shape, and replayed.
+"""Rounds of fixed shapes: the verify forward is captured once per shape as a CUDA graph, and replayed.
 
-On a GPU launching a forward's kernels one by one takes longer than they run. A CUDA graph launches them in one go, but
-only for the very shapes and addresses that it was captured with. So trees are padded to a few numbers of nodes, the
-prefix to a few lengths (entries beyond a row's own are masked by lengths that only the device knows), nodes lie at a
-fixed place behind the prefix (`TreeCache.place_nodes`), and buffers are kept from call to call (`Workspace`), so that a
-graph captured in one `generate` serves the next. The forward itself is in `static_verify.py`.
+On a GPU, launching the kernels of a forward one by one takes longer than running them. A CUDA graph launches all of
+them at once, but only for the shapes and addresses that it was captured with. Therefore trees are padded to a few
+numbers of nodes and the prefix to a few lengths (a mask, computed on the device, hides entries beyond a row's length),
+nodes are written at a fixed entry after the prefix (`TreeCache.place_nodes`), and buffers are reused by later calls
+(`Workspace`), so that a graph captured in one `generate` call is replayed in the next. `static_verify.py` has the
+forward.
 
-Where a forward cannot be captured, it runs launch by launch on the same buffers, with the same bytes as its result.
-What runs where there is no GPU is tested with a stand-in for the graph; its speed on one is not measured.
+A forward that cannot be captured runs without a graph on the same buffers, with bitwise the same result. Tests without
+a GPU replace the graph by an emulation; the speed on a GPU has not been measured.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from hf_specdec.decoding.rotary import rotary_limits
 
 logger = logging.getLogger(__name__)
 
-# Nodes of a tree, root included; beyond the last, multiples of it.
+# Nodes of a tree, root included; larger trees are padded to multiples of the last bucket.
 NODE_BUCKETS = (1, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
-FIRST_PREFIX = 256  # entries; longer prefixes are padded to twice that, four times, ...
+FIRST_PREFIX = 256  # entries; longer prefixes are padded to this times a power of 2
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
 
@@ -43,24 +44,24 @@ class Graph(Protocol):
     outputs: tuple[Tensor, ...]
 
     def replay(self) -> None:
-        """Computes `outputs` anew from what the inputs hold now."""
+        """Recomputes `outputs` from the current values of the inputs."""
 
 
 class CudaGraph:
-    """A forward of fixed addresses as one launch, on the current device.
+    """A forward with fixed addresses as one launch, on the current device.
 
     Args:
-        forward: reads and writes the same tensors each time it is called.
+        forward: reads and writes the same tensors in each call.
 
     Raises:
-        RuntimeError: something in it cannot be captured, as a wait for the device.
+        RuntimeError: an operation cannot be captured, for example a device sync.
     """
 
     def __init__(self, forward: Forward) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are chosen and compiled, workspaces made
+            for _ in range(2):  # warm-up: chooses and compiles kernels, allocates their workspaces
                 forward()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
@@ -68,15 +69,15 @@ class CudaGraph:
         numbers = torch.cuda.default_generators[device]
         before = numbers.clone_state()
         try:
-            # Without the outer context, a capture that fails would leave its stream as the current one. Other threads
-            # may go on meanwhile: one may draft, or learn.
+            # The outer context restores the current stream if the capture fails. "thread_local" lets other threads use
+            # the device meanwhile: one may draft, or train.
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(self._graph, stream=capture_stream(device), capture_error_mode="thread_local"),
             ):
                 self.outputs = forward()
         except BaseException:
-            numbers.graphsafe_set_state(before)  # else it would refuse to draw, as if the capture were going on
+            numbers.graphsafe_set_state(before)  # otherwise it raises, as if the capture were still active
             raise
 
     def replay(self) -> None:
@@ -85,7 +86,7 @@ class CudaGraph:
 
 @functools.cache
 def capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures on a device; torch's own is on the device of the very first."""
+    """One stream for all captures on a device; torch's default is on the device of the first capture."""
     return torch.cuda.Stream(device)
 
 
@@ -95,48 +96,48 @@ def make_graph(forward: Forward) -> Graph:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether forwards on this device can be captured at all."""
+    """Whether forwards on this device can be captured."""
     return abilities(device).works_ahead
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:
-    """Why forwards of `model` are not captured now, as far as that can be told beforehand; None if they are."""
+    """Why forwards of `model` are not captured, as far as it is known in advance; None if they are."""
     if torch.is_autocast_enabled(device.type):
-        return "under torch.autocast they read copies of weights, which end with its context"
+        return "under torch.autocast they read copies of weights, which are freed at the end of its context"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        return "its modules are offloaded or spread over devices"
+        return "its modules are offloaded or on several devices"
     config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
     experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if config is not None and experts and experts_of(config) == "eager":
-        return "its experts are run in a loop that depends on the data (experts_implementation='eager')"
+        return "its experts run in a loop that depends on the data (experts_implementation='eager')"
     limits = [] if config is None else rotary_limits(config)
     if limits:
-        return f"its rotary embedding depends on how long a text is (rope_type={limits[0].rope_type!r})"
+        return f"its rotary embedding depends on the length of the text (rope_type={limits[0].rope_type!r})"
     return None
 
 
 def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> list[object]:
-    """What forwards of modules depend on besides their tensors: a captured one has it built in.
+    """What forwards of modules depend on besides their tensors. A captured graph is valid only while it is the same.
 
     Args:
-        modules: with all their parts.
-        passing: ids of forward hooks that come and go with a call, and are left out.
+        modules: with all their submodules.
+        passing: ids of forward hooks that exist only during a call; they are ignored.
     """
     found: list[object] = []
     for module in modules:
         config = module.config.get_text_config(decoder=True) if isinstance(module, PreTrainedModel) else None
-        if config is not None:  # the target's own attention, though another thread may verify a tree with it just now
+        if config is not None:  # the target's own attention, even if another thread is in `tree_attention`
             found += [own_implementation(config), experts_of(config)]
     left: list[nn.Module | None] = [*modules]
-    while left:  # a third of the time of `modules()`
+    while left:  # three times as fast as `modules()`
         part: Any = left.pop()
         if part is None:
             continue
         found.append(part.training)
         if part._forward_hooks or part._forward_pre_hooks:
             found += [hook for hook in (*part._forward_hooks, *part._forward_pre_hooks) if hook not in passing]
-        if hasattr(type(part), "merged_adapters"):  # a layer of PEFT's
-            scaling = getattr(part, "scaling", None)  # of LoRA's
+        if hasattr(type(part), "merged_adapters"):  # a PEFT layer
+            scaling = getattr(part, "scaling", None)  # of LoRA layers
             found += [part.disable_adapters, *part.active_adapters, None, *part.merged_adapters]
             found.append(dict(scaling) if isinstance(scaling, dict) else scaling)
         if part._modules:
@@ -146,16 +147,16 @@ def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> lis
 
 @dataclass
 class Captured:
-    """A forward of one shape: what it reads, and its graph; without one it is run launch by launch."""
+    """A forward of one shape: its inputs and its graph; None: it runs without a graph."""
 
     inputs: tuple[Tensor, ...]
     graph: Graph | None
 
 
 class Workspace:
-    """What calls with one model share: key and value buffers, static inputs, captured forwards.
+    """What `generate` calls with one model share: key and value buffers, static inputs, captured forwards.
 
-    One call at a time: a call that finds it taken does without.
+    For one call at a time: a call that runs at the same time gets no workspace.
     """
 
     def __init__(self) -> None:
@@ -165,16 +166,16 @@ class Workspace:
         self._captured: dict[Hashable, Captured] = {}
         self._slabs: dict[Hashable, list[Tensor]] = {}
         self._taken: list[Tensor] = []
-        self._said = False
+        self._capture_failed = False
 
     def claim(self, owner: object, *modules: nn.Module, passing: Collection[int] = ()) -> bool:
-        """Takes the workspace for a call, until `owner` is gone or releases it; False if another call has it.
+        """Reserves the workspace for a call, until `owner` is freed or releases it; False if another call has it.
 
         Args:
-            owner: the state of the call; captured forwards find it here, and must not hold it themselves.
-            modules: whose weights the forwards read. Where these lie elsewhere than before, nothing is kept: a graph
-                would go on reading where they were. Nor where anything else has changed (`state_of`), as the adapter
-                in use: a graph would go on with what was.
+            owner: the state of the call. Captured forwards look it up here, and must not refer to it themselves.
+            modules: whose weights the forwards read. If the addresses of weights or anything else has changed
+                (`state_of`), for example the active adapter, graphs and buffers are discarded, because a graph would
+                use the old values.
             passing: see `state_of`.
         """
         if self.owner is not None and self.owner() is not None:
@@ -189,32 +190,32 @@ class Workspace:
         if weights != self._weights or state != self._state:
             self._captured, self._slabs, self._taken = {}, {}, []
             self._weights, self._state = weights, state
-        for slab in self._taken:  # of a call that ended in an error
+        for slab in self._taken:  # left by a call that raised an error
             self._keep(slab)
         self._taken = []
         return True
 
     @property
-    def lasting(self) -> set[int]:
-        """Where tensors begin that live from call to call: all that a captured forward may read but did not make."""
+    def persistent_storages(self) -> set[int]:
+        """Data pointers of storages that outlive a call: all that a captured forward may read but did not make."""
         inputs = [part for captured in self._captured.values() for part in captured.inputs]
         slabs = [slab for free in self._slabs.values() for slab in free]
         return {part.untyped_storage().data_ptr() for part in (*inputs, *slabs, *self._taken)} | self._weights
 
     def release(self) -> None:
-        """Ends the claim."""
+        """Ends the reservation."""
         self.owner = None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of zeros for keys and values, at the address of one that was given back, if there is one."""
+        """A buffer of zeros for keys and values, reusing one of this shape that was given back, if there is one."""
         free = self._slabs.get((shape, dtype, device))
-        with torch.inference_mode(False):  # it outlives the call, whatever mode the call runs in
+        with torch.inference_mode(False):  # it outlives the call, which may run in inference mode
             slab = free.pop().zero_() if free else torch.zeros(shape, dtype=dtype, device=device)
         self._taken.append(slab)
         return slab
 
     def give_back(self, slab: Tensor) -> None:
-        """Keeps a buffer, at its address, for the next call of the same shape."""
+        """Keeps a buffer for the next `take` of the same shape."""
         self._taken = [taken for taken in self._taken if taken is not slab]
         self._keep(slab)
 
@@ -222,18 +223,18 @@ class Workspace:
         self._slabs.setdefault((tuple(slab.shape), slab.dtype, slab.device), []).append(slab)
 
     def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The static inputs of a shape, to be written before `run`."""
+        """The static inputs for a key; write them before `run`."""
         if key not in self._captured:
             self._captured[key] = Captured(make(), None)
         return self._captured[key].inputs
 
     def run(self, key: Hashable, forward: Forward, model: nn.Module) -> tuple[Tensor, ...]:
-        """The outputs of `forward` for what the static inputs hold; they are written over by the next run."""
+        """The outputs of `forward` for the current static inputs; the next run overwrites them."""
         captured = self._captured[key]
-        if captured.graph is None and not self._said:
-            with torch.cuda.device_of(captured.inputs[0]):  # of the model; a call may be made under another
+        if captured.graph is None and not self._capture_failed:
+            with torch.cuda.device_of(captured.inputs[0]):  # the model's device, which may not be the current one
                 captured.graph = self._capture(forward, model)
-            # Warming up and capturing are no run: what the graph has computed is defined by its first replay.
+            # A capture computes nothing: outputs are valid only after the first replay.
         if captured.graph is None:
             return forward()
         captured.graph.replay()
@@ -243,9 +244,9 @@ class Workspace:
         try:
             return make_graph(forward)
         except RuntimeError as error:
-            self._said = True
+            self._capture_failed = True
             logger.warning(
-                "A forward of %s cannot be captured as a graph and is run launch by launch, with the same result: %s",
+                "A forward of %s cannot be captured as a CUDA graph and runs without one, with the same result: %s",
                 type(model).__name__,
                 error,
             )
@@ -253,10 +254,10 @@ class Workspace:
 
 
 class StaticCalls:
-    """What a drafter computes of tensors in one `generate` call, captured for each shape that it computes it in.
+    """Computations of a drafter in one `generate` call, captured once per key and shape.
 
     Args:
-        workspace: of the drafter, claimed for the state of the call.
+        workspace: of the drafter, reserved for this call.
         model: the drafter, for messages.
     """
 
@@ -271,14 +272,14 @@ class StaticCalls:
         padded: Sequence[Tensor] = (),
         width: int = 0,
     ) -> tuple[Tensor, ...]:
-        """`compute(owner, *values, *padded)`, good until the next call with this key and these shapes.
+        """`compute(owner, *values, *padded)`; valid until the next call with this key and these shapes.
 
         Args:
-            key: names the computation and all that it depends on but the values: a graph serves every call with an
-                equal key, so that nothing else may be read that changes or ends.
-            compute: makes tensors of fixed shapes, without waiting for the device.
+            key: identifies the computation and everything it depends on besides the values. Calls with equal keys
+                replay the same graph, so `compute` must not read anything else that may change or be freed.
+            compute: returns tensors of fixed shapes, without a device sync.
             values: [batch, ...] each.
-            padded: [batch, up to `width`, ...] each; `compute` gets them with `width` there, filled up with the first.
+            padded: [batch, up to `width`, ...] each; padded to `width` with the first column for `compute`.
             width: see `padded`.
         """
         shapes = [value.shape for value in values]
@@ -289,14 +290,14 @@ class StaticCalls:
         def make() -> tuple[Tensor, ...]:
             return tuple(value.new_zeros(shape) for shape, value in zip(shapes, values, strict=True))
 
-        with torch.inference_mode(False):  # they outlive the call, whatever mode it runs in
+        with torch.inference_mode(False):  # they outlive the call, which may run in inference mode
             inputs = self.workspace.inputs(key, make)
-        for goal, value in zip(inputs, values, strict=True):
+        for target, value in zip(inputs, values, strict=True):
             if value.dim() > 1:
-                goal[:, : value.shape[1]].copy_(value)
-                goal[:, value.shape[1] :].copy_(value[:, :1])  # as in `write_tree`
+                target[:, : value.shape[1]].copy_(value)
+                target[:, value.shape[1] :].copy_(value[:, :1])  # as in `write_tree`
             else:
-                goal.copy_(value)
+                target.copy_(value)
         workspace = self.workspace
 
         def forward() -> tuple[Tensor, ...]:
@@ -311,7 +312,7 @@ _REFUSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
-    """The workspace of a model whose forwards are captured; None where they are not, which is said once."""
+    """The workspace of a model whose forwards are captured; None if they are not, with one warning per model."""
     if not can_capture(device):
         return None
     reason = obstacle(model, device)
@@ -326,13 +327,13 @@ def workspace_of(model: nn.Module, device: torch.device) -> Workspace | None:
 def static_calls(
     owner: object, model: nn.Module, borrowed: Sequence[nn.Module], compile_mode: CompileMode
 ) -> StaticCalls | None:
-    """What captures a drafter's computations in one call; None where they are to run as they are.
+    """Captures a drafter's computations in one call; None if they run without graphs.
 
     Args:
         owner: the state of the call.
         model: the drafter.
-        borrowed: modules of the target that it runs too.
-        compile_mode: as for the target's forward; on a CPU a drafter's are too small to gain from being compiled.
+        borrowed: modules of the target that the drafter runs too.
+        compile_mode: as for the target's forward. On a CPU nothing is compiled: a drafter's forwards are too small.
     """
     device = next(model.parameters()).device
     if compile_mode == "none" or any(part.device != device for each in borrowed for part in each.parameters()):
@@ -344,13 +345,13 @@ def static_calls(
 
 
 def run(model: nn.Module, **inputs: Any) -> Any:
-    """A forward as it is."""
+    """`model(**inputs)`, as a function to compile."""
     return model(**inputs)
 
 
 @functools.cache
 def compiled_forward() -> Callable[..., Any]:
-    """A forward compiled by torch, for any model; lengths and numbers of nodes may vary."""
+    """`run` compiled by torch with dynamic shapes, for any model."""
     return torch.compile(run, dynamic=True)
 
 
@@ -381,17 +382,18 @@ def prefix_bucket(entries: int) -> int:
 
 
 def write_tree(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Writes per-node values [batch, nodes] or [batch, nodes, seen], padded to the bucket by those of the root.
+    """Writes per-node values [batch, nodes] or [batch, nodes, seen], padded to the bucket with those of the root.
 
-    What pads is seen by no node, but NaN would pass: so it must not be a token that the target has no numbers for.
+    No node attends to padding, but additive masks do not stop NaN. So padding must not be a token for which the target
+    gives NaN.
     """
-    for goal, value in zip(inputs, values, strict=True):
+    for target, value in zip(inputs, values, strict=True):
         if value.dim() == 3:
             _, nodes, seen = value.shape
-            goal[:, :nodes, :seen].copy_(value)
-            goal[:, :nodes, seen:].fill_(False)  # no node sees padding; what padding sees is of no use to anybody
+            target[:, :nodes, :seen].copy_(value)
+            target[:, :nodes, seen:].fill_(False)  # no node attends to padding; outputs of padding are unused
         elif value.dim() == 2:
-            goal[:, : value.shape[1]].copy_(value)
-            goal[:, value.shape[1] :].copy_(value[:, :1])
+            target[:, : value.shape[1]].copy_(value)
+            target[:, value.shape[1] :].copy_(value[:, :1])
         else:
-            goal.copy_(value)
+            target.copy_(value)

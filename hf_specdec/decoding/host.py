@@ -1,4 +1,4 @@
-"""Every private name of transformers that we rely on, and the check that it means what we think it means."""
+"""Every private name of transformers (the host) that we use, and a check of the signatures that we expect."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from transformers.pipelines import base as pipelines
 
 from hf_specdec.decoding.once import once_per_model
 
-# A layer of the host's cache that keeps nothing; 5.17 has none.
+# A layer of the host's cache that stores nothing; transformers 5.17 does not have it.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
 
-CACHE = "past_key_values"  # the argument of most forwards that is the cache
+CACHE = "past_key_values"  # the argument for the cache in most forwards
 
-# What we wrap or call, and the leading parameters that each must have.
+# What we wrap or call, and the first parameters that each must have.
 EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "load_assistant_model": (pipelines, ("model", "assistant_model", "assistant_tokenizer")),
     **{
@@ -47,7 +47,7 @@ EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def check_host() -> None:
-    """Raises ImportError if the installed transformers has functions of another shape than the ones we know."""
+    """Raises ImportError if functions of the installed transformers have other parameters than those in `EXPECTED`."""
     for name, (owner, expected) in EXPECTED.items():
         function = getattr(owner, name, None)
         found = tuple(inspect.signature(function).parameters)[: len(expected)] if function is not None else None
@@ -64,19 +64,19 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig,
 
 
 def sample(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """Plain decoding, greedy or sampled, of what `_assisted_decoding` was given."""
-    for name in ("assistant_tokenizer", "inputs_tensor", "tokenizer"):  # of assisted decoding alone
+    """Plain decoding, greedy or sampled, with the arguments of `_assisted_decoding`."""
+    for name in ("assistant_tokenizer", "inputs_tensor", "tokenizer"):  # for assisted decoding only
         kwargs.pop(name, None)
     return model._sample(*args, **kwargs)
 
 
 def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What plain decoding would give the model for the step after a forward.
+    """The arguments that plain decoding would pass to the model in the step after a forward.
 
     Args:
         model: the target.
         outputs: of the forward.
-        longer: [batch, seq] int64, the text with the step's token.
+        longer: [batch, seq] int64, the text including the token of that step.
         model_kwargs: of the forward.
     """
     arguments = model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
@@ -86,43 +86,43 @@ def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwar
 
 @once_per_model
 def cache_name(model: PreTrainedModel) -> str:
-    """The argument by which a model is given its cache."""
+    """The name of the model's argument for its cache."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else CACHE
 
 
 @once_per_model
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model can be told positions."""
+    """Whether the model's forward has the argument position_ids."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 @once_per_model
 def takes_dynamic_cache(model: PreTrainedModel) -> bool:
-    """Whether a family keeps what it stores in the host's own cache."""
+    """Whether a family stores everything in the host's DynamicCache."""
     parameters = inspect.signature(model.forward).parameters
-    # A class of the caller's may hand all arguments on.
+    # A class of the caller may pass all arguments on as **kwargs.
     given = cache_name(model) in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return given and bool(model._supports_default_dynamic_cache())
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """An empty cache of the kind that a model is given by `generate`, or else makes itself.
+    """An empty cache of the class that `generate` passes to a model, or else of the class that the model makes itself.
 
     Raises:
-        TypeError: it keeps what it has read in something else.
+        TypeError: the model has no cache.
     """
     if model._supports_default_dynamic_cache():
         return DynamicCache(config=model.config)
     own = _own_cache_class(model)
     if own is None:
-        raise TypeError(f"{type(model).__name__} keeps what it has read in no cache")
+        raise TypeError(f"{type(model).__name__} has no cache: a forward with use_cache=True returns none")
     return own()
 
 
 @once_per_model
 @torch.no_grad()
 def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
-    """The class of the cache that a model makes itself; found by running a token."""
+    """The class of the cache that a model makes itself, found by running one token."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     made = model(input_ids=token, use_cache=True).get(CACHE)
     return type(made) if isinstance(made, Cache) else None
@@ -130,7 +130,7 @@ def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
 
 @once_per_model
 def cache_layers(model: PreTrainedModel) -> list[Any]:
-    """The layers of the cache that the host would make for a model, to look at."""
+    """The layers of the cache that the host would make for a model; only for inspection."""
     return list(DynamicCache(config=model.config).layers)
 
 
@@ -146,7 +146,7 @@ def looks_attention_up(model: PreTrainedModel) -> bool:
 
 
 def has_own_attention(model: PreTrainedModel) -> bool:
-    """Whether a family has attention code of its own alone, which may need contiguous keys."""
+    """Whether a family uses only its own attention code, which may need contiguous keys."""
     return not (model._supports_attention_backend or model._supports_sdpa)
 
 
@@ -157,9 +157,9 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention(config: PreTrainedConfig, implementation: str) -> str:
-    """Sets it, and returns what it was: the field that the lookup reads.
+    """Sets the attention implementation and returns the previous one.
 
-    It goes past the config's setter, which would check the name and walk over all parts of the config.
+    Writes the internal field, because the config's setter would check the name and visit all parts of the config.
     """
     fields = vars(config)
     before: str = fields["_attn_implementation_internal"]
@@ -168,30 +168,30 @@ def set_attention(config: PreTrainedConfig, implementation: str) -> str:
 
 
 def experts_of(config: PreTrainedConfig) -> str | None:
-    """The implementation of experts that a config asks for; None where it has none."""
+    """The implementation of experts that a config asks for; None if it has none."""
     implementation: str | None = getattr(config, "_experts_implementation", None)
     return implementation
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether the host knows a family to have states that cannot be cut back."""
+    """Whether the host marks a family as having states that cannot be cropped."""
     return bool(model._is_stateful)
 
 
-def asked_about_rows(processors: LogitsProcessorList, is_asked: Callable[[int], bool]) -> LogitsProcessorList:
-    """The processors, of which a `prefix_allowed_tokens_fn` is asked only where `is_asked(row)`.
+def restrict_prefix_function(processors: LogitsProcessorList, is_current: Callable[[int], bool]) -> LogitsProcessorList:
+    """The processors, with a `prefix_allowed_tokens_fn` that is called only for rows with `is_current(row)`.
 
-    It is told the row, so that it must not be asked about one that holds another row's text.
+    The function gets the row's index, so it must not be called for a row that is a copy of another row's text.
     """
 
-    def own(processor: Any) -> Any:
+    def restricted(processor: Any) -> Any:
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
         allowed = processor._prefix_allowed_tokens_fn
 
-        def of_own_rows(row: int, sent: torch.Tensor) -> list[int]:
-            return allowed(row, sent) if is_asked(row) else [0]
+        def of_current_rows(row: int, sent: torch.Tensor) -> list[int]:
+            return allowed(row, sent) if is_current(row) else [0]
 
-        return PrefixConstrainedLogitsProcessor(of_own_rows, processor._num_beams)
+        return PrefixConstrainedLogitsProcessor(of_current_rows, processor._num_beams)
 
-    return LogitsProcessorList(map(own, processors))
+    return LogitsProcessorList(map(restricted, processors))

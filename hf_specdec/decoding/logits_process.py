@@ -1,6 +1,6 @@
-"""LogitsProcessor subclasses for drafting: what is done to logits before a draft token is chosen from them.
+"""LogitsProcessor subclasses for drafting, applied to draft logits before a token is chosen.
 
-They shape drafts only. The target's own logits go through the processors of the call and nothing else.
+They change drafts only. The target's logits are processed only by the processors of the call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from transformers import LogitsProcessor
 
 
 class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
-    """Flattens the logits of an exit head, the more the shallower its layer, and says whether they suffice to exit.
+    """Flattens the logits of an exit head, more for shallower layers, and decides whether to exit.
 
-    Shallow layers are confident of wrong tokens; a temperature above 1 takes that away where it is worst and leaves the
-    last layer as it is. SpecBound, Section 2.2, Eq. 1 and 2.
+    Shallow layers are overconfident in wrong tokens. A temperature above 1 reduces this, most for the first layer; the
+    last layer is unchanged. SpecBound, Section 2.2, Eq. 1 and 2.
 
     Args:
-        layer: l, layers passed at the exit, from 1.
+        layer: l, number of layers before the exit, from 1.
         num_layers: L of the target.
         alpha: strength of the annealing; 0 for none.
-        threshold: tau, the least top probability to exit with.
+        threshold: tau, the smallest top probability to exit with.
 
     Raises:
         ValueError: the layer is beyond the target, alpha negative, or the threshold outside (0, 1).
@@ -42,13 +42,13 @@ class AnnealedConfidenceLogitsProcessor(LogitsProcessor):
         self.temperature = 1 + alpha * (1 - layer / num_layers)
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """[batch, vocab] logits divided by T_l = 1 + alpha (1 - l / L); the prefix is not looked at."""
+        """[batch, vocab] logits divided by T_l = 1 + alpha (1 - l / L); ignores the prefix."""
         return scores / self.temperature
 
     def confidence(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Annealed top probability of each row and its token: [batch] float and [batch] int64.
 
-        A row exits where the first reaches `threshold`; NaN reaches nothing.
+        A row exits if its probability is at least `threshold`, which is never true for NaN.
         """
         confidence, token_ids = torch.softmax(self(None, scores), dim=-1).max(-1)
         return confidence, token_ids
@@ -69,16 +69,16 @@ class SoftCapLogitsProcessor(LogitsProcessor):
         self.cap = cap
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [..., vocab]; the prefix is not looked at."""
+        """[..., vocab] -> [..., vocab]; ignores the prefix."""
         return scores if self.cap is None else torch.tanh(scores / self.cap) * self.cap
 
 
 class NeverProposedLogitsProcessor(LogitsProcessor):
-    """Takes from a token all chance to be drafted, as from the mask token, which no text has.
+    """Prevents a token from being drafted, for example the mask token.
 
     Args:
         token_id: of the token.
-        value: its logit. A loss wants a finite one.
+        value: its logit; finite for a loss.
 
     Example:
         >>> NeverProposedLogitsProcessor(1)(None, torch.tensor([[1.0, 2.0]]))
@@ -89,23 +89,23 @@ class NeverProposedLogitsProcessor(LogitsProcessor):
         self.token_id, self.value = token_id, value
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [..., vocab]; in place where no gradient is asked for, since vocabularies are large."""
+        """[..., vocab] -> [..., vocab]; in place if no gradient is needed, since vocabularies are large."""
         scores = scores.clone() if scores.requires_grad else scores
         scores.select(-1, self.token_id).fill_(self.value)
         return scores
 
 
 class TargetVocabularyLogitsProcessor(LogitsProcessor):
-    """Brings draft logits to the columns of the target's, so that drafts and their probabilities are over its tokens.
+    """Maps draft logits to the columns of the target's logits, so that draft probabilities are over its vocabulary.
 
-    Tables of one tokenizer differ in size by padding, by tokens that were added to one of the models, and where a
-    drafter can say a part of the tokens only. A token that the target does not have is dropped; one that the drafter
-    cannot say gets -inf, so that it is never drafted and its draft probability is 0.
+    Vocabularies of one tokenizer differ in size by padding, by tokens added to one of the models, and by reduced draft
+    vocabularies. Columns of tokens that the target does not have are dropped. Tokens that the drafter does not have get
+    -inf, so that they are never drafted and their draft probability is 0.
 
     Args:
         vocab_size: columns of the target's logits.
-        token_ids: [draft_vocab] int64, ascending target ids of the draft columns, all below `vocab_size`; None where
-            draft id and target id are the same.
+        token_ids: [draft_vocab] int64, ascending target ids of the draft columns, all below `vocab_size`; None if draft
+            ids equal target ids.
 
     Example:
         >>> TargetVocabularyLogitsProcessor(4)(None, torch.tensor([[1.0, 2.0]]))
@@ -121,21 +121,21 @@ class TargetVocabularyLogitsProcessor(LogitsProcessor):
         self.token_ids = token_ids
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """[..., draft_vocab] -> [..., vocab_size], `scores` itself where nothing differs; ignores the prefix."""
+        """[..., draft_vocab] -> [..., vocab_size]; `scores` itself if nothing differs. Ignores the prefix."""
         if self.token_ids is not None:
             everywhere = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
             return everywhere.index_copy_(-1, self.token_ids.to(scores.device), scores)
         missing = self.vocab_size - scores.shape[-1]
-        # A negative pad cuts.
+        # A negative pad removes columns.
         return scores if missing == 0 else torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
 
 
 def check_annealing(alpha: float, threshold: float) -> None:
-    """Raises ValueError, naming value and range, if annealing is negative or a threshold not a probability."""
+    """Raises ValueError if alpha is negative or not finite, or the threshold is not between 0 and 1."""
     if not 0 <= alpha < float("inf"):
         raise ValueError(f"alpha={alpha!r} must be 0 (no annealing) or more; 0.2 is usual.")
     if not 0 < threshold < 1:
         raise ValueError(
-            f"threshold={threshold!r} must be between 0 and 1, both excluded: it is the least top probability of an "
+            f"threshold={threshold!r} must be between 0 and 1, both excluded: it is the smallest top probability of an "
             "exit. 0.55 is usual."
         )

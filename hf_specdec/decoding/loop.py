@@ -1,8 +1,8 @@
 """The loop: prefill, then rounds of draft, verify, accept, commit, until every row has stopped.
 
-It knows the target, trees and the rule of acceptance, and no method by name. A round's outcome stays on the device;
-what travels to the host is one small tensor: how many nodes each row kept and which tokens they are. When the host
-reads it is a matter of one number, `lag`.
+The loop knows the target, trees and the acceptance rule, but no method by name. The verdict of a round stays on the
+device; one small tensor is copied to the host: the number of accepted nodes of each row, and their tokens. `lag`
+decides when the host reads it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hf_specdec.decoding.tree import DraftTree, from_host
 
 
 @dataclass(frozen=True)
-class Flying:
-    """A round that the target has verified and the host has not read."""
+class VerifiedRound:
+    """A round that the target has verified; the host has not read its verdict yet."""
 
     tree: DraftTree
     output: TargetOutput
@@ -42,24 +42,24 @@ class Flying:
 
 
 class SpeculativeDecoding:
-    """One `generate` call: what the target alone would generate, several tokens per target forward.
+    """One `generate` call: the output of the target alone, with several tokens per target forward.
 
     Args:
         target: the target of this call.
         make_generator: builds the candidate generator of this call.
         input_ids: [batch, seq] int64 prompts, left-padded, rows already expanded for `num_return_sequences`.
-        logits_processor: processors and warpers as `generate` has prepared them.
+        logits_processor: processors and warpers, as `generate` has prepared them.
         stopping_criteria: as `generate` has prepared them.
         generation_config: of the call, with its special token tensors.
-        model_kwargs: of the call; `past_key_values` is read and, at the end, brought to plain decoding's state.
+        model_kwargs: of the call. `past_key_values` is read; at the end it holds what plain decoding would have left.
         stats: filled while the call runs.
-        records: what the output is to hold beside tokens.
-        policy: chooses how much is drafted.
-        observers: see every round.
+        records: what the output contains besides tokens.
+        policy: decides how much is drafted.
+        observers: called after every round.
         streamer: receives tokens in order, as soon as no later round can change them.
 
     Raises:
-        ValueError: a processor keeps state from call to call and there are several rows.
+        ValueError: a processor keeps state from call to call, and the batch has several rows.
     """
 
     def __init__(
@@ -90,33 +90,33 @@ class SpeculativeDecoding:
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
-        self.flying: Flying | None = None
-        self.kept: list[int] = []  # tokens of the last round that was read, per row of the batch
-        self.nan_rows: list[bool] | None = None  # live rows for whose root the target gave NaN; None for none
-        root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may come as embeddings alone
+        self.unread: VerifiedRound | None = None
+        self.kept: list[int] = []  # tokens that each row of the batch kept in the last round that was read
+        self.nan_rows: list[bool] | None = None  # remaining rows with NaN logits at the root; None if there are none
+        root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may consist of embeddings only
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
 
     @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
-        """Generates; called once.
+        """Generates; may be called once.
 
         Returns:
             [batch, length] int64 token ids, or a `SpeculativeOutput` with `return_dict_in_generate`.
         """
-        # Events, streams and captures are made on the current device, which need not be the target's.
+        # Events, streams and graphs belong to the current device, which may differ from the target's.
         with torch.cuda.device_of(self.sequences.ids):
             try:
                 with self.target.tapping():
                     self.prefill()
-                    with self.inference_where_unseen():
+                    with self.inference_mode_if_unobserved():
                         while not self.sequences.done:
                             self.round()
                     output_ids = self.sequences.finish()
                     self.stats.count_target(self.target)
                     self.target.hand_back(self.model_kwargs[self.target.cache_name], output_ids, self.sequences.lengths)
                     self.generator.count(self.stats)
-                    self.stats.report_plain_steps()
+                    self.stats.report_fallback_rounds()
             finally:
                 self.generator.close()
                 self.stats.total_time_s = time.perf_counter() - self.started
@@ -130,16 +130,16 @@ class SpeculativeDecoding:
         )
 
     def prefill(self) -> None:
-        """Runs the prompt; the first token is chosen as the bonus of a tree that has only a root."""
+        """Runs the prompt and chooses the first token, as the bonus token of a tree that consists of the root."""
         sequences, target = self.sequences, self.target
         prompt = sequences.ids[:, : sequences.prompt_length]
         output = target.prefill(prompt, self.config, self.model_kwargs)
         target.check_reach()
         tree = DraftTree.root_only(self.state.root_ids)
-        tree = replace(tree, bare=tree.valid[:, 0])  # the host's own forward: what it gives is taken as it is
+        tree = replace(tree, no_drafts=tree.valid[:, 0])  # accepts NaN logits too: they are those of plain decoding
         verdict = self.acceptor(tree, output.logits, sequences)
-        self.settle(Flying(tree, output, verdict), is_prefill=True)  # the first token goes out here
-        # Room for the tokens that may come and for a round's nodes; a wider tree or a longer text grows it in steps.
+        self.read(VerifiedRound(tree, output, verdict), is_prefill=True)  # streams the first token
+        # Room for new tokens and the nodes of a round. Wider trees and longer texts grow the buffers in steps.
         new = min(self.config.max_length - sequences.prompt_length, 4096)
         target.begin_rounds(target.cache.get_seq_length() + new + 128)
         self.state = RoundState(verdict.bonus_ids, target.root_positions())
@@ -147,56 +147,55 @@ class SpeculativeDecoding:
         self.stats.lap("prefill")
 
     def round(self) -> None:
-        """Draft, verify, accept, commit; and `lag` rounds late the host reads what came of it."""
+        """Draft, verify, accept, commit. The host reads the verdict at once or up to a round later (`lag`)."""
         lag = self.lag()
         if lag == 0:
-            self.settle(self.flying)
+            self.read(self.unread)
             self.drop_finished_rows()
         if self.sequences.done:
             return
         tree = self.draft()
-        if lag == 1 and self.settle(self.flying):
+        if lag == 1 and self.read(self.unread):
             return
-        if self.nan_rows is not None:  # bare roots, in a cache without anything that can be NaN
+        if self.nan_rows is not None:  # verify these roots again, without drafts and without NaN in the cache
             self.target.cache.wipe()
             tree = tree.without_drafts(from_host(self.nan_rows, tree.token_ids.device))
         with inference_on_cpu(tree.token_ids.device):
             output = self.generator.verify(self.target, tree, self.state)
         self.stats.lap("verify")
-        if lag == 2 and self.settle(self.flying):
+        if lag == 2 and self.read(self.unread):
             return
-        active = self.sequences.live(self.sequences.active)
-        going = None if all(active) else active
-        verdict = self.acceptor(tree, output.logits, self.sequences, output.drawn, going)
-        self.flying = flying = Flying(tree, output, verdict)
+        active = self.sequences.of_remaining(self.sequences.active)
+        verdict = self.acceptor(tree, output.logits, self.sequences, output.drawn, None if all(active) else active)
+        self.unread = verified = VerifiedRound(tree, output, verdict)
         if lag == 0:
-            self.settle(flying)
+            self.read(verified)
         self.stats.lap("accept")
-        self.commit(flying)
+        self.commit(verified)
         self.stats.lap("commit")
 
     def lag(self) -> int:
-        """When the host reads what came of a round.
+        """When the host reads the verdict of a round.
 
-        0: at once. 1: when the next draft is launched, which then needs nothing that the host knows. 2: when the next
-        round is verified, too, where nobody waits for the tokens; a last round is then followed by one in vain.
+        0: at once. 1: after the next draft is launched, which then must not depend on values on the host. 2: after the
+        next verify is launched too, if the tokens are not needed earlier; the round after the last one is discarded.
         """
         device_only = self.generator.drafts_early and self.target.static is not None and self.acceptor.prefix_free
         if not device_only or self.nan_rows is not None or any(each.waits for each in self.observers):
             return 0
-        if self.may_drop_rows and self.sequences.finished_places:
+        if self.may_drop_rows and self.sequences.finished_indices:
             return 0
-        return 2 if abilities(self.sequences.ids.device).works_ahead and self.sequences.can_wait else 1
+        return 2 if abilities(self.sequences.ids.device).works_ahead and self.sequences.can_defer_read else 1
 
     def draft(self) -> DraftTree:
-        """The tree of this round: of what the policy wants, what the target can take."""
+        """The tree of this round: drafted as the policy decides, and cut to the nodes that the target can verify."""
         sequences = self.sequences
         context = DraftContext(
             root_ids=self.state.root_ids,
             root_positions=self.state.root_positions,
-            sequences=sequences.live_ids,
-            lengths=sequences.live(sequences.lengths),
-            active=sequences.live(sequences.active),
+            sequences=sequences.remaining_ids,
+            lengths=sequences.of_remaining(sequences.lengths),
+            active=sequences.of_remaining(sequences.active),
             choice=self.choice,
             lap=self.stats.lap,
         )
@@ -209,36 +208,38 @@ class SpeculativeDecoding:
         self.stats.lap("tree")
         return tree
 
-    def commit(self, flying: Flying) -> None:
-        """Keeps root and accepted nodes in the target's cache, and tells the generator what was kept."""
-        verdict, cache = flying.verdict, self.target.cache
+    def commit(self, verified: VerifiedRound) -> None:
+        """Commits root and accepted nodes to the target's cache, and reports them to the generator."""
+        verdict, cache = verified.verdict, self.target.cache
         counts = verdict.counts
-        if cache.keeps_states:  # which cannot be cut back where a text has ended within the round
-            counts = Counts.of(self.sequences.live(self.sequences.lasting(self.kept)), counts.tensor.device)
-            self.target.note_states(self.sequences.overrun)
-        if verdict.host is not None and verdict.host.leading:  # they may lie where they belong already
+        if cache.keeps_states:  # states cannot be cropped, so tokens after the end of the text must not be committed
+            counts = Counts.of(self.sequences.of_remaining(self.sequences.in_output(self.kept)), counts.tensor.device)
+            self.target.note_states(self.sequences.rows_past_stop)
+        if verdict.host is not None and verdict.host.is_prefix:  # without copies if rows have one length
             cache.commit_first(counts)
         else:
             cache.commit(verdict.path, counts)
-        committed = Committed.of_round(flying.tree, flying.output, verdict, self.state)
+        committed = Committed.of_round(verified.tree, verified.output, verdict, self.state)
+        for observer in self.observers:
+            observer.on_commit(committed)
         self.state = self.state.next(verdict.bonus_ids, verdict.counts)
         self.generator.observe(committed)
 
-    def settle(self, flying: Flying | None, *, is_prefill: bool = False) -> bool:
-        """Has the host read a round that the target has verified, if there is one, and whoever waits for it.
+    def read(self, verified: VerifiedRound | None, *, is_prefill: bool = False) -> bool:
+        """Reads the verdict on the host, if there is one: appends the tokens, calls the observers, streams.
 
         Returns:
             Whether all rows have stopped.
         """
-        self.flying = None
-        if flying is None:
+        self.unread = None
+        if verified is None:
             return self.sequences.done
-        host = flying.verdict.read()
+        host = verified.verdict.read()
         self.stats.count_target(self.target)
         self.nan_rows = host.nan if any(host.nan) else None
-        self.kept = kept = self.sequences.append(host.tokens, self.records.scores_including(flying.verdict.scores))
+        self.kept = kept = self.sequences.append(host.tokens, self.records.scores_including(verified.verdict.scores))
         each = Round(
-            flying.tree, flying.output, flying.verdict, host, self.sequences, kept, self.target.cache,
+            verified.tree, verified.output, verified.verdict, host, self.sequences, kept, self.target.cache,
             self.generator.describe,
         )  # fmt: skip
         for observer in self.observers:
@@ -249,26 +250,26 @@ class SpeculativeDecoding:
 
     @property
     def may_drop_rows(self) -> bool:
-        """Not where somebody looks at the batch as a whole."""
-        watched = any(each.waits for each in self.observers if each is not self.policy)
+        """Whether finished rows may leave the batch: not if an observer or a processor needs the whole batch."""
+        observed = any(each.waits for each in self.observers if each is not self.policy)
         drops = self.generator.drops_rows and self.target.bound_rows is None
-        return drops and self.acceptor.prefix_free and not watched
+        return drops and self.acceptor.prefix_free and not observed
 
     def drop_finished_rows(self) -> None:
-        """Takes rows that have finished out of the batch, so that rounds no longer cost anything for them."""
-        finished, live = self.sequences.finished_places, len(self.sequences.rows)
-        # Each time all caches are copied once, which a round or two of a smaller batch make up for.
-        if not 0.25 * live <= len(finished) < live or not self.may_drop_rows:
+        """Removes finished rows from the batch, so that rounds no longer compute them."""
+        finished, remaining = self.sequences.finished_indices, len(self.sequences.rows)
+        # This copies all caches once. One or two rounds of the smaller batch save that time again.
+        if not 0.25 * remaining <= len(finished) < remaining or not self.may_drop_rows:
             return
-        kept = [place for place in range(live) if place not in finished]
+        kept = [index for index in range(remaining) if index not in finished]
         self.sequences.keep_rows(kept)
         self.target.keep_rows(kept)
         self.generator.keep_rows(kept)
         self.policy.keep_rows()
         self.state = self.state.of_rows(kept)
-        self.nan_rows = None if self.nan_rows is None else [self.nan_rows[place] for place in kept]
+        self.nan_rows = None if self.nan_rows is None else [self.nan_rows[index] for index in kept]
 
-    def inference_where_unseen(self) -> AbstractContextManager[object]:
-        """Inference mode for all rounds, on a CPU, unless code of the caller's is to see their tensors."""
-        seen = not self.acceptor.prefix_free or self.records.waits or self.sequences.watched
-        return nullcontext() if seen else inference_on_cpu(self.sequences.ids.device)
+    def inference_mode_if_unobserved(self) -> AbstractContextManager[object]:
+        """Inference mode for all rounds, on a CPU, unless the caller's code can see their tensors."""
+        observed = not self.acceptor.prefix_free or self.records.waits or self.sequences.is_observed
+        return nullcontext() if observed else inference_on_cpu(self.sequences.ids.device)

@@ -1,4 +1,4 @@
-"""The one builder of attention masks: which entries each node of a round may look at."""
+"""Attention masks: which entries each node of a round may attend to. All masks of rounds are built here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
 
 @dataclass(frozen=True)
 class Sight:
-    """How far the layers of one type look, see `node_mask`.
+    """The attention range of the layers of one type, see `node_mask`.
 
     Attributes:
-        window: entries that a node sees at most; None for all.
-        chunk: tokens of a part of the text that a node sees alone; None for all of it.
+        window: size of the sliding window in entries; None for no window.
+        chunk: size of the attention chunks in tokens; None for no chunks.
     """
 
     window: int | None = None
@@ -28,14 +28,14 @@ class Sight:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a node sees all of its past."""
+        """Whether a node attends to its whole past."""
         return self.window is None and self.chunk is None
 
 
 def sights_of(model: PreTrainedModel) -> dict[str, Sight]:
-    """The masks a target wants: by layer type where it takes a dict, else under the key "all".
+    """The masks that a target needs: by layer type if it takes a dict of masks, else under the key "all".
 
-    None at all where no layer attends.
+    Empty if the target has no attention layer.
     """
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
@@ -43,7 +43,7 @@ def sights_of(model: PreTrainedModel) -> dict[str, Sight]:
     if set(types) == {"linear_attention"}:
         return {}
     if not {*SLIDING, CHUNKED}.intersection(types):
-        # Without layer types a window holds for all layers (Mistral); with all layers full it is not in use (Qwen2).
+        # Without layer types the window applies to all layers (Mistral); if all layers are full, it is unused (Qwen2).
         return {"all": Sight() if types else window}
     kept = zip(types, cache_layers(model), strict=False)
     attending = {kind for kind, layer in kept if isinstance(layer, DynamicLayer)}
@@ -52,9 +52,9 @@ def sights_of(model: PreTrainedModel) -> dict[str, Sight]:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[batch, nodes, entries] bool -> [batch, 1, nodes, entries]: 0 where a node may look, the lowest number elsewhere.
+    """[batch, nodes, entries] bool -> [batch, 1, nodes, entries]: 0 where True, the least number of `dtype` elsewhere.
 
-    Always additive: eager attention would add a bool mask as 0 and 1 without complaint.
+    Never a bool mask: eager attention would add it as 0 and 1 without an error.
 
     Example:
         >>> additive(torch.tensor([[[True, False]]]), torch.float16).tolist()
@@ -76,20 +76,20 @@ def node_mask(
     starts: Tensor | None = None,
     prompt_mask: Tensor | None = None,
 ) -> Tensor:
-    """Each node sees the committed entries of its row and its own ancestors only. DDTree, Section 4.4.
+    """Each node attends to the committed entries of its row, its ancestors and itself. DDTree, Section 4.4.
 
     Args:
-        sees: [batch, nodes, all] bool: of all nodes of the round those that each node of the forward may see; the nodes
-            of the forward are the last of all.
+        sees: [batch, nodes, all] bool: which of all nodes of the round each node of the forward may attend to. The
+            nodes of the forward are the last ones of all.
         depths: [batch, all] int64.
         lengths: [batch] int64, committed entries of each row.
-        prefix: entries in front of the round's nodes.
+        prefix: entries before the round's nodes.
         dtype: of the mask.
-        window: entries that a node sees at most, its own included; None for all.
-        chunk: a node sees entries of its own chunk of the text only, of this many tokens, padding not counted; None for
-            all.
-        starts: [batch] int64, where each row's prompt begins; None where it begins with the first entry.
-        prompt_mask: [batch, prompt] bool, which of the first entries may be seen; None for all.
+        window: a node attends to at most this many entries, its own included; None for no limit.
+        chunk: a node attends only to entries of its own chunk of the text; a chunk has this many tokens, padding not
+            counted; None for no chunks.
+        starts: [batch] int64, the first entry of each row's prompt; None if that is entry 0.
+        prompt_mask: [batch, prompt] bool, which of the first entries may be attended to; None for all.
 
     Returns:
         Additive [batch, 1, nodes, prefix + all].
@@ -109,14 +109,14 @@ def node_mask(
         sees = sees & (own - depths.unsqueeze(1) < window)
     if chunk is not None:
         hidden = 0 if prompt_mask is None else (~prompt_mask).sum(1).view(-1, 1, 1)
-        place = (lengths.view(-1, 1, 1) + depths.unsqueeze(1) - hidden) // chunk
-        own = place[..., -nodes:].mT
+        chunk_of_node = (lengths.view(-1, 1, 1) + depths.unsqueeze(1) - hidden) // chunk
+        own = chunk_of_node[..., -nodes:].mT
         seen = seen & ((entries - hidden) // chunk == own)
-        sees = sees & (place == own)
+        sees = sees & (chunk_of_node == own)
     return additive(torch.cat([seen, sees], dim=-1), dtype)
 
 
 def whole_prefix_mask(sees: Tensor, prefix: int, dtype: torch.dtype) -> Tensor:
-    """`node_mask` where every entry of the prefix is seen: rows of one length without padding, and no window."""
-    # `functional.pad` would call this, after 25 us of questions on a CPU.
+    """`node_mask` if all entries of the prefix may be attended to: rows of one length, no padding, no window."""
+    # `functional.pad` calls this too, after 25 us of checks on a CPU.
     return torch.constant_pad_nd(additive(sees, dtype), (prefix, 0))

@@ -1,8 +1,8 @@
-"""What plain decoding gives the target at every step beside tokens, mask and cache: asked of the host itself, once.
+"""The arguments of a decoding step besides tokens, mask and cache, found by calling the host's own code once.
 
-Families have rules of their own. PaliGemma counts positions from 1; GPT-2 adds an embedding of the token's type; any
-target may take arguments that `generate` hands on from its caller. A round runs several steps in one forward, so it
-must give each node what the host would have given the step in its place.
+Families differ: PaliGemma counts positions from 1; GPT-2 adds an embedding of the token type; any target may get
+arguments that `generate` passes on from its caller. A round runs several steps in one forward, so each node must get
+the arguments that the host would have passed in that step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache
 from hf_specdec.decoding.host import cache_name, next_inputs
 from hf_specdec.decoding.support import TreesRefusedError
 
-# What rounds have answers of their own for.
-_OUR_BUSINESS = frozenset(
+# Arguments that rounds set themselves.
+_SET_BY_ROUNDS = frozenset(
     {
         "attention_mask", "cache_params", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep",
         "output_attentions", "output_hidden_states", "past_key_values", "position_ids", "return_dict", "use_cache",
@@ -31,12 +31,12 @@ _CROSS_ATTENDED = ("cross_attention_states", "encoder_hidden_states", "encoder_o
 
 @dataclass
 class NextStep:
-    """The step after the prefill; those after it differ from it in their position alone.
+    """Arguments of the step after the prefill; later steps differ only in their positions.
 
     Attributes:
-        positions: [batch] int64, the first generated token's; None where the host leaves them to the model.
+        positions: [batch] int64, of the first generated token; None if the host passes none.
         token_types: by argument name [batch, 1] int64, the same for all generated tokens.
-        switches: further arguments that are no tensors.
+        switches: other arguments, which are not tensors.
     """
 
     positions: Tensor | None
@@ -45,39 +45,39 @@ class NextStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but tokens to be given."""
+        """Whether a step needs no other arguments."""
         return not self.token_types and not self.switches
 
     def arguments(self, nodes: int) -> dict[str, Any]:
-        """Of a forward over `nodes` nodes per row."""
+        """The arguments of a forward over `nodes` nodes per row."""
         types = {name: value.expand(-1, nodes) for name, value in self.token_types.items()}
         return types | self.switches
 
     def of_rows(self, rows: Tensor) -> NextStep:
-        """The same for some of the rows: [rows] int64. Positions are not needed any more by then."""
+        """Selects rows, [rows] int64. Positions are no longer needed when rows are dropped."""
         return NextStep(None, {name: value[rows] for name, value in self.token_types.items()}, self.switches)
 
 
 def next_step(
     model: PreTrainedModel, outputs: Any, input_ids: Tensor, cache: Cache, model_kwargs: dict[str, Any]
 ) -> NextStep:
-    """Asks the host for the step that it would make after the prefill.
+    """The arguments that the host would pass in the step after the prefill.
 
     Args:
         model: the target.
         outputs: of the prefill's last forward.
         input_ids: [batch, seq] int64, the prompt.
         cache: after the prefill.
-        model_kwargs: of the `generate` call; left as they are.
+        model_kwargs: of the `generate` call; not changed.
 
     Raises:
-        TreesRefusedError: the target is given a tensor at every step that nodes of a tree cannot share.
+        TreesRefusedError: an argument is a tensor for which it is unknown what the nodes of a tree need.
     """
     batch = len(input_ids)
-    longer = torch.cat([input_ids, input_ids.new_zeros(batch, 1)], dim=1)  # whatever the first token will be
-    given = next_inputs(model, outputs, longer, dict(model_kwargs, **{cache_name(model): cache}))
-    positions = given.get("position_ids")
-    others = {name: value for name, value in given.items() if name not in _OUR_BUSINESS and value is not None}
+    longer = torch.cat([input_ids, input_ids.new_zeros(batch, 1)], dim=1)  # any token in place of the first new one
+    inputs = next_inputs(model, outputs, longer, dict(model_kwargs, **{cache_name(model): cache}))
+    positions = inputs.get("position_ids")
+    others = {name: value for name, value in inputs.items() if name not in _SET_BY_ROUNDS and value is not None}
     types = {name: value for name, value in others.items() if name.endswith("token_type_ids")}
     switches = {name: value for name, value in others.items() if isinstance(value, (bool, int, float, str))}
     unknown = sorted(others.keys() - types.keys() - switches.keys())
@@ -85,8 +85,8 @@ def next_step(
         unknown.append("position_ids of several axes")
     if unknown:
         raise TreesRefusedError(
-            f"Target {type(model).__name__} is given {unknown} at every step of decoding, and how the nodes of a draft "
-            "tree would share that is not known"
+            f"Target {type(model).__name__} gets {unknown} in every decoding step, and it is not known what the nodes "
+            "of a draft tree need"
         )
     return NextStep(
         None if positions is None else positions[:, -1].expand(batch),
@@ -96,11 +96,11 @@ def next_step(
 
 
 def check_attended(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
-    """Raises TreesRefusedError if layers of the target would attend to something beside the text."""
+    """Raises TreesRefusedError if layers of the target would attend to something besides the text."""
     config = model.config.get_text_config(decoder=True)
     given: Sequence[str] = [name for name in _CROSS_ATTENDED if model_kwargs.get(name) is not None]
     if given and (getattr(config, "cross_attention_layers", None) or getattr(config, "add_cross_attention", False)):
         raise TreesRefusedError(
-            f"Target {type(model).__name__} was given {', '.join(given)} for its layers with cross-attention, which "
-            "draft trees are not verified on"
+            f"Target {type(model).__name__} got {', '.join(given)} for its cross-attention layers, and draft trees "
+            "cannot be verified with cross-attention"
         )

@@ -13,6 +13,7 @@ from hf_specdec.decoding.target import TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 
 if TYPE_CHECKING:
+    from hf_specdec.decoding.generator import Committed
     from hf_specdec.decoding.trace import NodeNotes
 
 
@@ -56,3 +57,10 @@ class Observer:
 
     def on_round(self, each: Round) -> None:
         """A round was read: its tokens are in the sequences, and not streamed yet."""
+
+    def on_commit(self, committed: Committed) -> None:
+        """A round was committed to the target's cache.
+
+        The only call that transformers' own loop makes too; there, the call's last round is not reported. `tree` may
+        then have more nodes than `target_logits`, which are those of its best path.
+        """

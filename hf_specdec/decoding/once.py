@@ -1,4 +1,4 @@
-"""What is found out about a model once in its life, since looking takes as long as a round."""
+"""Facts about a model that are computed once, because computing them takes as long as a round."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def once_per_model(find: Callable[[Any], T]) -> Callable[[Any], T]:
-    """The same function, which is asked once for each model; what it finds must not hold the model itself."""
+    """Caches the result of `find` per model; the result must not refer to the model itself."""
     found: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(find)
-    def ask(model: Any) -> T:
+    def cached(model: Any) -> T:
         if model not in found:
             found[model] = find(model)
         return found[model]
 
-    return ask
+    return cached

@@ -1,8 +1,8 @@
 """TokenRecords: scores, logits, attentions and hidden states of every generated token, as `generate` returns them.
 
 Plain decoding appends one entry per step for the whole batch. Here rows advance by different numbers of tokens, so
-entries are kept per row and joined at the end. Entries of a row after it has stopped, which plain decoding fills from
-running padding through the target, are zeros.
+entries are collected per row and joined at the end. After a row has stopped, its entries are zeros; in plain decoding
+they are the target's outputs for padding.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from hf_specdec.decoding.tree import DraftTree
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What plain `generate` returns with `return_dict_in_generate=True`, and the statistics of the speculation."""
+    """The output of plain `generate` with `return_dict_in_generate=True`, and the statistics of the speculation."""
 
     speculation: SpeculationStats | None = None
 
 
 class TokenRecords(Observer):
-    """Collects what `return_dict_in_generate` asks for; keeps nothing where nothing is asked.
+    """Collects the outputs that the generation config requests with `return_dict_in_generate`.
 
     Args:
         generation_config: of the `generate` call.
         batch: number of rows.
-        host_cache: the cache that plain decoding would use; what its layers drop is missing from attention weights.
+        host_cache: the cache that plain decoding would use. Attention weights omit the entries that its layers drop.
     """
 
     def __init__(self, generation_config: GenerationConfig, batch: int, host_cache: Cache | None) -> None:
-        asked = generation_config.return_dict_in_generate
-        self.keeps_scores = bool(asked and generation_config.output_scores)
-        self.keeps_logits = bool(asked and generation_config.output_logits)
-        self.keeps_attentions = bool(asked and generation_config.output_attentions)
-        self.keeps_hidden_states = bool(asked and generation_config.output_hidden_states)
+        requested = generation_config.return_dict_in_generate
+        self.keeps_scores = bool(requested and generation_config.output_scores)
+        self.keeps_logits = bool(requested and generation_config.output_logits)
+        self.keeps_attentions = bool(requested and generation_config.output_attentions)
+        self.keeps_hidden_states = bool(requested and generation_config.output_hidden_states)
         self.waits = self.keeps_scores or self.keeps_logits or self.keeps_attentions or self.keeps_hidden_states
         host_layers = host_cache.layers if isinstance(host_cache, DynamicCache) else []
         self._windows = {
@@ -56,26 +56,26 @@ class TokenRecords(Observer):
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
         self._attentions: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
         self._hidden_states: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
-        # The prefill's states cover the whole prompt, so they are kept as the host returned them.
+        # The prefill's outputs cover the whole prompt and are stored as the host returned them.
         self._prefill_attentions: tuple[Tensor, ...] | None = None
         self._prefill_hidden_states: tuple[Tensor, ...] | None = None
 
     def scores_including(self, new: Tensor | None) -> ScoresSoFar:
-        """Scores up to some of the new tokens; `new` is [batch, steps, vocab], at the nodes of the accepted path."""
+        """A function of all scores including new ones; `new` is [batch, steps, vocab], at the accepted path."""
 
-        def scores(stand_ins: list[int], count: int) -> tuple[Tensor, ...] | None:
+        def scores(source_rows: list[int], count: int) -> tuple[Tensor, ...] | None:
             if new is None:
                 return None
-            past = zip(*(self._scores[row] for row in stand_ins), strict=True)
+            past = zip(*(self._scores[row] for row in source_rows), strict=True)
             steps = [torch.cat(step) if len(step) > 1 else step[0] for step in past]
-            return (*steps, *(new[stand_ins, step] for step in range(count)))
+            return (*steps, *(new[source_rows, step] for step in range(count)))
 
         return scores
 
     def on_prefill(self, prefill: Round) -> None:
         if not self.waits:
             return
-        self._note_logits(prefill)
+        self._record_logits(prefill)
         if self.keeps_hidden_states:
             self._prefill_hidden_states = prefill.output.hidden_states
         if self.keeps_attentions and prefill.output.attentions is not None:
@@ -84,7 +84,7 @@ class TokenRecords(Observer):
     def on_round(self, each: Round) -> None:
         if not self.waits:
             return
-        self._note_logits(each)
+        self._record_logits(each)
         hidden_states, attentions = each.output.hidden_states, each.output.attentions
         for row, count in enumerate(each.kept):
             nodes = each.verdict.path[row, :count] if count else None
@@ -94,8 +94,8 @@ class TokenRecords(Observer):
             if nodes is not None and self.keeps_attentions and attentions is not None:
                 self._attentions[row] += self._own_attentions(attentions, row, nodes, each.tree, each.cache)
 
-    def _note_logits(self, each: Round) -> None:
-        """Of the tokens that each row kept, the bonus token included; rows are never dropped where this is asked."""
+    def _record_logits(self, each: Round) -> None:
+        """Records scores and logits of the tokens that each row kept, bonus token included. No row has been dropped."""
         for row, count in enumerate(each.kept):
             if count and each.verdict.scores is not None:
                 self._scores[row] += list(each.verdict.scores[row, :count].split(1))
@@ -103,7 +103,7 @@ class TokenRecords(Observer):
                 self._logits[row] += list(each.output.logits[row, each.verdict.path[row, :count]].split(1))
 
     def _within_windows(self, attentions: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Without the entries that a sliding layer of the host's cache has dropped before its last chunk came."""
+        """Without the entries that a sliding layer of the host's cache has dropped before the prefill's last chunk."""
         return tuple(
             layer[..., -(self._windows[index] - 1 + layer.shape[-2]) :] if index in self._windows else layer
             for index, layer in enumerate(attentions)
@@ -112,7 +112,7 @@ class TokenRecords(Observer):
     def _own_attentions(
         self, attentions: tuple[Tensor, ...], row: int, nodes: Tensor, tree: DraftTree, cache: TreeCache
     ) -> list[tuple[Tensor, ...]]:
-        """Per node, per layer [1, heads, 1, own entries]: plain decoding has no columns for other nodes of the tree."""
+        """Per node, per layer [1, heads, 1, entries of its own path]: without columns of other nodes of the tree."""
         prefix = torch.arange(cache.row_lengths[row], device=nodes.device)
         per_node = []
         for node in nodes.tolist():

@@ -1,8 +1,8 @@
-"""Rotary positions whose frequencies depend on the length of the text: rope types "longrope" and "dynamic".
+"""Rotary embeddings whose frequencies depend on the length of the text: rope types "longrope" and "dynamic".
 
-The host chooses the frequencies of a forward by the largest position in it. Plain decoding runs one position at a time,
-a tree several: a node beyond the place where frequencies change would change them for the nodes before it too. So
-rounds stop at that place and go on behind it (`TargetModel.within_reach`).
+The host chooses the frequencies of a forward by its largest position. Plain decoding runs one position at a time, a
+tree several: a node beyond the position where frequencies change would change them for the nodes before it too. So a
+round ends at that position and the next one continues after it (`TargetModel.within_reach`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True)
 class RotaryLimit:
-    """Where frequencies change.
+    """A position at which frequencies change.
 
     Attributes:
-        rope_type: as the config has it.
+        rope_type: from the config.
         first: the first position with other frequencies.
     """
 
@@ -33,7 +33,7 @@ class RotaryLimit:
         return "dynamic" in self.rope_type
 
     def reach(self, root_positions: Tensor) -> Tensor:
-        """[batch] int64: the largest position that may be run together with these roots [batch] int64.
+        """[batch] int64: the largest position that may run in one forward with these roots [batch] int64.
 
         Example:
             >>> RotaryLimit("longrope", 8).reach(torch.tensor([5, 8])) < 100
@@ -42,17 +42,17 @@ class RotaryLimit:
             tensor([7, 8, 9])
         """
         unbounded = torch.full_like(root_positions, torch.iinfo(torch.int64).max)
-        behind = root_positions if self.keeps_changing else unbounded
-        return behind.where(root_positions >= self.first, self.first - 1)
+        beyond = root_positions if self.keeps_changing else unbounded
+        return beyond.where(root_positions >= self.first, self.first - 1)
 
     def divides(self, first: Sequence[int], last: Sequence[int]) -> bool:
-        """Whether rows that run positions `first` to `last`, each at its pace, get other frequencies than together."""
+        """Whether positions `first` to `last` of each row get other frequencies in one batch than row by row."""
         beyond = [position >= self.first for position in first]
         return max(last) >= self.first and (self.keeps_changing or not all(beyond))
 
 
 def rotary_limits(config: PreTrainedConfig) -> list[RotaryLimit]:
-    """The limits of a text config; several where layer types have rotary parameters of their own."""
+    """The limits of a text config; several if layer types have their own rotary parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     limits = set()

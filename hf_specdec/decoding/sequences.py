@@ -1,8 +1,7 @@
-"""Sequences: the tokens of every row, where each row stops, which rows are left, and what the streamer has been told.
+"""Sequences: the tokens of every row, where each row stops, which rows remain in the batch, and streaming.
 
-Rows of a batch grow by different numbers of tokens per round, while processors and stopping criteria expect a batch
-whose rows have one length, one token more than the last time. This file bridges the two: whatever is asked about a row
-is asked with that row's own prefix, token by token, in the order plain decoding would have asked.
+Rows grow by different numbers of tokens per round. Processors and stopping criteria expect rows of one length that grow
+by one token per call. So they get each row with its own prefix, token by token, in the order of plain decoding.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.tree import from_host
 
-# (rows to stand in the batch, how many of their new tokens count) -> one [batch, vocab] tensor per token, or None.
+# (source row of each row of the batch, number of new tokens included) -> one [batch, vocab] tensor per token, or None.
 ScoresSoFar: TypeAlias = Callable[[list[int], int], tuple[Tensor, ...] | None]
 
 T = TypeVar("T")
@@ -27,16 +26,16 @@ GROWTH = 256  # columns added at a time when the final length is not known
 
 
 class Sequences:
-    """Token ids of a batch, [batch, capacity] on the device and their lengths on the host.
+    """Token ids of a batch, [batch, capacity] on the device, and their lengths on the host.
 
     Args:
         prompt_ids: [batch, seq] integers; what is generated is int64.
         stopping_criteria: of the `generate` call.
-        pad_token_id: what a finished row is filled with, where plain decoding would do so.
+        pad_token_id: fills finished rows, as in plain decoding.
         streamer: of the `generate` call.
 
     Attributes:
-        rows: of the batch, those that rounds are still made for; "live" are values of these rows.
+        rows: the remaining rows: indices of the rows of the batch that rounds still compute.
     """
 
     def __init__(
@@ -48,13 +47,13 @@ class Sequences:
     ) -> None:
         batch, length = prompt_ids.shape
         self.rows = list(range(batch))
-        self._row_ids: Tensor | None = None  # the same on the device, once rows were dropped
+        self._row_ids: Tensor | None = None  # `rows` on the device, once rows were dropped
         self.ids = torch.nn.functional.pad(prompt_ids.long(), (0, GROWTH))
         self.prompt_length = length
         self.lengths = [length] * batch
         self.finished_at: list[int | None] = [None] * batch
         self.pad_token_id = pad_token_id
-        # As in plain decoding: with an end-of-text criterion finished rows are padded, without one they go on.
+        # As in plain decoding: with an end-of-text criterion finished rows are padded, without one they continue.
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._streamer = streamer
         self._streamed = length
@@ -63,7 +62,7 @@ class Sequences:
         self._deadlines: list[MaxTimeCriteria] = []
         self._others = StoppingCriteriaList()
         for criterion in stopping_criteria:
-            # These three are answered on the host, without a look at the device; exact types, since subclasses differ.
+            # These three are evaluated on the host, without a device sync. Exact types, since subclasses may differ.
             if type(criterion) is EosTokenCriteria:
                 self._eos_ids.update(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
@@ -80,118 +79,118 @@ class Sequences:
 
     @property
     def done(self) -> bool:
-        """Whether the loop may end: all rows have stopped, and none lags behind the last one to stop."""
+        """Whether the loop may end: all rows have stopped, and each is as long as the output or will be padded."""
         stops = [stop for stop in self.finished_at if stop is not None]
         return len(stops) == self.batch and (self.pads_finished or min(self.lengths) >= max(stops))
 
     @property
     def active(self) -> list[bool]:
-        """Per row, whether further tokens of it may end up in the output."""
+        """Per row, whether further tokens may become part of the output."""
         longest = max(self.lengths)
         return [
             stop is None or (not self.pads_finished and length < longest)
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
         ]
 
-    def live(self, values: Sequence[T]) -> list[T]:
-        """Of one value per row of the batch those of live rows."""
+    def of_remaining(self, values: Sequence[T]) -> list[T]:
+        """Selects the values of the remaining rows from one value per row of the batch."""
         return [values[row] for row in self.rows]
 
-    def lasting(self, kept: Sequence[int]) -> list[int]:
-        """Of the tokens that rows kept in the last round, those that the output may still hold, per row of the batch.
+    def in_output(self, kept: Sequence[int]) -> list[int]:
+        """How many of the tokens that each row of the batch kept in the last round are within the output.
 
-        They are fewer once all rows have stopped, if some went past the end of the output.
+        Fewer than `kept` only once all rows have stopped, if a row is longer than the output.
         """
         if not self.done:
             return list(kept)
-        end = self._settled_length()
+        end = self._final_length()
         return [max(0, min(count, end - (length - count))) for count, length in zip(kept, self.lengths, strict=True)]
 
     @property
-    def overrun(self) -> list[int]:
-        """Rows that have stopped and go on, since plain decoding would, for as long as others do."""
+    def rows_past_stop(self) -> list[int]:
+        """Rows that have stopped but continue, as in plain decoding without padding, until all rows have stopped."""
         if self.pads_finished or self.done:
             return []
         return [row for row, stop in enumerate(self.finished_at) if stop is not None]
 
     @property
-    def live_ids(self) -> Tensor:
-        """[live rows, capacity] int64 tokens; columns beyond a row's length hold anything."""
+    def remaining_ids(self) -> Tensor:
+        """[remaining rows, capacity] int64 tokens; columns beyond a row's length are undefined."""
         return self.ids if self._row_ids is None else self.ids[self._row_ids]
 
     @property
-    def finished_places(self) -> list[int]:
-        """Of the live rows those that nothing can be added to any more."""
+    def finished_indices(self) -> list[int]:
+        """Indices, among the remaining rows, of those to which no token can be added any more."""
         if not any(self.finished_at):
             return []
-        return [place for place, finished in enumerate(self.live(self.finished)) if finished]
+        return [index for index, finished in enumerate(self.of_remaining(self.finished)) if finished]
 
-    def keep_rows(self, places: Sequence[int]) -> None:
-        """Rounds go on for these of the live rows."""
-        self.rows = [self.rows[place] for place in places]
+    def keep_rows(self, indices: Sequence[int]) -> None:
+        """Continues with these of the remaining rows."""
+        self.rows = [self.rows[index] for index in indices]
         self._row_ids = from_host(self.rows, self.ids.device)
 
     @property
     def finished(self) -> list[bool]:
-        """Per row, whether nothing can be added to it any more; other rows that are not active only wait."""
+        """Per row, whether no token can be added any more. Rows that are neither finished nor active may continue."""
         return [
             stop is not None and (self.pads_finished or (self._max_length is not None and length >= self._max_length))
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
         ]
 
     @property
-    def watched(self) -> bool:
-        """Whether somebody reads along, or is asked at each token."""
+    def is_observed(self) -> bool:
+        """Whether a streamer, a time limit or a custom criterion observes the tokens."""
         return self._streamer is not None or bool(self._deadlines) or bool(self._others)
 
     @property
-    def can_wait(self) -> bool:
-        """Whether tokens may be added when the round after theirs is under way.
+    def can_defer_read(self) -> bool:
+        """Whether the tokens of a round may be appended after the next round was launched.
 
-        Not where somebody reads along or is asked at each token, nor where rows have ended or are sure to end with the
-        tokens to be added: the round after would be in vain.
+        No if the tokens are observed. No if a row has stopped, or will certainly stop with the tokens to be appended:
+        the next round would be discarded.
         """
         ending = self._max_length is not None and max(self.lengths) + 1 >= self._max_length
-        return not self.watched and not ending and not any(stop is not None for stop in self.finished_at)
+        return not self.is_observed and not ending and not any(stop is not None for stop in self.finished_at)
 
     def reserve(self, columns: int) -> None:
-        """Makes room for `columns` tokens behind the longest row."""
+        """Makes room for `columns` tokens after the longest row."""
         missing = max(self.lengths) + columns - self.ids.shape[1]
         if missing > 0:
             self.ids = torch.nn.functional.pad(self.ids, (0, missing + GROWTH))
 
     def prefixes(self, length: int, rows: list[int]) -> Tensor:
-        """[batch, length] int64: the prefixes of `rows`; the other rows hold a copy of the first of `rows`.
+        """[batch, length] int64: the prefixes of `rows`; all other rows are copies of the first of `rows`.
 
-        Processors and criteria may keep state per batch, so they always see the whole batch and never a single row.
+        Processors and criteria may keep state per batch, so they always get the whole batch and never a single row.
         """
         prefixes = self.ids[:, :length]
         if len(rows) == self.batch:
             return prefixes
-        return prefixes[self._stand_ins(rows)]
+        return prefixes[self._source_rows(rows)]
 
-    def _stand_ins(self, rows: list[int]) -> list[int]:
+    def _source_rows(self, rows: list[int]) -> list[int]:
         own = set(rows)
         return [row if row in own else rows[0] for row in range(self.batch)]
 
     def for_each_length(
-        self, rows: Iterable[int], extra: int, ask: Callable[[int, list[int], list[int]], Tensor]
+        self, rows: Iterable[int], extra: int, evaluate: Callable[[int, list[int], list[int]], Tensor]
     ) -> list[tuple[list[int], Tensor]]:
-        """Calls `ask(length, rows, stand_ins)` once per distinct length of `rows`, counted `extra` tokens further on.
+        """Calls `evaluate(length, rows, source_rows)` once per distinct length of `rows`, each plus `extra` tokens.
 
-        `stand_ins` gives for every row of the batch the row whose values it should carry in that call.
+        `source_rows` lists, for every row of the batch, the row whose values it has in that call.
         """
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(self.lengths[row] + extra, []).append(row)
-        return [(group, ask(length, group, self._stand_ins(group))) for length, group in groups.items()]
+        return [(group, evaluate(length, group, self._source_rows(group))) for length, group in groups.items()]
 
     def append(self, new: list[list[int]], scores: ScoresSoFar) -> list[int]:
-        """Adds each live row's new tokens, up to where plain decoding would have stopped.
+        """Appends the new tokens of each remaining row, up to where plain decoding would have stopped.
 
         Args:
-            new: per live row its new tokens; ignored for rows that are not active.
-            scores: gives the scores that plain decoding would hand to a criterion.
+            new: the new tokens of each remaining row; ignored for rows that are not active.
+            scores: returns the scores that plain decoding would pass to a criterion.
 
         Returns:
             How many tokens each row of the batch kept.
@@ -199,7 +198,7 @@ class Sequences:
         tokens: list[list[int]] = [[] for _ in range(self.batch)]
         for row, own in zip(self.rows, new, strict=True):
             tokens[row] = own
-        active = [going and bool(own) for going, own in zip(self.active, tokens, strict=True)]
+        active = [is_active and bool(own) for is_active, own in zip(self.active, tokens, strict=True)]
         self.reserve(max(map(len, tokens)))
         for row in range(self.batch):
             if active[row]:
@@ -209,15 +208,15 @@ class Sequences:
         else:
             late = self._late()
             kept = [0] * self.batch
-            for row, going in enumerate(active):
-                if going:
+            for row, is_active in enumerate(active):
+                if is_active:
                     kept[row] = self._keep(row, tokens[row], late)
         for row, count in enumerate(kept):
             self.lengths[row] += count
         return kept
 
     def _keep(self, row: int, tokens: list[int], late: bool) -> int:
-        """How many of its new tokens a row keeps where the host answers all criteria; notes where it stops."""
+        """How many of its new tokens a row keeps if the host evaluates all criteria; records where the row stops."""
         length = self.lengths[row]
         within = self._max_length is None or length + len(tokens) < self._max_length
         if within and not late and self._eos_ids.isdisjoint(tokens):
@@ -231,27 +230,28 @@ class Sequences:
         return length - self.lengths[row]
 
     def _late(self) -> bool:
+        """Whether a `max_time` has passed."""
         return bool(self._deadlines) and any(
             time.time() - rule.initial_timestamp > rule.max_time for rule in self._deadlines
         )
 
     def ends(self, token: int, length: int) -> bool:
-        """Whether a row stops with this token, as its `length`-th, for a reason that the host can tell at once."""
+        """Whether end of text or the maximal length stops a row with this token, its `length`-th."""
         return token in self._eos_ids or (self._max_length is not None and length >= self._max_length)
 
     def _keep_step_by_step(self, tokens: list[list[int]], active: list[bool], scores: ScoresSoFar) -> list[int]:
-        """The same where criteria are asked that want to see all rows as plain decoding shows them, token by token."""
+        """Like `_keep` for all rows, with criteria that need all rows as in plain decoding, one token per call."""
         kept = [0] * self.batch
-        going = [row for row in range(self.batch) if active[row]]
-        while going:
-            stopped = self._check_stops([row for row in going if self.finished_at[row] is None], kept, tokens, scores)
-            for row in going:
+        running = [row for row in range(self.batch) if active[row]]
+        while running:
+            stopped = self._check_stops([row for row in running if self.finished_at[row] is None], kept, tokens, scores)
+            for row in running:
                 kept[row] += 1
                 if row in stopped:
                     self.finished_at[row] = self.lengths[row] + kept[row]
-            going = [
+            running = [
                 row
-                for row in going
+                for row in running
                 if kept[row] < len(tokens[row]) and (self.finished_at[row] is None or not self.pads_finished)
             ]
         return kept
@@ -270,34 +270,34 @@ class Sequences:
         late = self._late()
         stopped = {row for row in rows if late or self.ends(tokens[row][kept[row]], self.lengths[row] + kept[row] + 1)}
         if rows:
-            step = kept[rows[0]]  # all rows that still go on have kept equally many of their new tokens
+            step = kept[rows[0]]  # all rows that still run have kept the same number of new tokens
 
-            def ask(length: int, group: list[int], stand_ins: list[int]) -> Tensor:
-                return self._others(self.prefixes(length, group), scores(stand_ins, step + 1))
+            def evaluate(length: int, group: list[int], source_rows: list[int]) -> Tensor:
+                return self._others(self.prefixes(length, group), scores(source_rows, step + 1))
 
-            for group, verdict in self.for_each_length(rows, step + 1, ask):
+            for group, verdict in self.for_each_length(rows, step + 1, evaluate):
                 stops = verdict.tolist()
                 stopped.update(row for row in group if stops[row])
         return stopped
 
     def stream(self) -> None:
-        """Hands the streamer what no later round can change."""
+        """Passes to the streamer what no later round can change."""
         if self._streamer is None:
             return
-        for column in range(self._streamed, self._settled_length()):
+        for column in range(self._streamed, self._final_length()):
             self._streamer.put(torch.tensor([self._token_at(row, column) for row in range(self.batch)]))
             self._streamed = column + 1
 
-    def _settled_length(self) -> int:
+    def _final_length(self) -> int:
         """Columns of the output that no later round can change."""
         if self.done:
             return max(stop for stop in self.finished_at if stop is not None)
-        waiting = [
+        growing = [
             length
             for length, stop in zip(self.lengths, self.finished_at, strict=True)
             if stop is None or not self.pads_finished
         ]
-        return min(waiting)
+        return min(growing)
 
     def _token_at(self, row: int, column: int) -> int:
         if column < self.lengths[row]:
@@ -307,7 +307,7 @@ class Sequences:
 
     def finish(self) -> Tensor:
         """Ends the stream; returns [batch, length] int64 as plain `generate` would."""
-        length = self._settled_length()
+        length = self._final_length()
         output = self.ids[:, :length].clone()
         for row in range(self.batch):
             if self.lengths[row] < length:

@@ -1,4 +1,4 @@
-"""What a round begins with, and how many entries it kept: on the device at once, on the host when that was read."""
+"""The state at the start of a round, and counts per row that the host may read later than the device knows them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from hf_specdec.decoding.tree import from_host
 
 
 class Counts:
-    """One number per row that the device knows, and the host from when it has read it.
-
-    Whoever needs the numbers on the host asks `known` each time; until then `most` is what they can be.
+    """One number per row, on the device, and on the host once it has been read.
 
     Args:
         tensor: [batch] int64.
-        most: an upper bound.
-        known: the same numbers on the host, where it knows them already.
+        most: an upper bound of the numbers, known on the host.
+        known: the numbers on the host, if it knows them already.
 
     Attributes:
-        known: list of the numbers, None until `read` was told.
+        known: the numbers on the host; None until they are read, so look it up again each time.
     """
 
     def __init__(self, tensor: Tensor, most: int, known: list[int] | None = None) -> None:
@@ -30,20 +28,20 @@ class Counts:
 
     @classmethod
     def of(cls, known: Sequence[int], device: torch.device | str = "cpu") -> Counts:
-        """Numbers that the host knows."""
+        """Numbers that the host knows already."""
         return cls(from_host(list(known), device), max(known), list(known))
 
     def of_rows(self, rows: Sequence[int]) -> Counts:
-        """The same for some of the rows; to be asked when the host knows them."""
-        assert self.known is not None, "rows are dropped when the host has read what came of their rounds"
+        """Selects rows; the host must know the numbers."""
+        assert self.known is not None, "rows are dropped only after the host has read the last verdict"
         return Counts.of([self.known[row] for row in rows], self.tensor.device)
 
     def times(self, factor: int) -> Counts:
-        """The numbers times `factor`, known when these are."""
+        """The numbers times `factor`; known as soon as these are."""
         return _Multiple(self, factor)
 
     def to(self, device: torch.device) -> Counts:
-        """The same with the tensor on a device."""
+        """The same numbers, with `tensor` on `device`."""
         return self if self.tensor.device == device else _Multiple(self, 1, device)
 
 
@@ -61,7 +59,7 @@ class _Multiple(Counts):
 
 @dataclass
 class RoundState:
-    """The live rows where a round begins, on the device.
+    """The remaining rows at the start of a round, on the device.
 
     Attributes:
         root_ids: [batch] int64, the last token of each row; the target has not seen it yet.
@@ -72,17 +70,17 @@ class RoundState:
     root_positions: Tensor
 
     def next(self, bonus_ids: Tensor, counts: Counts) -> RoundState:
-        """After a round: rows that kept something go on from their bonus token, the others from where they were.
+        """The state after a round. The bonus token becomes the root; rows that kept nothing keep their root.
 
         Args:
             bonus_ids: [batch] int64.
-            counts: entries kept.
+            counts: entries committed, root included.
         """
         if counts.known is None or min(counts.known) == 0:
             bonus_ids = bonus_ids.where(counts.tensor > 0, self.root_ids)
         return RoundState(bonus_ids, self.root_positions + counts.tensor)
 
     def of_rows(self, rows: Sequence[int]) -> RoundState:
-        """The same for some of the rows."""
+        """Selects rows."""
         index = from_host(rows, self.root_ids.device)
         return RoundState(self.root_ids[index], self.root_positions[index])

@@ -1,8 +1,8 @@
-"""StaticVerify: a target's verify forward in shapes and addresses that do not change from round to round.
+"""StaticVerify: a target's verify forward with the same shapes and addresses in every round.
 
-What `TargetModel.verify` does, for `graphs.py` to capture: trees padded to a bucket of nodes, the prefix to a bucket of
-entries, everything a round brings written into the same tensors. Masks are made inside the captured forward, from row
-lengths that stay on the device.
+It does what `TargetModel.verify` does, in a form that `graphs.py` can capture: the tree is padded to a bucket of nodes,
+the prefix to a bucket of entries, and the values of a round are written into the same tensors. The captured forward
+computes the masks, from row lengths on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def capacity_for(entries: int) -> int:
-    """Entries of a buffer that lasts for rows of `entries`, nodes of a round included, in sizes that calls share."""
+    """Entries of a buffer for rows of `entries` and the nodes of a round; rounded up, so that calls share buffers."""
     return prefix_bucket(entries) + NODE_BUCKETS[-1]
 
 
@@ -29,7 +29,7 @@ class StaticVerify:
     """Verifies the trees of one call.
 
     Args:
-        workspace: of the target's model, claimed for this call.
+        workspace: of the target's model, reserved for this call.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -38,17 +38,18 @@ class StaticVerify:
     def __call__(
         self, target: TargetModel, tree: DraftTree, position_ids: Tensor, first: int = 0, lead: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [batch, nodes, vocab] float32 and features; good until the next call.
+        """Logits [batch, nodes, vocab] float32 and features; valid until the next call.
 
         Args:
-            target: of this call; its rows' prompts are intervals (`prompt_starts`).
-            tree: what to verify.
+            target: of this call. Each prompt is one interval of entries (`prompt_starts`).
+            tree: to verify.
             position_ids: [batch, nodes] int64.
             first: runs nodes from this index on, see `TargetModel.verify`.
-            lead: nodes before the one that is to lie where the nodes of a round always lie, see there.
+            lead: the node with this index is written at the bucket's entry, and those before it are committed next,
+                see `TargetModel.verify`.
         """
         cache, nodes = target.cache, nodes_bucket(tree.num_nodes - first)
-        if not first:  # else the round goes on where it began
+        if not first:  # otherwise the nodes are written where the round began
             cache.place_nodes(prefix_bucket(cache.longest + lead) - lead)
         at = cache.node_start
         cache.reserve(first + nodes)
@@ -74,7 +75,7 @@ class StaticVerify:
 
 
 def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple[Tensor, ...]:
-    """The forward that is captured, of whichever call has the workspace."""
+    """The forward to capture, for the call that currently owns the workspace."""
     target: TargetModel | None = workspace.owner() if workspace.owner is not None else None
     assert target is not None
     token_ids, position_ids, depths, sees, lengths, starts = inputs

@@ -1,4 +1,4 @@
-"""Stopwatch: where the time of a `generate` call goes, one lap after another, without waiting for the device."""
+"""Stopwatch: the time of each stage of a `generate` call, measured in laps and without device syncs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import time
 
 import torch
 
-# How many unread pairs of events are kept before those that have passed are read.
+# With this many unread pairs of events, those that are complete are read.
 FOLD_AT = 64
 
 
 class Stopwatch:
-    """Laps that leave no gap: each gives the time since the one before to a stage, so stages add up to the whole.
+    """Laps without gaps: each adds the time since the previous lap to a stage, so the stages add up to the total time.
 
-    On CUDA laps are events on the current stream: they tell when the device got there, and recording them waits for
-    nothing. Elsewhere they are host times.
+    On CUDA laps are events on the current stream, which measure device time and are recorded without a sync. Elsewhere
+    they are host times.
 
     Args:
-        device: that the work runs on.
+        device: runs the work.
 
     Example:
         >>> watch = Stopwatch("cpu")
@@ -37,7 +37,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """Gives the time since the last lap, or since the start, to `stage`."""
+        """Adds the time since the last lap, or since the start, to `stage`."""
         if self._on_cuda:
             now = self._record()
             assert self._event is not None
@@ -59,14 +59,14 @@ class Stopwatch:
         return dict(self._seconds)
 
     def _read(self) -> None:
-        """Adds up the laps that the device has passed."""
-        passed = 0
+        """Reads the laps that are complete on the device."""
+        num_read = 0
         for stage, began, ended in self._unread:
             if not ended.query():
                 break
             self._seconds[stage] = self._seconds.get(stage, 0.0) + began.elapsed_time(ended) / 1000  # ms
-            passed += 1
-        del self._unread[:passed]
+            num_read += 1
+        del self._unread[:num_read]
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

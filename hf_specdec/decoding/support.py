@@ -1,4 +1,4 @@
-"""Which targets draft trees can be verified on: what is asked of a model before the first token."""
+"""Which targets can verify draft trees: the checks of a model before the first token."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ATTENTION_IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 class TreesRefusedError(ValueError):
-    """Draft trees cannot be verified, for the reason in the message; the host decodes, with chains if it can."""
+    """Draft trees cannot be verified, for the reason in the message. The host's loop decodes, with chains if it can."""
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises, naming what is missing, if trees cannot be verified on `model`.
+    """Checks that `model` can verify trees.
 
     Raises:
-        TreesRefusedError: the host decodes on it, with chains where it can verify them.
+        TreesRefusedError: it cannot; the host's loop decodes, with chains if it can verify them.
         ValueError: it is not decoder-only.
     """
     name = type(model).__name__
@@ -40,20 +40,20 @@ def check_supported(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"Target {name} is an encoder-decoder; speculative decoding needs a decoder-only target.")
     if not takes_dynamic_cache(model) or (is_recurrent(model) and not keeps_states(model)):
-        raise TreesRefusedError(f"Target {name} keeps what it has read elsewhere than in transformers' DynamicCache")
+        raise TreesRefusedError(f"Target {name} stores its keys, values or states outside transformers' DynamicCache")
     types = sorted(set(getattr(config, "layer_types", None) or ()))
     unknown = sorted({type(layer).__name__ for layer in cache_layers(model) if type(layer) not in KINDS})
     if unknown:
-        raise TreesRefusedError(f"Target {name} has layers of type {types}, which store what is not known: {unknown}")
+        raise TreesRefusedError(f"Target {name} has layers of type {types} with unsupported cache layers: {unknown}")
     if getattr(config, "keep_window_size", None):
         raise TreesRefusedError(
             f"Target {name} has attention that keeps {config.keep_window_size} of all keys (keep_window_size), and "
-            "which ones depends on the order in which equal ones lie in the cache"
+            "which ones it keeps depends on the order of equal keys in the cache"
         )
     if "local" in (getattr(config, "attention_layers", None) or ()):
         raise TreesRefusedError(
-            f"Target {name} has attention layers of type 'local', whose window counts entries of the cache, where "
-            "siblings of a draft tree lie between a node and its past"
+            f"Target {name} has attention layers of type 'local', whose window counts entries of the cache, and "
+            "siblings in a draft tree are stored between a node and its ancestors"
         )
     if own_implementation(config) not in ATTENTION_IMPLEMENTATIONS:
         raise TreesRefusedError(
@@ -63,36 +63,36 @@ def check_supported(model: PreTrainedModel) -> None:
     counted = types == ["linear_attention"] or standins.counts_entries(model)
     if not takes_positions(model) and not counted:
         raise TreesRefusedError(
-            f"Target {name} takes no position_ids, so that the nodes of a draft tree cannot be placed"
+            f"Target {name} takes no position_ids, so the nodes of a draft tree cannot get their positions"
         )
 
 
 @once_per_model
 def keeps_states(model: PreTrainedModel) -> bool:
-    """Whether layers of a target keep states of a recurrence or convolution, which cannot be cut back."""
+    """Whether layers of a target keep states of a recurrence or convolution, which cannot be cropped."""
     return any(isinstance(layer, LinearAttentionLayer) for layer in cache_layers(model))
 
 
 @once_per_model
 def can_be_cut_back(model: PreTrainedModel) -> bool:
-    """Whether tokens can be dropped from what a target stores; else what is kept must run again."""
+    """Whether the host can crop a target's cache; otherwise accepted tokens must run again."""
     known = takes_dynamic_cache(model) and not is_recurrent(model) and not keeps_states(model)
     return known and all(type(layer) in KINDS for layer in cache_layers(model))
 
 
 def chains_refused(model: PreTrainedModel, max_length: int) -> str | None:
-    """Why the host's own loop cannot verify chains on a target either, in texts of that length; None if it can."""
+    """Why the host's own loop cannot verify chains on a target, in texts of up to that length; None if it can."""
     if cache_name(model) != CACHE:
-        return f"that loop knows no caches by the name {cache_name(model)}"
+        return f"that loop does not support caches in the argument {cache_name(model)}"
     kept = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if kept is not None and max_length > kept:
-        return f"texts may get {max_length} tokens, where drafted keys would take the places of others"
+        return f"texts of up to {max_length} tokens exceed keep_window_size={kept}: drafted keys would replace others"
     return None
 
 
 def bound_rows(model: PreTrainedModel) -> int | None:
-    """How many rows every forward must have: with PEFT's `adapter_names`, hooks give each row an adapter of its own."""
-    if getattr(model, "peft_config", None) is None:  # PEFT notes its adapters there; the walk takes as long as a round
+    """The number of rows that every forward must have: PEFT's `adapter_names` selects an adapter per row; else None."""
+    if getattr(model, "peft_config", None) is None:  # avoids visiting all modules, which takes as long as a round
         return None
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():

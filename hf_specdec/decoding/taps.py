@@ -1,4 +1,4 @@
-"""Where hidden states of a model are read: its decoder layers, whatever its family calls them, and hooks on them."""
+"""Finding the decoder layers of a model, and reading their hidden states with hooks (taps)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def decoder_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """What leaves the decoder, past its final norm, for tokens [batch, seq] in one forward: [batch, seq, hidden].
+    """The decoder's output after its final norm, for tokens [batch, seq] in one forward: [batch, seq, hidden].
 
     Raises:
         ValueError: as `decoder_of`.
@@ -39,7 +39,7 @@ def decoder_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal language model, whatever its family calls them.
+    """The decoder layers of a causal language model.
 
     Raises:
         ValueError: as `decoder_of`.
@@ -48,11 +48,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def tap_layer(model: PreTrainedModel, index: int, keep: Callable[[Tensor], None]) -> RemovableHandle:
-    """Has `keep` called in every forward of `model` with what a decoder layer gives, [batch, seq, hidden].
+    """Calls `keep` in every forward of `model` with the output of a decoder layer, [batch, seq, hidden].
 
     Args:
         model: a causal language model.
-        index: 0-based. -1 is what enters the first layer, their number what leaves the decoder, past its final norm.
+        index: 0-based. -1: the input of the first layer. The number of layers: the decoder's output after its final
+            norm.
         keep: called in the thread that runs the forward.
     """
     decoder, layers = decoder_of(model)

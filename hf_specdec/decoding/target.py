@@ -438,7 +438,7 @@ class TargetModel:
             first: runs nodes from this index on; earlier forwards of the round ran the others, and the cache holds
                 them (`TreeCache.hold`). The output then has nodes from `first` on only.
             lead: the first nodes, as many, are committed next, and the round goes on from the one after them
-                (`TreeCache.commit_lead`). A captured forward puts that one where roots always lie.
+                (`TreeCache.commit_and_continue`). A captured forward puts that one where roots always lie.
         """
         nodes, padding = tree.num_nodes - first, 0
         if nodes == 1 and self.cache.keeps_states:  # a single token would take the host's own way, and change states

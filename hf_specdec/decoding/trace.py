@@ -1,8 +1,7 @@
-"""Trace: what happened round by round in a `generate` call, for those who want to look at it.
+"""Trace: a record of every round of a `generate` call, for inspection.
 
-Off by default, and then nothing is recorded or copied. Set `drafter.trace = Trace()` before `generate`; afterwards it
-holds that call. It copies every tree to the host, so a traced call is no call to measure.
-Drawing it is the business of `hf_specdec.visualize`.
+Off by default. Set `drafter.trace = Trace()` before `generate`; afterwards it contains that call. It copies every tree
+to the host, so do not measure the time of a traced call. `hf_specdec.visualize` draws it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from hf_specdec.decoding.observers import Observer, Round
 
 @dataclass(frozen=True)
 class NodeNotes:
-    """What a drafter knows of the nodes of a tree beyond the tree itself.
+    """The drafter's information on the nodes of a tree.
 
     Attributes:
-        probs: [batch, nodes] floating, the drafter's probability of each node's token after its parent's path; None
-            where it has none. Anything at the root and at invalid nodes.
-        forwards: [batch, nodes] int64, which of the round's drafter forwards made each node, counted from 1; None
-            where nodes come from no forward.
-        sources: [batch][nodes], names of those that proposed each node, joined by "+"; None where there is one alone.
+        probs: [batch, nodes] floating, the drafter's probability of each node's token given the path to its parent;
+            None if unknown. Undefined at the root and at invalid nodes.
+        forwards: [batch, nodes] int64, which of the round's drafter forwards made each node, counted from 1; None for
+            drafters without forwards.
+        sources: [batch][nodes], names of the drafters that proposed each node, joined by "+"; None for one drafter.
     """
 
     probs: Tensor | None = None
@@ -37,13 +36,13 @@ class TracedRound:
 
     Attributes:
         row: of the batch.
-        position: where the root stands in the row, prompt included, its padding too.
+        position: index of the root in the row; prompt and padding count.
         token_ids: of the nodes.
         parents: index of each node's parent, -1 at the root.
-        path: the accepted nodes in order, root left out.
+        path: the accepted nodes in order, root excluded.
         bonus_id: the target's own choice after the last accepted node.
-        num_kept: how many of the accepted tokens and the bonus token are in the output; fewer than all where a
-            stopping criterion cut the round short.
+        num_kept: how many of the accepted tokens and the bonus token are in the output; fewer than all if a stopping
+            criterion ended the text within the round.
         probs: see `NodeNotes`; the root's is 1.
         forwards: see `NodeNotes`; the root's is 0.
         sources: see `NodeNotes`; the root's is empty.
@@ -62,7 +61,7 @@ class TracedRound:
 
     @property
     def depths(self) -> list[int]:
-        """Of the nodes; 0 at the root."""
+        """Depth of each node; 0 at the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -70,9 +69,9 @@ class TracedRound:
 
     @property
     def origins(self) -> list[int] | None:
-        """Where nodes come from, as numbers from 1, and 0 at the root; None where it is not known.
+        """A number from 1 for the origin of each node, 0 at the root; None if unknown.
 
-        That is who proposed them, where several drafters do, and else in which forward they were made.
+        With several drafters the origin is the drafter, otherwise the forward that made the node.
         """
         if self.sources is None:
             return self.forwards
@@ -81,29 +80,29 @@ class TracedRound:
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
-        """What the round added to the output: tokens, and whether each was drafted (else it is the bonus token)."""
+        """The tokens that the round added to the output, and whether each was drafted (or is the bonus token)."""
         tokens = [(self.token_ids[node], True) for node in self.path] + [(self.bonus_id, False)]
         return tokens[: self.num_kept]
 
 
 @dataclass
 class Trace(Observer):
-    """Rounds of the latest call that it was used in.
+    """The rounds of the last call that it was used in.
 
     Attributes:
-        prompt_ids: per row the prompt as it was given, padding included.
-        first_ids: per row the token chosen after the prefill, which nothing drafted.
-        rounds: of all rows, in the order they happened.
+        prompt_ids: the prompt of each row, padding included.
+        first_ids: the token of each row chosen after the prefill, which was not drafted.
+        rounds: of all rows, in order.
     """
 
     prompt_ids: list[list[int]] = field(default_factory=list)
     first_ids: list[int] = field(default_factory=list)
     rounds: list[TracedRound] = field(default_factory=list)
 
-    waits = True  # drafters know what they drafted last
+    waits = True  # drafters describe only the tree that they drafted last
 
     def on_prefill(self, prefill: Round) -> None:
-        """Forgets the call before."""
+        """Discards the previous call."""
         sequences = prefill.sequences
         self.prompt_ids = sequences.ids[:, : sequences.prompt_length].tolist()
         self.first_ids = [tokens[-1] for tokens in prefill.host.tokens]
@@ -113,36 +112,36 @@ class Trace(Observer):
         tree, notes = each.tree, NodeNotes()
         if tree.num_nodes > 1:
             notes = each.describe(tree) or notes
-        for place, row in enumerate(each.sequences.rows):
-            tokens, num_kept = each.host.tokens[place], each.kept[row]
-            if not tokens or not num_kept:  # it took no part, or had ended
+        for batch_index, row in enumerate(each.sequences.rows):
+            tokens, num_kept = each.host.tokens[batch_index], each.kept[row]
+            if not tokens or not num_kept:  # inactive, or its text has ended
                 continue
-            valid = tree.valid[place].nonzero().squeeze(1).tolist()
+            valid = tree.valid[batch_index].nonzero().squeeze(1).tolist()
             index = {node: at for at, node in enumerate(valid)}
-            parents = tree.parents[place].tolist()
-            path = each.verdict.path[place, 1 : len(tokens)].tolist()
+            parents = tree.parents[batch_index].tolist()
+            path = each.verdict.path[batch_index, 1 : len(tokens)].tolist()
             probs = forwards = None
             if notes.probs is not None:
-                probs = [1.0, *notes.probs[place, valid[1:]].tolist()]
+                probs = [1.0, *notes.probs[batch_index, valid[1:]].tolist()]
             if notes.forwards is not None:
-                forwards = [0, *notes.forwards[place, valid[1:]].tolist()]
+                forwards = [0, *notes.forwards[batch_index, valid[1:]].tolist()]
             self.rounds.append(
                 TracedRound(
                     row=row,
                     position=each.sequences.lengths[row] - num_kept - 1,
-                    token_ids=tree.token_ids[place, valid].tolist(),
+                    token_ids=tree.token_ids[batch_index, valid].tolist(),
                     parents=[-1, *(index[parents[node]] for node in valid[1:])],
                     path=[index[node] for node in path],
                     bonus_id=tokens[-1],
                     num_kept=num_kept,
                     probs=probs,
                     forwards=forwards,
-                    sources=None if notes.sources is None else [notes.sources[place][node] for node in valid],
+                    sources=None if notes.sources is None else [notes.sources[batch_index][node] for node in valid],
                 )
             )
 
     def output(self, row: int = 0) -> list[tuple[int, bool]]:
-        """What a row wrote: tokens, and whether each was drafted and accepted (else it is the target's own)."""
+        """The generated tokens of a row, and whether each was drafted and accepted (or is the target's own)."""
         tokens = [(self.first_ids[row], False)]
         for traced in self.rounds:
             if traced.row == row:

@@ -2,8 +2,8 @@
 
 Pure functions and one dataclass: no model, no cache, no random numbers. Nodes are in topological order (a parent
 before its children) and node 0 is the root, the last committed token, which the target has not seen yet. Rows of a
-batch share the number of nodes and differ in everything else; `valid` tells padding from nodes. A chain is a tree.
-Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. What the target makes of a tree is decided in `accept.py`.
+batch have the same number of nodes; `valid` marks padding. A chain is a tree with one path.
+Source: DDTree, arXiv 2604.12989, Sections 4.2 and 4.4. `accept.py` has the acceptance rule.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from torch import Tensor, nn
 from hf_specdec.decoding.devices import abilities
 
 
-@dataclass  # what a round makes is not frozen: on a CPU a frozen one takes three times as long to make
+@dataclass  # not frozen: on a CPU, making a frozen dataclass takes three times as long
 class DraftTree:
-    """What a drafter proposes in one round. Never changed once it is made.
+    """What a drafter proposes in one round. Must not be changed after it is made.
 
     Attributes:
         token_ids: [batch, nodes] int64. Column 0 is the root.
         parents: [batch, nodes] int64. Index of each node's parent, smaller than the node's own; -1 at the root.
         depths: [batch, nodes] int64. 0 at the root.
         ancestor_mask: [batch, nodes, nodes] bool. True where the column is the row itself or one of its ancestors.
-        valid: [batch, nodes] bool. False for padding and for everything below padding. The root is always valid.
-        max_depth: no node is deeper (known to the host, so that shapes never wait for the device).
-        finite: [batch] bool, or None for all True. False where the drafter's output was NaN or infinite; such a row
-            must have no valid node but the root.
-        draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the law that the token of node i + 1 was
-            drawn from, at random; the acceptance rule takes it at its word. None for tokens chosen in any other way.
-            Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens, never on its own.
-        path_logprobs: [batch, nodes] floating, how likely the drafter holds the path to each node, nats, or None where
-            it does not say. Nodes then come in this order, likeliest first; 0 at the root, -inf at padding. Drawn
-            chains (`draft_probs`) must not have it: to cut them by what was drawn would change the law of the rest.
-        bare: [batch] bool, or None for all False. True where `without_drafts` has left nothing but the root.
+        valid: [batch, nodes] bool. False for padding and for all descendants of padding. The root is always valid.
+        max_depth: no node is deeper. A number on the host, so that shapes do not depend on device values.
+        finite: [batch] bool, or None for all True. False where the drafter's output was NaN or infinite; the root must
+            be the only valid node of such a row.
+        draft_probs: [batch, nodes - 1, vocab] float32 or None. Entry i is the distribution that the token of node i + 1
+            was sampled from; the acceptance rule assumes that this is the exact sampling distribution. None for tokens
+            chosen in any other way. Only chains have it. Whether a node is `valid` may depend on its ancestors' tokens,
+            but not on its own.
+        path_logprobs: [batch, nodes] floating, nats: the drafter's log-probability of the path to each node, or None.
+            Nodes are then sorted by it in descending order; 0 at the root, -inf at padding. Sampled chains
+            (`draft_probs`) must not have it: cutting them by what was sampled would change the output's distribution.
+        no_drafts: [batch] bool, or None for all False. True where `without_drafts` has removed all nodes but the root.
     """
 
     token_ids: Tensor
@@ -50,7 +51,7 @@ class DraftTree:
     finite: Tensor | None = None
     draft_probs: Tensor | None = None
     path_logprobs: Tensor | None = None
-    bare: Tensor | None = None
+    no_drafts: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -74,8 +75,8 @@ class DraftTree:
             token_ids: [batch, nodes] int64.
             parents: [batch, nodes] int64, -1 at the root and smaller than the node's own index elsewhere.
             max_depth: an upper bound of the depth of any node.
-            valid: [batch, nodes] bool, True where omitted. A node below an invalid one becomes invalid too, and so
-                does a node with an earlier sibling of the same token: the target's choice must name one child.
+            valid: [batch, nodes] bool; all True if omitted. Descendants of an invalid node become invalid too, and so
+                does a node with an earlier sibling of the same token: the target's choice must select one child.
             finite: see `DraftTree.finite`.
             path_logprobs: see `DraftTree.path_logprobs`.
 
@@ -88,7 +89,6 @@ class DraftTree:
         usable = ~repeats_a_sibling(token_ids, parents)
         if valid is not None:
             usable &= valid
-        # A node is usable when no ancestor (itself included) is unusable.
         usable = (usable.unsqueeze(1) | ~mask).all(-1)
         depths = mask.sum(-1) - 1
         return cls(token_ids, parents, depths, mask, usable, max_depth, finite, path_logprobs=path_logprobs)
@@ -119,8 +119,8 @@ class DraftTree:
             ([[0, 1, 1, 2], [0, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 0, 0]])
         """
         batch, nodes = len(token_ids), max(map(len, token_ids))
-        depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]  # padding hangs below the root
-        rows = bytearray()  # of truth values: each node sees what its parent sees, and itself
+        depths = [[0] + [1] * (nodes - 1) for _ in range(batch)]  # padding nodes are children of the root
+        rows = bytearray()  # of booleans: each node may attend to what its parent attends to, and to itself
         for row_parents, row_depths in zip(parents, depths, strict=True):
             start = len(rows)
             for node in range(nodes):
@@ -160,9 +160,10 @@ class DraftTree:
         finite: Tensor | None = None,
         draft_probs: Tensor | None = None,
     ) -> DraftTree:
-        """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first; `valid` must be a prefix.
+        """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first.
 
-        The other arguments are attributes of the tree.
+        In each row of `valid`, all True entries must come before all False ones. The other arguments are attributes of
+        the tree.
         """
         batch, nodes = token_ids.shape
         steps = torch.arange(nodes, device=token_ids.device)
@@ -174,11 +175,11 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, root_ids: Tensor) -> DraftTree:
-        """No draft at all: `root_ids` [batch] int64. The round is then one plain decoding step."""
+        """A tree without drafts: `root_ids` [batch] int64. The round is then one plain decoding step."""
         return cls.chain(root_ids.unsqueeze(1))
 
     def first_nodes(self, count: int) -> DraftTree:
-        """The root and the first `count` drafted nodes, which are a tree too, since parents come first.
+        """The root and the first `count` drafted nodes; they are a tree too, since parents come before children.
 
         Example:
             >>> tree = DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 0, 2]])
@@ -201,7 +202,7 @@ class DraftTree:
         )
 
     def with_padding(self, nodes: int) -> DraftTree:
-        """The same tree with this many nodes more, which are no nodes: they hang below the root and repeat it.
+        """The same tree with `nodes` padding nodes appended: invalid children of the root with the root's token.
 
         Example:
             >>> DraftTree.root_only(torch.tensor([7])).with_padding(1).valid
@@ -224,14 +225,12 @@ class DraftTree:
         )
 
     def up_to_depth(self, depths: Tensor) -> DraftTree:
-        """The same tree without nodes that are deeper than `depths` [batch] int64, at least 0: they become invalid."""
+        """The same tree; nodes deeper than `depths` [batch] int64, at least 0, become invalid."""
         valid = self.valid & (self.depths <= depths.to(self.depths.device).unsqueeze(1))
         return replace(self, valid=valid)
 
     def without_drafts(self, rows: Tensor) -> DraftTree:
-        """The same tree with no draft in `rows` [batch] bool: all nodes of a bare row repeat its root.
-
-        Its `finite` is False.
+        """The same tree without drafts in `rows` [batch] bool: all other nodes become padding, `finite` becomes False.
 
         Example:
             >>> tree = DraftTree.from_lists([[7, 1], [8, 4]], [[-1, 0], [-1, 0]])
@@ -246,11 +245,11 @@ class DraftTree:
             token_ids=self.token_ids.where(kept, self.token_ids[:, :1]),
             valid=self.valid & kept,
             finite=~rows if self.finite is None else self.finite & ~rows,
-            bare=rows if self.bare is None else self.bare | rows,
+            no_drafts=rows if self.no_drafts is None else self.no_drafts | rows,
         )
 
     def of_rows(self, rows: Sequence[int]) -> DraftTree:
-        """The same trees for some of the rows."""
+        """Selects rows."""
         index = from_host(rows, self.token_ids.device)
         return replace(
             self,
@@ -261,13 +260,13 @@ class DraftTree:
             valid=self.valid[index],
             finite=None if self.finite is None else self.finite[index],
             draft_probs=None if self.draft_probs is None else self.draft_probs[index],
-            bare=None if self.bare is None else self.bare[index],
+            no_drafts=None if self.no_drafts is None else self.no_drafts[index],
             path_logprobs=None if self.path_logprobs is None else self.path_logprobs[index],
         )
 
     def within_vocabulary(self, vocab_size: int) -> DraftTree:
-        """The same tree without nodes that the target cannot embed: ids outside [0, vocab_size) become invalid."""
-        if abilities(self.token_ids.device).host_memory:  # a look costs nothing there
+        """The same tree; nodes with ids outside [0, vocab_size), which the target cannot embed, become invalid."""
+        if abilities(self.token_ids.device).host_memory:  # reading values needs no sync there
             least, most = self.token_ids.aminmax()
             if least >= 0 and most < vocab_size:
                 return self
@@ -278,35 +277,35 @@ class DraftTree:
 
 
 def from_host(values: Sequence[Any] | np.ndarray, device: torch.device | str | None) -> Tensor:
-    """A small tensor of numbers that the host knows, on a device, without waiting for the device.
+    """A small tensor of numbers on the host, copied to a device without a device sync.
 
-    `torch.tensor(values, device=...)` would wait until the copy has been made.
+    `torch.tensor(values, device=...)` would wait for the copy.
 
     Example:
         >>> from_host([3, 1], "cpu")
         tensor([3, 1])
     """
-    # By way of NumPy, which is quicker than torch from a list. CUDA has the numbers before this returns; of an Apple
-    # device that is not known.
+    # NumPy converts a list faster than torch. CUDA reads the numbers before `to` returns, so that non_blocking is safe;
+    # on Apple devices that is not certain.
     tensor = torch.from_numpy(np.asarray(values))
     return tensor if device is None else tensor.to(device, non_blocking=abilities(torch.device(device)).works_ahead)
 
 
 def pick(values: Tensor, nodes: Tensor) -> Tensor:
-    """What `values` [batch, nodes, ...] hold at `nodes` [batch, steps] int64: [batch, steps, ...].
+    """`values` [batch, nodes, ...] at the indices `nodes` [batch, steps] int64: [batch, steps, ...].
 
     Example:
         >>> pick(torch.tensor([[5, 6, 7]]), torch.tensor([[2, 0]]))
         tensor([[7, 5]])
     """
-    if nodes.shape[0] == 1:  # one operation where `gather` takes three
+    if nodes.shape[0] == 1:  # one operation; `gather` needs three
         return values.index_select(1, nodes[0])
     index = nodes.view(*nodes.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
     return values.gather(1, index)
 
 
 def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """Which nodes are on the path from the root to each node: all nodes go up to their parents, `max_depth` times.
+    """Which nodes are on the path from the root to each node; found by following the parents `max_depth` times.
 
     Args:
         parents: [batch, nodes] int64, -1 at the root.
@@ -333,7 +332,6 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
 def repeats_a_sibling(token_ids: Tensor, parents: Tensor) -> Tensor:
     """[batch, nodes] bool: True where an earlier node has the same parent and the same token."""
     nodes = token_ids.shape[1]
-    # One key per (parent, token) pair; ids may be negative or out of vocabulary, so the pair is compared, not hashed.
     same = (token_ids.unsqueeze(-1) == token_ids.unsqueeze(1)) & (parents.unsqueeze(-1) == parents.unsqueeze(1))
     index = torch.arange(nodes, device=token_ids.device)
     return (same & (index.unsqueeze(-1) > index)).any(-1)

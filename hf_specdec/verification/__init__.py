@@ -1,9 +1,9 @@
-"""The self-test that any user can run on any pair of target and drafter, in about a minute.
+"""A self-test of any pair of target and drafter, in about a minute.
 
-Greedy: the tokens of plain `generate`, prompt by prompt; where two runs part, how near the target's two best tokens
-were, since a near tie may fall either way in the rounding of any library (`differences.py`). Sampling: trees of a real
-call are frozen, and the acceptance rule walks each of them again and again; then the call is made again in float64, and
-the logits of its trees are held to those of plain forwards (`replay.py`, `precision.py`).
+Greedy: tokens are compared with those of plain `generate`. At the first difference, the gap between the two tokens is
+compared with the target's rounding, which may decide a near tie in any library (`differences.py`). Sampling: draft
+trees of a real call are recorded, and the acceptance rule is applied to each many times; then the call is repeated in
+float64, and the logits of its trees are compared with those of plain forwards (`replay.py`, `precision.py`).
 """
 
 from hf_specdec.verification.differences import Difference, first_difference, unit_in_the_last_place

@@ -1,4 +1,4 @@
-"""Where an assisted greedy run leaves the plain one, and whether rounding explains it."""
+"""The first difference between an assisted and a plain greedy run, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformers import PreTrainedModel
 
 from hf_specdec.verification.precision import top_difference
 
-STEPS = 32  # places at which rounding is measured
+STEPS = 32  # positions at which rounding is measured
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an assisted greedy run left the plain one.
+    """The first difference between an assisted and a plain greedy run.
 
     Attributes:
         position: generated tokens before it, equal in both runs.
         plain_token: id that plain `generate` chose.
-        assisted_token: id that came with the drafter.
-        gap: the best logit there minus that of `assisted_token`, by one plain forward over the whole text, in high
-            precision where `first_difference` was given one.
-        rounding: how far logits of this target move by rounding alone: the largest difference between those of that
-            forward and those of plain decoding, which sees one token at a time, at up to 32 places and over the best
+        assisted_token: id that `generate` with the drafter chose.
+        gap: the best logit there minus that of `assisted_token`, by one plain forward over the whole text, in the
+            `precision` given to `first_difference`.
+        rounding: how much rounding alone changes logits of this target: the largest difference between the logits of
+            that forward and those of plain decoding, one token at a time, at up to 32 positions and over the best
             tokens of each; at least one `ulp`.
         top2_gap: between the two best logits there.
         ulp: unit in the last place, in the target's dtype, of its best logit there.
@@ -43,7 +43,7 @@ class Difference:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it: both logits may have moved, each by `rounding`."""
+        """Whether rounding explains it: both logits may have changed, each by `rounding`."""
         return abs(self.gap) <= 2 * self.rounding
 
 
@@ -54,18 +54,18 @@ def first_difference(
     assisted: list[int],
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Difference:
-    """Where two continuations part, and how the target sees it.
+    """Finds where two continuations differ, and measures the target's logits there.
 
     Args:
         model: the target.
         prompt: [1, seq] int64.
         plain: tokens of plain decoding.
-        assisted: other ones.
-        precision: makes a context in which the target computes with more digits than its own; none by default.
+        assisted: tokens with a drafter; different from `plain`.
+        precision: makes a context in which the target computes in a higher precision; its own by default.
     """
     pairs = zip(plain, assisted, strict=False)
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(plain), len(assisted)))
-    if position == min(len(plain), len(assisted)):  # one ends where the other goes on: no choice of tokens explains it
+    if position == min(len(plain), len(assisted)):  # one run is longer: no near tie explains it
         ends = -1
         tokens = [row[position] if position < len(row) else ends for row in (plain, assisted)]
         return Difference(position, tokens[0], tokens[1], math.inf, 0.0)
@@ -86,7 +86,7 @@ def first_difference(
 
 
 def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:
-    """From `value` to the next larger number of a floating `dtype`; NaN where it is not finite.
+    """The distance from `value` to the next larger number of a floating `dtype`; NaN if it is not finite.
 
     Example:
         >>> unit_in_the_last_place(20.0, torch.bfloat16)

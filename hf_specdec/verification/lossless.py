@@ -1,4 +1,4 @@
-"""verify_lossless: plain and assisted greedy runs compared, trees of a sampled one frozen and tested, and a verdict."""
+"""verify_lossless: compares greedy runs with and without a drafter, and tests recorded trees of sampled runs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.fingerprint import tokenizer_at_hand
+from hf_specdec.integration import observing
 from hf_specdec.verification.differences import Difference, first_difference
 from hf_specdec.verification.precision import Precision, precision_of
 from hf_specdec.verification.replay import (
     TEMPERATURE,
     TOP_K,
     FrozenRound,
+    RoundRecorder,
     TreeReplay,
     drawn_p_value,
     generate,
-    listening,
+    replay,
     settings,
     verify_again,
-    walk,
 )
 
-MOST_TREES = 8  # to be frozen
-FALSE_ALARM = 1e-6  # chance that all tests of a sound pair's draws together give one
+MAX_TREES = 8  # to be recorded
+FALSE_ALARM = 1e-6  # probability that some test of the draws of a lossless pair fails
 
 PROMPTS = (
     "def quicksort(values):\n    ",
@@ -42,20 +43,20 @@ PROMPTS = (
 
 @dataclass
 class LosslessReport:
-    """What was compared, and the verdict; `str()` is the printed report, `bool()` the verdict.
+    """The comparisons and the verdict. `str()` gives the printed report, `bool()` the verdict.
 
     Attributes:
         target: the target's name.
         drafter: the drafter's name.
         num_prompts: prompts whose greedy continuations were compared.
         num_tokens: generated tokens in them.
-        differences: per prompt where the runs parted, its index and what was found.
-        mean_acceptance_length: of the greedy runs; 1 means that no draft was ever kept.
-        replays: frozen trees.
-        drawn_p_value: for drafts that come with the law they were drawn from: a bound of the probability that they lie
-            as far from it (`replay.drawn_p_value`); None where there were none.
+        differences: index of a prompt -> first difference of its two greedy continuations.
+        mean_acceptance_length: of the greedy runs; 1 means that no drafted token was accepted.
+        replays: results of the recorded trees of sampled runs.
+        drawn_p_value: of the drafted tokens, under the distributions they were drawn from, an upper bound
+            (`replay.drawn_p_value`); None if no draft came with its distribution.
         dtype: the target's own.
-        precision: in which logits were compared, and differences of greedy runs seen; None where none was to be had.
+        precision: in which logits were compared, and `differences` measured; None if no higher one works.
         left_out: what was not checked, and why.
         seconds: spent.
     """
@@ -75,24 +76,38 @@ class LosslessReport:
 
     @property
     def greedy(self) -> bool:
-        """Whether greedy output was the target's, near ties aside."""
+        """Whether greedy output was the target's, except at near ties."""
         return all(difference.is_near_tie for difference in self.differences.values())
 
     @property
-    def p_value(self) -> float:
-        """How probable it is that a sound pair's draws give as small a p-value, among as many tests."""
+    def p_values(self) -> list[float]:
+        """Of all tests of sampling: those of each tree in `replays`, then `drawn_p_value`."""
         values = [value for replay in self.replays for value in replay.p_values]
-        values += [] if self.drawn_p_value is None else [self.drawn_p_value]
-        return min(1.0, len(values) * min(values)) if values else 1.0
+        return values if self.drawn_p_value is None else [*values, self.drawn_p_value]
+
+    @property
+    def smallest_p_value(self) -> float:
+        """The smallest of `p_values`; 1 without tests."""
+        return min(self.p_values, default=1.0)
+
+    @property
+    def threshold(self) -> float:
+        """Least p-value that passes: `FALSE_ALARM`, divided by the number of tests (Bonferroni)."""
+        return FALSE_ALARM / max(1, len(self.p_values))
+
+    @property
+    def p_value(self) -> float:
+        """The smallest p-value times the number of tests (Bonferroni), at most 1; to be compared with `FALSE_ALARM`."""
+        return min(1.0, len(self.p_values) * self.smallest_p_value) if self.p_values else 1.0
 
     @property
     def sampled(self) -> bool:
-        """Whether every frozen tree was walked by the law of its verified logits, and drawn drafts were drawn."""
-        return self.p_value >= FALSE_ALARM
+        """Whether sampled tokens followed the verified logits, and drafted ones the distribution they came with."""
+        return self.smallest_p_value >= self.threshold
 
     @property
     def verified(self) -> bool:
-        """Whether the logits of tree verification are those of plain forwards, of the trees that could be compared."""
+        """Whether the logits of the trees are those of plain forwards, for all trees that could be compared."""
         return all(replay.logit_error <= replay.bound for replay in self.replays if replay.logit_error is not None)
 
     @property
@@ -108,47 +123,56 @@ class LosslessReport:
         lines = [
             f"{verdict}: {self.drafter} drafting for {self.target}",
             f"  greedy   {self.num_prompts} prompts, {self.num_tokens} tokens, mean acceptance length "
-            f"{self.mean_acceptance_length:.2f}: {self._greedy_words()}",
+            f"{self.mean_acceptance_length:.2f}: {self._greedy_verdict()}",
         ]
         for prompt, difference in self.differences.items():
             lines.append(
-                f"    prompt {prompt}, token {difference.position}: {difference.assisted_token} in place of "
+                f"    prompt {prompt}, token {difference.position}: {difference.assisted_token} instead of "
                 f"{difference.plain_token}, {difference.gap:.2g} below the best logit (the second best "
-                f"{difference.top2_gap:.2g}); rounding moves logits by {difference.rounding:.2g}: "
+                f"{difference.top2_gap:.2g}); rounding changes logits by {difference.rounding:.2g}: "
                 f"{'a near tie' if difference.is_near_tie else 'NOT a near tie'}"
             )
+        lines += self._sampling_lines()
         if self.replays:
-            draws = sum(replay.num_draws for replay in self.replays)
-            lines.append(
-                f"  sampled  {len(self.replays)} frozen trees, {draws} walks: p-value {self.p_value:.2g} of the law of "
-                f"the verified logits (bound {FALSE_ALARM:.0e})"
-            )
             lines += self._logit_lines()
-        else:
-            lines.append("  sampled  no round drafted anything, so there was nothing to accept wrongly")
-        if self.drawn_p_value is not None:
-            lines.append(f"  drafts   p-value {self.drawn_p_value:.2g} of the laws they are said to be drawn from")
         lines += [f"  left out {part}" for part in self.left_out]
         lines.append(f"  {self.seconds:.0f} s")
         return "\n".join(lines)
 
-    def _greedy_words(self) -> str:
+    def _greedy_verdict(self) -> str:
         if not self.differences:
             return "identical"
         if self.greedy:
             return f"identical up to {len(self.differences)} near ties"
         return "DIFFERENT"
 
+    def _sampling_lines(self) -> list[str]:
+        """Each p-value, and the smallest with its threshold."""
+        if not self.replays:
+            return ["  sampled  no round drafted anything, so there is nothing to test"]
+        tests = len(self.p_values)
+        lines = [
+            f"  sampled  {len(self.replays)} recorded trees, chi-square tests of {self.replays[0].num_draws} draws: "
+            f"smallest p-value {self.smallest_p_value:.2g} of {tests} tests, threshold {self.threshold:.2g} = "
+            f"{FALSE_ALARM:.0e} / {tests} (Bonferroni): {'pass' if self.sampled else 'FAIL'}"
+        ]
+        for index, each in enumerate(self.replays):
+            values = " ".join(f"{value:.2g}" for value in each.p_values)
+            lines.append(f"    tree {index}, {each.num_nodes} drafted nodes: p-value {values}")
+        if self.drawn_p_value is not None:
+            lines.append(f"    drafted tokens, under the drafter's distributions: p-value {self.drawn_p_value:.2g}")
+        return lines
+
     def _logit_lines(self) -> list[str]:
-        """Of tree and plain forwards, in high precision and, for information, in the target's own dtype."""
-        own = max(replay.rounding for replay in self.replays)
+        """Differences of the logits of tree and plain forwards, in high precision and in the target's own dtype."""
+        own = max(each.rounding for each in self.replays)
         lines = [f"  rounding in {self.dtype}, logits of tree and plain forwards differ by at most {own:.2g}"]
-        known = [(replay.logit_error, replay.bound) for replay in self.replays if replay.logit_error is not None]
+        known = [(each.logit_error, each.bound) for each in self.replays if each.logit_error is not None]
         if known:
             error, bound = max(known, key=lambda pair: pair[0] / pair[1])
-            words = "equal" if self.verified else "DIFFERENT"
+            verdict = "equal" if self.verified else "DIFFERENT"
             lines[:0] = [
-                f"  logits   of both in {self.precision}: differ by at most {error:.2g} (bound {bound:.2g}): {words}"
+                f"  logits   of both in {self.precision}: differ by at most {error:.2g} (bound {bound:.2g}): {verdict}"
             ]
         return lines
 
@@ -164,27 +188,27 @@ def verify_lossless(
     seed: int = 0,
     verbose: bool = True,
 ) -> LosslessReport:
-    """Checks that `drafter` leaves the output of `model` as it is, and prints a verdict.
+    """Checks that `drafter` does not change the output of `model`, and prints a verdict.
 
-    Logits of trees are compared with those of plain forwards on the same weights in float64 (float32 where the device
-    or the target's kernels have no float64), where rounding is orders of magnitude below any wrong mask or position.
-    What could not be checked is named in the report.
+    Logits of trees are compared with those of plain forwards on the same weights in float64 (float32 if the device or
+    the target's kernels do not support float64); there, rounding is orders of magnitude smaller than the effect of any
+    wrong mask or position. The report names what could not be checked.
 
     Args:
         model: the target.
         drafter: any drafter, with or without weights.
         prompts: a text, or a list of texts and of [1, seq] int64 token ids. None for four short texts, or for random
-            ids where no tokenizer of the target is at hand.
-        tokenizer: for texts; None for the one that lies where the target was loaded from.
+            ids if the target has no tokenizer.
+        tokenizer: for texts; None for the one in the folder or repository that the target was loaded from.
         max_new_tokens: of each greedy run.
-        max_time_s: begins nothing new after so many seconds; a step that runs is finished. Half of it is for greedy.
-        seed: of the sampled part. The global random state is put back afterwards.
+        max_time_s: no new step begins after this many seconds; half of them are for greedy runs.
+        seed: of the sampled runs. The global random state is restored afterwards.
         verbose: prints the report.
 
     Raises:
-        ValueError: the drafter does not fit the target; a text was given and there is no tokenizer; there is no prompt,
-            or one is neither text nor ids.
-        TypeError: `model` is no model, or `drafter` no drafter.
+        ValueError: the drafter does not fit the target; a prompt is a text and there is no tokenizer; there is no
+            prompt; a prompt is neither text nor ids.
+        TypeError: `model` is not a model, or `drafter` not a drafter.
 
     Example:
         >>> from hf_specdec.drafters.lookup import NGramDrafter
@@ -211,12 +235,12 @@ def verify_lossless(
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         precision, reason = precision_of(model, inputs[0])
         if precision is None:
-            report.left_out.append(f"logits of tree forwards, since {reason}")
+            report.left_out.append(f"logits of tree forwards: {reason}")
         else:
             report.precision = precision.dtype
         if drafter.options.compile_mode != "none":
             report.left_out.append(
-                f"logits of forwards with compile_mode={drafter.options.compile_mode!r}: compared without it"
+                f"logits of forwards with compile_mode={drafter.options.compile_mode!r}: they are compared without it"
             )
         _compare_greedy(report, model, drafter, inputs, max_new_tokens, precision, began + max_time_s / 2)
         torch.manual_seed(seed)
@@ -230,10 +254,10 @@ def verify_lossless(
 def _prompt_ids(
     model: PreTrainedModel, prompts: str | Sequence[str | Tensor] | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[Tensor]:
-    """[1, seq] int64 of every prompt, on the target's device."""
+    """Each prompt as [1, seq] int64, on the target's device."""
     if isinstance(prompts, str):
         prompts = [prompts]
-    if isinstance(prompts, Mapping):  # such as what a tokenizer gives; its keys are texts
+    if isinstance(prompts, Mapping):  # such as the output of a tokenizer; its keys are texts
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; it must be a list of texts or of ids of shape [1, seq], such as "
             "[it['input_ids']]."
@@ -252,13 +276,13 @@ def _prompt_ids(
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError(
-                    f"prompts has texts, but no tokenizer of target {model.name_or_path!r} is at hand: pass "
+                    f"prompts has texts, but target {model.name_or_path!r} has no tokenizer: pass "
                     "tokenizer=, or prompts as [1, seq] token ids."
                 )
             prompt = tokenizer(prompt, return_tensors="pt")["input_ids"]
         if not isinstance(prompt, Tensor):
             raise ValueError(
-                f"A prompt is a {type(prompt).__name__}, {prompt!r}; prompts must be texts or ids of shape [1, seq]."
+                f"A prompt is the {type(prompt).__name__} {prompt!r}; prompts must be texts or ids of shape [1, seq]."
             )
         if prompt.dim() != 2 or len(prompt) != 1 or not prompt.shape[1]:
             raise ValueError(
@@ -308,18 +332,19 @@ def _test_sampled(
     for index, prompt in enumerate(prompts):
         if index and time.perf_counter() > until:
             break
-        rounds: list[FrozenRound] = []
         already = sum(len(each) for _, _, each in calls)
-        with listening(drafter, rounds, most=(MOST_TREES * (index + 1) // len(prompts) or 1) - already):
-            calls.append((prompt.shape[1], generate(model, prompt, config, drafter), rounds))
+        recorder = RoundRecorder(prompt, limit=(MAX_TREES * (index + 1) // len(prompts) or 1) - already)
+        with observing(recorder):
+            text = generate(model, prompt, config, drafter)
+        calls.append((prompt.shape[1], text, recorder.rounds))
     report.drawn_p_value = drawn_p_value([each for _, _, rounds in calls for each in rounds])
     for num_prompt, text, rounds in calls:
         if not rounds or (report.replays and time.perf_counter() > until):
             continue
-        found = verify_again(model, rounds, text, num_prompt, precision) if precision else {}
+        found = verify_again(model, drafter, rounds, text, num_prompt, precision) if precision else {}
         for each in rounds:
             error, bound = found.get(len(each.prefix), (None, 0.0))
-            report.replays.append(replace(walk(model, each), logit_error=error, bound=bound))
+            report.replays.append(replace(replay(model, each), logit_error=error, bound=bound))
     missed = sum(replay.logit_error is None for replay in report.replays)
     if precision and missed:
-        report.left_out.append(f"logits of {missed} frozen trees, since the call took another way when it was repeated")
+        report.left_out.append(f"logits of {missed} recorded trees: the repeated call did not verify them")

@@ -1,9 +1,9 @@
-"""Forwards of a target with more digits than its own dtype has, on the same weights.
+"""Forwards of a target in a higher precision than its own, on the same weights.
 
-A wrong mask or position changes logits by the same amount in every dtype; rounding shrinks with the dtype. In bfloat16
-the two may be of one size, in float64 they are orders of magnitude apart on every processor. Nothing of the model is
-copied: `Raised` computes in the larger dtype whatever operation meets a floating tensor, so that it takes the memory
-of one larger weight at a time. What is compared in this precision is in `replay.py` and `differences.py`.
+A wrong mask or position changes logits by the same amount in every dtype; rounding depends on the dtype. In bfloat16
+the two may be of one size; in float64 they differ by orders of magnitude on every processor. The model is not copied:
+`Raised` converts the floating inputs of each operation, so that one converted weight at a time is in memory.
+`replay.py` and `differences.py` compare logits in this precision.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-TOP = 16  # of the logits after a text, so many best tokens are compared: others may be masked with any low number
+TOP = 16  # best tokens whose logits are compared: models may mask others with any low number
 
 
 class Raised(TorchDispatchMode):
-    """While it is entered, operations on floating tensors compute in `dtype`, and give it.
+    """In this context, operations on floating tensors compute in `dtype` and return it.
 
-    Tensors that were made before, such as weights, stay as they are, whatever is written to them meanwhile.
+    Tensors made before it, such as weights, keep their dtype, also if they are written to.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -35,7 +35,7 @@ class Raised(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         floats = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
-        # What reads a view of a weight, or rows of an embedding, converts these.
+        # A view of a weight and rows of an embedding are converted where they are used.
         keeps = len(floats) == 1 and (func.is_view or func is torch.ops.aten.embedding.default)
 
         def raised(value: Any) -> Any:
@@ -57,29 +57,29 @@ class Precision:
 
     Attributes:
         dtype: of the computation.
-        share: a larger difference of two logits, as a share of the best one, is no rounding.
+        share: the largest difference of two logits, relative to the best one, that rounding may explain.
     """
 
     dtype: torch.dtype
     share: float
 
     def __call__(self) -> AbstractContextManager[object]:
-        """In this context the target computes in `dtype`."""
+        """A context in which the target computes in `dtype`."""
         return Raised(self.dtype)
 
     def bound(self, logits: Tensor) -> float:
-        """The largest difference between logits of this size that rounding may explain."""
+        """The largest difference from these logits that rounding may explain."""
         return self.share * max(1.0, float(logits.amax(-1).abs().max()))
 
 
 def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | None, str]:
-    """The best precision that this target runs in here, by two plain forwards of `prompt` [1, seq] int64.
+    """The highest precision that this target and device support, by two plain forwards of `prompt` [1, seq] int64.
 
-    Rounding is told from errors by half of the digits: 1.5e-8 in float64, 3.5e-4 in float32. Where the two forwards,
-    with and without a cache, already differ by more than a thousandth of that, it is a thousand times their difference.
+    `share` is half of the digits: 1.5e-8 in float64, 3.5e-4 in float32; or, if that is more, a thousand times the
+    relative difference of the two forwards, with and without a cache.
 
     Returns:
-        The precision and an empty text; or None and the reason, if there is none.
+        The precision and an empty text; or None and the reason.
     """
     token_ids = prompt if prompt.shape[1] > 1 else prompt.repeat(1, 2)
     reasons = []
@@ -89,7 +89,7 @@ def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | No
                 whole = model(token_ids, use_cache=False).logits[0, -1]
                 cache = model(token_ids[:, :-1], use_cache=True).past_key_values
                 stepped = model(token_ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
-        except (RuntimeError, TypeError, ValueError) as error:  # no such dtype here, too little memory, own kernels
+        except (RuntimeError, TypeError, ValueError) as error:  # unsupported dtype, too little memory, custom kernels
             reasons.append(f"{dtype}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error)}")
             continue
         apart = top_difference(stepped, whole) / max(1.0, float(whole.max().abs()))
@@ -104,4 +104,4 @@ def top_difference(one: Tensor, other: Tensor) -> float:
     """Largest difference of the logits [..., vocab] of tokens that are among the best in either."""
     best = torch.cat([logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices for logits in (one, other)], dim=-1)
     one, other = one.gather(-1, best).cpu().double(), other.gather(-1, best).cpu().double()
-    return float((one - other).where(one != other, 0.0).abs().max())  # two that are -inf do not differ
+    return float((one - other).where(one != other, 0.0).abs().max())  # both may be -inf

@@ -1,6 +1,6 @@
-"""Pictures of speculation: the draft tree of a round, and the text with drafted tokens shaded.
+"""Pictures of a traced call: the draft tree of a round, and the text with drafted tokens shaded.
 
-As SVG and HTML that need nothing else, and as coloured text for a terminal. What is drawn is a `Trace`:
+As SVG and HTML without other files, and as coloured text for a terminal. They show a `Trace`:
 
     drafter.trace = Trace()
     model.generate(**inputs, assistant_model=drafter)

@@ -1,4 +1,4 @@
-"""A traced call as one HTML page that needs nothing else: the shaded text, then the trees of some rounds."""
+"""A traced call as one HTML page without other files: the shaded text, then the trees of some rounds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ body {{ margin: 0 auto; max-width: 1080px; padding: 20px; background: var(--pape
 
 
 def pictures(trace: Trace, tokenizer: Any, rounds: Sequence[int] = (0,), row: int = 0) -> str:
-    """The shaded text and the trees of some rounds as HTML, for a page that has the styles.
+    """The shaded text and the trees of some rounds as HTML, for a page with the styles of `trace_page`.
 
     Args:
         trace: of the call.
         tokenizer: the target's.
-        rounds: which to draw, counted among those of the row; negative ones from the end. Missing ones are left out.
+        rounds: indices of the row's rounds; negative ones count from the end. Missing ones are ignored.
         row: of the batch.
     """
     own = [traced for traced in trace.rounds if traced.row == row]

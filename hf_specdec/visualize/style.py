@@ -1,12 +1,12 @@
-"""Colours as CSS variables, and how trees and shaded text look in them.
+"""Colours as CSS variables, and the styles of trees and shaded text.
 
-What a colour says is also said by something else: accepted nodes have a thick border and a tick, forwards have their
-number in the node, bonus tokens are underlined. Steps of lightness keep their order in greyscale.
+No information is in colour alone: accepted nodes have a thick border and a tick, nodes show the number of their
+forward, bonus tokens are underlined. Steps of lightness keep their order in greyscale.
 """
 
 from __future__ import annotations
 
-FORWARDS = 8  # colours; a ninth forward begins again, the number in the node tells which it is
+FORWARDS = 8  # colours, used in rotation; nodes also show the number of their forward
 
 _LIGHT = {
     "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "grid": "#d8dee4", "soft": "#eef1f4", "fill": "#5b8dbf",

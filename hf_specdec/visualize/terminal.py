@@ -1,4 +1,4 @@
-"""The same pictures as coloured text for a terminal; legible without colours too."""
+"""The pictures as coloured text for a terminal; readable without colours too."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _FORWARDS = ("\x1b[36m", "\x1b[33m", "\x1b[32m", "\x1b[35m", "\x1b[34m", "\x1b[3
 
 
 def terminal_text(trace: Trace, tokenizer: Any, row: int = 0, *, colour: bool = True) -> str:
-    """What a row wrote: drafted and accepted tokens on green, the target's own in red and underlined.
+    """The output of a row: accepted tokens on green, the target's own choices in red and underlined.
 
     Args:
         trace: of the call.
         tokenizer: the target's.
         row: of the batch.
-        colour: without, what was drafted stands in brackets.
+        colour: whether to use colours; otherwise accepted tokens are in brackets.
     """
     prompt = tokenizer.decode(trace.prompt_ids[row], skip_special_tokens=True)
     parts = [f"{_FAINT}{prompt}{_END}" if colour else prompt]
     for text, drafted in pieces(trace, tokenizer, row):
         if colour:
-            # Codes end before a line break: a terminal would fill the rest of the line.
+            # A colour ends before a line break: otherwise a terminal fills the rest of the line with it.
             style = _ACCEPTED if drafted else _BONUS
             parts.append("\n".join(f"{style}{part}{_END}" if part else "" for part in text.split("\n")))
         else:
@@ -37,13 +37,13 @@ def terminal_text(trace: Trace, tokenizer: Any, row: int = 0, *, colour: bool = 
 def terminal_tree(
     traced: TracedRound, decode: Callable[[int], str], *, colour: bool = True, most_children: int = 6
 ) -> str:
-    """A round's draft tree, a node per line: accepted ones ticked and bold, coloured by where they come from.
+    """A round's draft tree, one node per line: accepted ones have a tick and are bold; colours show the origin.
 
     Args:
         traced: the round.
         decode: a token id as text.
         colour: whether to use colours.
-        most_children: shown below one node; accepted ones always are.
+        most_children: shown per node; accepted ones are always shown.
     """
     taken = set(traced.path)
     below: dict[int, list[int]] = {}

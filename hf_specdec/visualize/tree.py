@@ -1,6 +1,6 @@
-"""The draft tree of a round as SVG: tokens, probabilities, the accepted path, and where each node comes from.
+"""The draft tree of a round as SVG: tokens, probabilities, the accepted path, and the origin of each node.
 
-After Figure 7 of the SpecBlock paper. Depth runs to the right, siblings downwards in the drafter's order.
+After Figure 7 of the SpecBlock paper. Depth increases to the right; siblings are in the drafter's order, downwards.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from hf_specdec.visualize.style import COLOURS, FORWARDS, PICTURES
 
 _CHARACTER = 7.4  # pixels, of a monospace font of 12 pixels
 _ROW, _GAP, _NODE = 40, 38, 30
-_LONGEST = 14  # characters of a token
+_MAX_CHARACTERS = 14  # of a token
 
 
 @dataclass
 class Shown:
-    """A node that is drawn: where, and how many of its children are not."""
+    """A drawn node: its place, and the number of its children that are not drawn."""
 
     node: int
     depth: int
@@ -29,15 +29,15 @@ class Shown:
 
 
 def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Shown, int]:
-    """Which nodes are drawn and where; leaves take rows of their own, parents stand beside their first child.
+    """Chooses and places the drawn nodes. Each leaf has a row of its own; a parent is in the row of its first child.
 
     Args:
         traced: the round.
-        most_children: drawn per node; accepted ones always are.
-        most_rows: drawn in all; once they are used up, only accepted nodes are.
+        most_children: drawn per node; accepted ones are always drawn.
+        most_rows: of the picture; beyond them, only accepted nodes are drawn.
 
     Returns:
-        the root, and the number of rows.
+        The root, and the number of rows.
     """
     taken = set(traced.path)
     below: dict[int, list[int]] = {}
@@ -50,7 +50,7 @@ def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Sho
         children = below.get(node, [])
         room = rows < most_rows
         kept = [child for rank, child in enumerate(children) if child in taken or (room and rank < most_children)]
-        # The accepted child first, so that the path is a straight line.
+        # The accepted child is first, so that the path is a straight line.
         kept.sort(key=lambda child: child not in taken)
         shown = Shown(node, depth, float(rows), [])
         for child in kept:
@@ -61,7 +61,7 @@ def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Sho
             shown.children.append(place(child, depth + 1))
         shown.hidden = len(children) - len(shown.children)
         if shown.hidden and shown.children:
-            rows += 1  # for the line that says so; without children it stands beside the node
+            rows += 1  # for their number; without drawn children, it is to the right of the node
         return shown
 
     root = place(0, 0)
@@ -81,15 +81,15 @@ def tree_svg(
     Args:
         traced: the round.
         decode: a token id as text.
-        most_children: nodes drawn below one node; how many more there are is said.
-        most_rows: rows of the picture, about.
-        standalone: whether the SVG brings its own styles; not inside a page that has them.
+        most_children: drawn per node; the picture gives the number of the others.
+        most_rows: approximate limit of the rows.
+        standalone: whether the SVG contains the styles; False inside a page that has them.
     """
     root, rows = layout(traced, most_children, most_rows)
     taken, depths = set(traced.path), traced.depths
     names = [label(decode(token)) for token in traced.token_ids]
     # A column is as wide as its widest node.
-    drawn = list(_walk(root))
+    drawn = list(_subtree(root))
     widths: dict[int, float] = {}
     for shown in drawn:
         text = len(names[shown.node]) + 2  # the tick
@@ -112,12 +112,12 @@ def tree_svg(
             bend = own - _GAP / 2
             style, place = ("edge taken", len(edges)) if child.node in taken else ("edge", 0)
             line = f"M{left + width:.1f},{y + _NODE / 2:.1f} H{bend:.1f} V{to:.1f} H{own:.1f}"
-            edges.insert(place, f'<path class="{style}" d="{line}"/>')  # the accepted path lies on top
+            edges.insert(place, f'<path class="{style}" d="{line}"/>')  # the accepted path is drawn on top
         nodes.append(
             _draw(traced, shown.node, names[shown.node], left, y, width, shown.node in taken or shown.node == 0)
         )
         if shown.hidden:
-            below = max(each.row for each in _walk(shown)) + 1 if shown.children else shown.row
+            below = max(each.row for each in _subtree(shown)) + 1 if shown.children else shown.row
             nodes.append(
                 f'<text class="more" x="{starts[shown.depth + 1]:.1f}" y="{top + _ROW * below + 18:.1f}">'
                 f"{_more(shown.hidden)}</text>"
@@ -136,20 +136,20 @@ def tree_svg(
 
 
 def tree_legend(traced: TracedRound, decode: Callable[[int], str]) -> str:
-    """What the picture of a round shows, in words."""
+    """A legend for the picture of a round."""
     parts = [f"root: {label(decode(traced.token_ids[0]))}; ✓ and thick lines: accepted"]
     parts.append(f"then the bonus token {label(decode(traced.bonus_id))}, the target's own choice")
     if traced.probs is not None:
         parts.append("p: the drafter's probability after the path above")
     if traced.sources is not None:
-        parts.append("names and colour: who proposed the node")
+        parts.append("names and colour: the drafters that proposed the node")
     if traced.forwards is not None:
         parts.append(f"f and colour: which of the {max(traced.forwards)} drafter forwards made the node")
     return "; ".join(parts) + "."
 
 
 def label(text: str) -> str:
-    """A token's text so that blanks can be seen, shortened to fit.
+    """A token's text with visible blanks, shortened to fit.
 
     Example:
         >>> label(" a"), label(chr(10)), label("x" * 20)
@@ -157,11 +157,11 @@ def label(text: str) -> str:
     """
     text = text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·").replace("\r", "␍")
     text = "".join(character if character.isprintable() else "�" for character in text)
-    return (text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…") or "∅"
+    return (text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 1] + "…") or "∅"
 
 
-def _walk(shown: Shown) -> list[Shown]:
-    return [shown, *(below for child in shown.children for below in _walk(child))]
+def _subtree(shown: Shown) -> list[Shown]:
+    return [shown, *(below for child in shown.children for below in _subtree(child))]
 
 
 def _more(hidden: int) -> str:

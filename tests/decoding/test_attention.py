@@ -34,7 +34,7 @@ def random_case(shape: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_grouped_heads_without_copies_give_the_hosts_bits(shape: str) -> None:
+def test_grouped_heads_without_copies_equal_the_host_bitwise(shape: str) -> None:
     query, key, value, mask = random_case(shape, torch.float32)
     layer = nn.Module()
     layer.num_key_value_groups = query.shape[1] // key.shape[1]
@@ -51,7 +51,7 @@ def test_rule_of_use_is_sdpa_without_soft_caps_and_sinks(family: str) -> None:
         assert usable(make_target(family, kind)) == expected
 
 
-def test_implementation_is_put_back_after_an_error() -> None:
+def test_implementation_is_restored_after_an_error() -> None:
     target = fresh_target("llama", "sdpa")
 
     def fails() -> None:

@@ -63,7 +63,7 @@ def test_auto_budget_changes_no_token(method: str, batch: str) -> None:
 @pytest.mark.usefixtures("whole_batch")
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", TREE_METHODS)
-def test_drafts_after_rounds_without_a_draft_are_those_of_a_call_that_always_drafts(
+def test_drafts_after_skipped_rounds_equal_those_of_a_call_that_always_drafts(
     method: str, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
@@ -176,7 +176,7 @@ def test_rounds_without_a_draft_join_the_round_before_them(rounds: list[list[int
             assert joined.valid[row].tolist() == [place < count for place in range(joined.token_ids.shape[1])]
 
 
-def test_times_are_a_line_through_medians() -> None:
+def test_times_are_fitted_by_a_line_through_medians() -> None:
     times = RoundTimes()
     for nodes in (4, 16, 64):
         for noise in (0.0, 0.1, 5.0):  # a disturbance is outvoted
@@ -186,7 +186,7 @@ def test_times_are_a_line_through_medians() -> None:
     assert times.of(30) == pytest.approx(2.1 + 3.0, abs=0.01)
 
 
-def test_more_nodes_are_never_believed_to_take_less_time() -> None:
+def test_estimated_time_never_decreases_with_more_nodes() -> None:
     times = RoundTimes()
     for nodes, seconds in ((4, 3.0), (64, 1.0)):
         times.note(nodes, seconds)
@@ -236,7 +236,7 @@ def test_nodes_are_kept_while_they_gain_more_than_they_cost(slope: float, expect
     assert budget.cut(tree, [True]).num_nodes - 1 == expected
 
 
-def test_rows_that_wait_have_no_say() -> None:
+def test_inactive_rows_do_not_change_the_budget() -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.0, slope=0.05))
     tree = DraftTree.from_lists(
         [[0, 1, 2], [0, 1, 2]], [[-1, 0, 0]] * 2, path_logprobs=[[0.0, -0.1, -9.0], [0.0, -0.7, -0.7]]
@@ -265,7 +265,7 @@ def play(budget: AutoBudget, accepted: int, plain_s: float, drafted_s: float, ro
     return drafted
 
 
-def test_drafting_that_does_not_pay_rests_longer_and_longer() -> None:
+def test_skipped_rounds_double_while_drafting_does_not_pay() -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     drafted = play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=300)
     lost = 0.5 * sum(drafted) / 300
@@ -274,7 +274,7 @@ def test_drafting_that_does_not_pay_rests_longer_and_longer() -> None:
     assert sum(drafted[:8]) < 8
 
 
-def test_a_round_for_which_a_drafter_has_nothing_to_say_shows_nothing() -> None:
+def test_trace_of_a_round_without_notes_has_no_notes() -> None:
     # A look-up without a match costs no more than a plain round: no reason to rest, and nothing is measured by it.
     budget = chooser_of(BudgetKnowledge())
     for _ in range(100):
@@ -285,12 +285,12 @@ def test_a_round_for_which_a_drafter_has_nothing_to_say_shows_nothing() -> None:
     assert budget.cut(tree_of([0.5, 0.3, 0.1]), [True]).num_nodes == 4
 
 
-def test_drafting_that_pays_goes_on() -> None:
+def test_drafting_continues_while_it_pays() -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=100))
 
 
-def test_one_miss_after_a_rest_is_not_taken_for_the_rule() -> None:
+def test_one_rejection_after_skipped_rounds_does_not_stop_drafting() -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=30)
     while not budget.drafting:
@@ -302,7 +302,7 @@ def test_one_miss_after_a_rest_is_not_taken_for_the_rule() -> None:
     assert all(play(budget, accepted=2, plain_s=1.0, drafted_s=1.5, rounds=50))
 
 
-def test_first_looks_are_not_held_against_the_drafter() -> None:
+def test_first_rounds_do_not_count_against_the_drafter() -> None:
     budget = chooser_of(BudgetKnowledge())
     tree = tree_of([0.9 - 0.01 * node for node in range(64)])
     rested = []
@@ -317,7 +317,7 @@ def test_first_looks_are_not_held_against_the_drafter() -> None:
     assert len(rested) <= 4, f"rests in rounds {rested}: 3 show what a plain round takes"
 
 
-def test_later_calls_ask_for_trees_of_the_size_that_earlier_ones_used() -> None:
+def test_later_calls_request_trees_of_the_size_that_earlier_ones_used() -> None:
     knowledge = knowing(plain=1.0, start=1.0, slope=0.05)
     budget = chooser_of(knowledge)
     for _ in range(20):
@@ -325,7 +325,7 @@ def test_later_calls_ask_for_trees_of_the_size_that_earlier_ones_used() -> None:
     assert chooser_of(knowledge).node_limit < 16
 
 
-def test_a_tree_worth_all_its_nodes_is_asked_for_with_more() -> None:
+def test_larger_trees_are_requested_if_all_nodes_pay() -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.0, slope=0.0))
     for _ in range(10):
         budget.cut(tree_of([0.5, 0.3, 0.1, *[0.001] * 20]), [True])
@@ -336,7 +336,7 @@ def test_a_tree_worth_all_its_nodes_is_asked_for_with_more() -> None:
     assert limits[-1] == 64
 
 
-def test_drafting_that_pays_again_is_taken_up_again() -> None:
+def test_drafting_resumes_when_it_pays_again() -> None:
     budget = chooser_of(knowing(plain=1.0, start=1.5, slope=0.0))
     play(budget, accepted=0, plain_s=1.0, drafted_s=1.5, rounds=60)
     drafted = play(budget, accepted=3, plain_s=1.0, drafted_s=1.5, rounds=200)
@@ -358,7 +358,7 @@ def test_trees_in_device_memory_are_cut_by_the_mean_of_earlier_rounds(monkeypatc
 
 
 @pytest.mark.parametrize("method", TREE_METHODS)
-def test_other_words_than_auto_are_refused(method: str) -> None:
+def test_other_strings_than_auto_are_refused(method: str) -> None:
     drafter = METHODS[method](make_target("llama", "sdpa"))
     with pytest.raises(ValueError, match=r"tree_budget='many' must be an integer from 1 to \d+, or 'auto'"):
         drafter.set_options(tree_budget="many")

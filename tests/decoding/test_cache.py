@@ -88,7 +88,7 @@ def test_commit_of_the_first_nodes_equals_commit_of_their_indices() -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["behind the longest row", "at a fixed place"])
 @pytest.mark.parametrize("lead", [0, 2])
-def test_a_round_goes_on_from_the_node_after_those_that_lead_it(lead: int, apart: bool) -> None:
+def test_round_continues_after_its_first_nodes_are_committed(lead: int, apart: bool) -> None:
     cache = filled(batch=2, length=4, capacity=40)
     write(cache, 2)
     cache.commit(torch.tensor([[0, 1], [0, 0]]), Counts.of([2, 1]))  # rows differ in length from here
@@ -99,8 +99,8 @@ def test_a_round_goes_on_from_the_node_after_those_that_lead_it(lead: int, apart
     written = torch.randn(LAYERS, 2, HEADS, lead + 3, DIM, generator=generator)
     for layer in range(LAYERS):
         cache.update(written[layer, :, :, : lead + 1], written[layer, :, :, : lead + 1], layer)
-    cache.commit_lead(lead)
-    cache.hold(1)
+    cache.commit_and_continue(lead)
+    cache.continue_round(1)
     assert cache.row_lengths == cache.lengths.tolist() == [6 + lead, 5 + lead]
     assert cache.node_start == (16 if apart else 6 + lead)
     for layer in range(LAYERS):
@@ -127,7 +127,7 @@ def test_counts_that_the_host_reads_later_bound_the_rows_until_then() -> None:
     assert cache.longest == 7
 
 
-def test_rollback_forgets_and_the_next_round_writes_over_it() -> None:
+def test_rollback_drops_nodes_and_the_next_round_overwrites_them() -> None:
     cache = filled(batch=2, length=6, capacity=30)
     kept = copy.deepcopy([entries(cache, layer, 0) for layer in range(LAYERS)])
     write(cache, 4)
@@ -139,7 +139,7 @@ def test_rollback_forgets_and_the_next_round_writes_over_it() -> None:
         assert torch.equal(cache.layers[layer].keys[0, :, :6], kept[layer][0])
 
 
-def test_buffers_grow_and_keep_what_they_hold() -> None:
+def test_buffers_grow_and_keep_their_entries() -> None:
     cache = filled(batch=2, length=6, capacity=8)
     kept = copy.deepcopy([entries(cache, layer, 1) for layer in range(LAYERS)])
     assert cache.capacity == 8
@@ -162,7 +162,7 @@ def test_fresh_buffers_are_zero() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "mistral-sliding"])
-def test_rows_never_read_what_lies_behind_their_end(family: str) -> None:
+def test_rows_never_read_entries_after_their_end(family: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS["ragged batch of three"]()
     logits = []
     for garbage in (0.0, 1e4):
@@ -216,7 +216,7 @@ def test_a_tree_gives_the_logits_of_its_paths_run_one_by_one(family: str, batch:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gemma3"])
-def test_after_commits_a_cache_equals_one_that_never_held_the_rejected_nodes(family: str) -> None:
+def test_after_commits_a_cache_equals_one_without_the_rejected_nodes(family: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS["ragged batch of three"]()
     drafted, plain = prefilled(target, prompts), prefilled(target, prompts)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10]] * 3)
@@ -239,7 +239,7 @@ def test_static_cache_cannot_be_continued() -> None:
         TreeCache.continuing(StaticCache(config=target.config, max_cache_len=32), 4)
 
 
-def test_sliding_layers_that_dropped_entries_are_continued_with_zeros_in_their_place() -> None:
+def test_dropped_entries_of_sliding_layers_become_zeros() -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS["batch of one"]()
     stock = DynamicCache(config=target.config)
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_sliding_layers_that_dropped_entries_are_continued_with_zeros_in_their_p
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_a_cache_handed_back_holds_little_more_than_its_entries(passed: bool) -> None:
+def test_returned_cache_uses_little_more_memory_than_its_entries(passed: bool) -> None:
     target = fresh_target("llama", "sdpa", max_position_embeddings=8192)
     settings = {"max_new_tokens": 4000, "do_sample": False, "eos_token_id": list(range(32))}
     settings |= {"past_key_values": DynamicCache()} if passed else {}

@@ -21,7 +21,7 @@ def test_nodes_of_several_forwards_are_committed_as_of_one() -> None:
             keys, values = cache.layers[0].update(new, new)
             assert keys.shape[2] == values.shape[2] == start + part
             start += part
-            cache.hold(part)
+            cache.continue_round(part)
         assert cache.get_seq_length() == 4 + sum(parts)
         cache.commit(torch.tensor([[0, 2, 4], [1, 3, 0]]), Counts.of([3, 2]))
         assert cache.get_seq_length() == cache.longest == 7
@@ -34,7 +34,7 @@ def test_rollback_ends_a_round() -> None:
     cache = TreeCache.empty(1, 1, 1, 3, dtype=torch.float32, device=torch.device("cpu"), capacity=16)
     node = torch.ones(1, 1, 1, 3)
     cache.layers[0].update(node, node)
-    cache.hold(1)
+    cache.continue_round(1)
     cache.rollback([0])
     keys, _ = cache.layers[0].update(2 * node, 2 * node)
     assert keys.tolist() == (2 * node).tolist()

@@ -139,7 +139,7 @@ def poisoned(target: PreTrainedModel, value: float, method: str, *, rounds: tupl
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", ["dflash", "ddtree"])
-def test_rounds_with_nan_or_infinite_logits_are_decoded_plainly_counted_and_warned_about_once(
+def test_rounds_with_nan_or_infinite_logits_fall_back_and_are_counted_and_warned_about_once(
     target: PreTrainedModel, method: str, batch: str, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = PROMPTS[batch]()
@@ -168,7 +168,7 @@ def test_a_drafter_that_is_all_nan_still_gives_the_right_tokens(target: PreTrain
     assert drafter.stats.num_draft_tokens == 0
 
 
-def test_a_spoiled_round_leaves_later_rounds_alone(target: PreTrainedModel) -> None:
+def test_nan_in_a_round_does_not_change_later_rounds(target: PreTrainedModel) -> None:
     # The drafter keeps its own cache; only the logits of its first round are spoiled here.
     prompts = PROMPTS["batch of one"]()
     drafter = poisoned(target, float("nan"), "ddtree", rounds=(0,))
@@ -232,7 +232,7 @@ def test_generator_is_closed_after_an_error(target: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_hook_stays_on_the_target(target: PreTrainedModel, method: str) -> None:
+def test_hooks_are_removed_from_the_target(target: PreTrainedModel, method: str) -> None:
     target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=METHODS[method](target))
     assert not [module for module in target.modules() if module._forward_hooks or module._forward_pre_hooks]
 
@@ -261,7 +261,7 @@ def test_any_budget_gives_the_same_tokens(target: PreTrainedModel, budget: int) 
 )
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_a_token_that_the_target_has_no_numbers_for_spoils_no_other(
+def test_token_with_nan_logits_does_not_change_other_tokens(
     batch: str, known: bool, settings: dict[str, Any], attention: str
 ) -> None:
     """Plain decoding never runs token 7, since it is suppressed; drafts of it may be run, but must not matter."""
@@ -279,7 +279,7 @@ def test_a_token_that_the_target_has_no_numbers_for_spoils_no_other(
                 [[root, 20, 7] for root in context.root_ids.tolist()], [[-1, 0, 1]] * len(context.lengths)
             )
         )
-    with pytest.warns(UserWarning, match="a token that the target gives NaN for"):
+    with pytest.warns(UserWarning, match="a drafted token for which the target.s logits are NaN"):
         assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats is not None
     assert drafter.stats.num_plain_steps == drafter.stats.num_spec_steps
@@ -287,10 +287,10 @@ def test_a_token_that_the_target_has_no_numbers_for_spoils_no_other(
 
 
 @pytest.mark.each_value
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_methods_bear_a_token_that_the_target_has_no_numbers_for(method: str, sampling: dict[str, Any]) -> None:
+def test_methods_draft_with_a_token_with_nan_logits(method: str, sampling: dict[str, Any]) -> None:
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = METHODS[method](target)
     settings = {**prompts, **sampling, "max_new_tokens": 30}

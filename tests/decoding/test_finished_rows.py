@@ -51,9 +51,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     commit = loop.SpeculativeDecoding.commit
 
-    def watched(self: loop.SpeculativeDecoding, flying: loop.Flying) -> None:
-        seen.append(len(flying.tree.token_ids))
-        commit(self, flying)
+    def watched(self: loop.SpeculativeDecoding, verified: loop.VerifiedRound) -> None:
+        seen.append(len(verified.tree.token_ids))
+        commit(self, verified)
 
     monkeypatch.setattr(loop.SpeculativeDecoding, "commit", watched)
     return seen
@@ -89,7 +89,7 @@ def test_rows_leave_under_an_automatic_budget_too(method: str, batches: list[int
 
 
 @pytest.mark.parametrize("extra", [{"output_scores": True}, {"repetition_penalty": 1.2}], ids=str)
-def test_rows_stay_where_the_batch_is_looked_at_as_a_whole(extra: dict[str, Any], batches: list[int]) -> None:
+def test_rows_stay_in_the_batch_if_an_observer_needs_all_rows(extra: dict[str, Any], batches: list[int]) -> None:
     target = make_target("llama", "sdpa")
     settings = settings_of(target) | extra
     alone = target.generate(**prompts(), **settings)
@@ -99,7 +99,7 @@ def test_rows_stay_where_the_batch_is_looked_at_as_a_whole(extra: dict[str, Any]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_row_that_waited_can_go_on_alone(method: str, batches: list[int]) -> None:
+def test_inactive_row_can_continue_alone(method: str, batches: list[int]) -> None:
     # Without an end of text, a row that stops waits while another one goes on, and then says as much as that one.
     class StopsFirstRow(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
@@ -115,7 +115,7 @@ def test_a_row_that_waited_can_go_on_alone(method: str, batches: list[int]) -> N
     assert batches[-1] == 1 or method in ("specbranch", "causal_lm_tree")
 
 
-def test_cache_gives_up_rows_and_takes_them_back() -> None:
+def test_cache_drops_rows_and_restores_them() -> None:
     torch.manual_seed(0)
     cache = TreeCache.empty(2, 4, 2, 3, dtype=torch.float64, device=torch.device("cpu"), capacity=20)
     for layer in cache.layers:
@@ -138,7 +138,7 @@ def test_cache_gives_up_rows_and_takes_them_back() -> None:
         assert torch.equal(layer.keys[0, :, 2:7], torch.ones(2, 5, 3).double())
 
 
-def test_rows_that_only_wait_stay(batches: list[int]) -> None:
+def test_inactive_rows_that_may_continue_stay(batches: list[int]) -> None:
     # Without an end-of-text token, a row that another criterion has stopped goes on when others get longer.
     class FirstRowStopsEarly(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:

@@ -70,7 +70,7 @@ def cache(layers: int) -> TreeCache:
 def verify(first: int = 0) -> Callable[[], object]:
     target = bound_target()
     target.cache, workspace = cache(4), Workspace()
-    target.cache.hold(first)
+    target.cache.continue_round(first)
     assert workspace.claim(target, target.model)
     seen = first + WIDTH
     inputs = (ids(2, WIDTH), ids(2, WIDTH), ids(2, seen), ids(2, WIDTH, seen) > 0, ids(2), ids(2))

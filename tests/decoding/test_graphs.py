@@ -76,7 +76,7 @@ class Replaying:
             forward()
         lasting: set[int] = set()
         for workspace in graphs._WORKSPACES.values():
-            lasting |= workspace.lasting
+            lasting |= workspace.persistent_storages
         lost = {where: use for where, use in reads.outside.items() if where not in lasting}
         assert not lost, f"a graph would read tensors that end with the call: {list(lost.values())}"
         self.outputs = tuple(output.clone() for output in forward())
@@ -189,7 +189,7 @@ def test_a_captured_draft_model_draws_what_the_usual_one_draws(batch: str) -> No
     assert outputs[0] == outputs[1]
 
 
-def test_a_draft_model_that_cannot_be_captured_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_draft_model_that_cannot_be_captured_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     experts = CausalLMDrafter(fresh_target("qwen3-moe", "sdpa", num_hidden_layers=1), max_depth=3)
     alone = target.generate(**prompts, **GREEDY)
@@ -232,7 +232,7 @@ def test_text_longer_than_the_buffers_grows_them() -> None:
     assert assisted.sequences.tolist() == alone.sequences.tolist()
 
 
-def test_what_cannot_be_captured_runs_on_the_same_buffers_and_says_so_once(
+def test_forward_that_cannot_be_captured_runs_on_the_same_buffers_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(forward: graphs.Forward) -> graphs.Graph:
@@ -301,7 +301,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_captured_blocks_have_the_logits_of_the_usual_forward(variant: str, batch: str) -> None:
+def test_captured_blocks_have_the_logits_of_the_eager_forward(variant: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter = make_dflash(target, **VARIANTS[variant]).to(torch.float64)
     with torch.no_grad():  # drafts that are kept now and then, so that rounds commit different numbers of tokens
@@ -319,7 +319,7 @@ def test_captured_blocks_have_the_logits_of_the_usual_forward(variant: str, batc
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*EARLY, "causal_lm_tree", "causal_lm_chain"])
-def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str) -> None:
+def test_captured_drafts_equal_those_of_the_eager_forward(method: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = METHODS[method](target).to(torch.float64)
     make = type(drafter).candidate_generator
@@ -365,7 +365,7 @@ def test_captured_drafts_are_those_of_the_usual_forward(method: str, batch: str)
 
 
 @pytest.mark.usefixtures("whole_batch")  # rows that are about to leave the batch are read at once
-def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
+def test_round_is_three_launches_after_the_prompt() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = compiling(METHODS["ddtree"](target)).to(torch.float64)
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
@@ -379,7 +379,7 @@ def test_a_round_is_three_launches_once_the_prompt_is_taken_in() -> None:
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_the_next_tree_is_drafted_before_the_outcome_is_read(
+def test_the_next_tree_is_drafted_before_the_verdict_is_read(
     method: str, batch: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
@@ -400,7 +400,7 @@ def test_the_next_tree_is_drafted_before_the_outcome_is_read(
 @pytest.mark.usefixtures("whole_batch")  # an early tree has the rows of the round before
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
-def test_early_trees_are_those_that_a_host_that_waits_would_get(method: str, batch: str) -> None:
+def test_early_trees_equal_those_drafted_after_the_read(method: str, batch: str) -> None:
     # Drafts that are kept now and then: the target's own tokens, planted in some of the trees.
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
@@ -445,7 +445,7 @@ def test_early_trees_are_those_that_a_host_that_waits_would_get(method: str, bat
             assert part.tolist() == expected.tolist()
 
 
-def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
+def test_generators_that_need_the_verdict_do_not_draft_early() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     lag, lags = loop.SpeculativeDecoding.lag, []
     for extra in ({"output_scores": True}, {"repetition_penalty": 1.3}, {"trace": True}, {"tree_budget": "auto"}):
@@ -463,7 +463,7 @@ def test_who_must_know_the_outcome_first_is_not_drafted_for_early() -> None:
     assert set(lags) == {0}
 
 
-def test_drafts_after_a_rest_are_those_of_the_usual_forward() -> None:
+def test_drafts_after_skipped_rounds_equal_those_of_the_eager_forward() -> None:
     class Resting(AutoBudget):
         """Rests for longer than what a captured block is wide for."""
 
@@ -559,7 +559,7 @@ def test_buffers_of_a_call_that_failed_serve_the_next(monkeypatch: pytest.Monkey
     assert Replaying.made == made
 
 
-def test_obstacles_known_beforehand_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_obstacles_known_in_advance_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     target, prompts = fresh_target("qwen3-moe", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     with caplog.at_level(logging.WARNING):
@@ -589,7 +589,7 @@ def test_rotary_embeddings_that_depend_on_the_length_are_not_captured(
     assert f"rope_type='{kind}'" in caplog.text
 
 
-def test_rotary_embeddings_are_looked_at_for_each_type_of_layer() -> None:
+def test_rotary_embeddings_are_checked_for_each_type_of_layer() -> None:
     target, cpu = fresh_target("gemma3", "sdpa"), torch.device("cpu")
     assert graphs.obstacle(target, cpu) is None
     target.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
@@ -659,7 +659,7 @@ class FakeStream:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_capture_has_its_own_stream_and_leaves_nothing_behind(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_uses_its_own_stream_and_restores_the_current_one(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs.capture_stream.cache_clear()
     cuda = FakeCuda(monkeypatch, fails=fails)
     seen: list[str] = []
@@ -676,7 +676,7 @@ def test_a_capture_has_its_own_stream_and_leaves_nothing_behind(fails: bool, mon
     assert (cuda.current, cuda.state) == ("default", "drawing")
 
 
-def test_a_second_call_at_the_same_time_does_without() -> None:
+def test_second_call_at_the_same_time_is_not_captured() -> None:
     target = make_target("llama", "sdpa")
     workspace = graphs.workspace_of(target, torch.device("cpu"))
     assert workspace is not None
@@ -718,10 +718,10 @@ def test_compiled_forward_gives_the_targets_tokens(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("method", ["ddtree", "specblock"])
-def test_the_self_test_of_a_pair_sees_the_rounds_of_captured_drafts(method: str) -> None:
+def test_self_test_of_a_pair_checks_the_rounds_of_captured_drafts(method: str) -> None:
     target = make_target("llama", "sdpa")
     drafter: Any = compiling(METHODS[method](target)).to(torch.float64)
     report = verify_lossless(target, drafter, [PROMPTS["batch of one"]()["input_ids"]], verbose=False)
     assert report.lossless, str(report)
     assert max(replay.rounding for replay in report.replays) < 1e-6
-    assert report.left_out == ["logits of forwards with compile_mode='reduce-overhead': compared without it"]
+    assert report.left_out == ["logits of forwards with compile_mode='reduce-overhead': they are compared without it"]

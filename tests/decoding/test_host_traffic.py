@@ -205,9 +205,7 @@ def test_rounds_do_not_slow_down_with_the_number_of_nodes_in_python(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: on a CPU the operations are counted instead")
 @pytest.mark.parametrize("method", ON_DEVICE)
-def test_no_operation_of_a_round_waits_but_the_one_that_reads_its_outcome(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_read_of_the_verdict_waits_for_the_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = fresh_target("qwen3-mixed", "sdpa", torch.bfloat16).to("cuda")
     drafter = METHODS[method](target).to("cuda", torch.bfloat16)
     prompts = {name: part.to("cuda") for name, part in PROMPTS["ragged batch of three"]().items()}

@@ -113,7 +113,7 @@ def test_generators_are_the_hosts_candidate_generators() -> None:
     for method in METHODS:
         generator = drafter_of(method, target).candidate_generator(TargetModel(target))
         assert isinstance(generator, CandidateGenerator)
-        with pytest.raises(RuntimeError, match=r"model\.generate\(assistant_model=\.\.\.\) has begun"):
+        with pytest.raises(RuntimeError, match=r"only in calls of model\.generate\(assistant_model=drafter\)"):
             generator.get_candidates(torch.tensor([[1, 2]]))
         generator.close()
 
@@ -139,7 +139,7 @@ def test_sampled_tokens_follow_the_target(drawn: bool) -> None:
     assert_follows(count(torch.cat(rows)), enumerate_law(target, PROMPT, "plain"))
 
 
-def test_attention_that_takes_no_tree_mask_runs_chains_and_says_why() -> None:
+def test_attention_without_tree_masks_runs_chains_and_warns() -> None:
     AttentionInterface.register("no_trees", sdpa_attention_forward)
     AttentionMaskInterface.register("no_trees", sdpa_mask)
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
@@ -154,14 +154,14 @@ def test_attention_that_takes_no_tree_mask_runs_chains_and_says_why() -> None:
     assert drafter.stats.num_accepted_draft_tokens == 0, "of siblings the likeliest comes first"
     prompts = PROMPTS["ragged batch of three"]()
     alone = target.generate(**prompts, **GREEDY)
-    with pytest.warns(UserWarning, match=r"no_trees.*one row at a time, and this batch has 3.*Nothing is drafted"):
+    with pytest.warns(UserWarning, match=r"no_trees.*verified for one row, and this batch has 3.*Nothing is drafted"):
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize("eos", [False, True])
 @pytest.mark.parametrize("make", [gpt_neo, opt])
-def test_texts_end_where_plain_decoding_ends_them(make: Any, eos: bool) -> None:
+def test_texts_end_where_plain_decoding_ends(make: Any, eos: bool) -> None:
     target, prompts = make(), PROMPTS["batch of one"]()
     script = target.generate(**prompts, **GREEDY)
     for new in range(1, 12):
@@ -175,7 +175,7 @@ def test_texts_end_where_plain_decoding_ends_them(make: Any, eos: bool) -> None:
                 assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
-def test_a_cache_of_the_callers_is_continued_and_handed_back() -> None:
+def test_cache_of_the_caller_is_continued_and_returned() -> None:
     target, prompts = gpt_neo(), PROMPTS["batch of one"]()
     caches = []
     for drafter in (None, right_for(2, target.generate(**prompts, **GREEDY), siblings=0)):
@@ -193,22 +193,22 @@ class Stops(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= 14)
 
 
-def test_criteria_that_the_host_asks_too_late_are_not_drafted_past() -> None:
+def test_nothing_is_drafted_with_criteria_that_the_host_calls_late() -> None:
     target, prompts = gpt_neo(), PROMPTS["batch of one"]()
     settings = GREEDY | {"stopping_criteria": StoppingCriteriaList([Stops()])}
     alone = target.generate(**prompts, **settings)
     drafter = right_for(5, target.generate(**prompts, **GREEDY), siblings=0)
-    with pytest.warns(UserWarning, match="nothing is drafted, because that loop would ask"):
+    with pytest.warns(UserWarning, match="nothing is drafted, because that loop calls these stopping criteria"):
         assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
 
 
-def test_targets_with_a_cache_of_their_own_decode_plainly_and_say_so() -> None:
+def test_targets_with_their_own_cache_decode_plainly_and_warn() -> None:
     # The host's loop cannot cut back what they store.
     config = transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
     target, prompts = _tiny(transformers.RwkvForCausalLM(config)), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     drafter = right_for(2, alone)
-    with pytest.warns(UserWarning, match=r"RwkvForCausalLM keeps what it has read elsewhere.*Nothing is drafted"):
+    with pytest.warns(UserWarning, match=r"Rwkv.* stores its keys, values or states.*Nothing is drafted"):
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_draft_tokens == 0
 
@@ -224,7 +224,7 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(standins.OF_STATES, "torch_chunk_gated_delta_rule", wrong)
 
 
-def test_layers_whose_rule_is_wrong_step_from_node_to_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_a_wrong_rule_run_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_rule(monkeypatch)
     target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["ragged batch of three"]()
     alone = target.generate(**prompts, **GREEDY)
@@ -234,9 +234,9 @@ def test_layers_whose_rule_is_wrong_step_from_node_to_node(monkeypatch: pytest.M
     assert target in STEPPED
 
 
-def test_layers_that_cannot_step_either_are_named_and_chains_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_fail_level_by_level_are_named_and_chains_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_rule(monkeypatch)
-    monkeypatch.setattr("hf_specdec.decoding.layers.stepped.keepers", lambda model: [])
+    monkeypatch.setattr("hf_specdec.decoding.layers.stepped.state_modules", lambda model: [])
     target, prompts = fresh_target("qwen3.5", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)
     drafter = right_for(2, alone, siblings=0)
@@ -252,7 +252,7 @@ REPLAYED = ["deepseek_v4", "doge", "inkling_text", "minimax"]
 
 @pytest.mark.parametrize("family", REPLAYED)
 @pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
-def test_what_cannot_be_cut_back_is_put_back_and_runs_again(right: Any, family: str) -> None:
+def test_caches_that_cannot_be_cropped_are_restored_and_replayed(right: Any, family: str) -> None:
     target, prompts = tiny_model(family), PROMPTS["batch of one"]()
     settings = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     alone = target.generate(**prompts, **settings)
@@ -270,7 +270,7 @@ def test_what_cannot_be_cut_back_is_put_back_and_runs_again(right: Any, family: 
 
 
 @pytest.mark.parametrize("family", ["doge", "inkling_text"])
-def test_a_prompt_that_came_as_embeddings_does_not_run_again(family: str) -> None:
+def test_prompt_given_as_embeddings_does_not_run_again(family: str) -> None:
     target, ids = tiny_model(family), PROMPTS["batch of one"]()["input_ids"]
     settings = {**GREEDY, "inputs_embeds": target.get_input_embeddings()(ids)}
     alone = target.generate(**settings)
@@ -282,7 +282,7 @@ def test_a_prompt_that_came_as_embeddings_does_not_run_again(family: str) -> Non
 
 @pytest.mark.parametrize("family", REPLAYED)
 @pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "ngram"])
-def test_drafters_draft_chains_for_what_cannot_be_cut_back(method: str, family: str) -> None:
+def test_drafters_draft_chains_for_caches_that_cannot_be_cropped(method: str, family: str) -> None:
     target, prompts = tiny_model(family), PROMPTS["batch of one"]()
     alone, drafter = target.generate(**prompts, **GREEDY), drafter_of(method, target)
     if family == "deepseek_v4" and method in ("dflash", "eagle3"):
@@ -293,7 +293,7 @@ def test_drafters_draft_chains_for_what_cannot_be_cut_back(method: str, family: 
     assert drafter.stats.num_draft_tokens > 0
 
 
-def test_keys_that_would_take_the_places_of_others_are_not_drafted() -> None:
+def test_nothing_is_drafted_where_keys_would_replace_others() -> None:
     target, prompts = tiny_model("doge"), PROMPTS["batch of one"]()
     longest = prompts["input_ids"].shape[1] + GREEDY["max_new_tokens"]
     for kept, drafts in ((longest, True), (longest - 1, False)):

@@ -97,7 +97,7 @@ def early(prompts: dict[str, Tensor], script: Tensor, num_right: int | list[int]
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_late_rounds_give_the_tokens_counts_and_cache_of_rounds_that_are_waited_for(
+def test_late_reads_give_the_tokens_counts_and_cache_of_immediate_reads(
     method: str, batch: str, do_sample: bool
 ) -> None:
     target, prompts = make_target("qwen3-mixed", "sdpa"), PROMPTS[batch]()
@@ -122,7 +122,7 @@ def test_late_rounds_give_the_tokens_counts_and_cache_of_rounds_that_are_waited_
         assert_same_cache(one.past_key_values, alone.past_key_values)
 
 
-def test_the_outcome_of_a_round_is_read_when_the_next_one_is_under_way(events: list[str]) -> None:
+def test_the_verdict_of_a_round_is_read_after_the_next_one_is_launched(events: list[str]) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
     target.generate(**prompts, **GREEDY, assistant_model=drafter)
@@ -149,7 +149,7 @@ def test_any_number_of_new_tokens_ends_the_text_where_plain_decoding_does(batch:
 
 
 @pytest.mark.parametrize("at", range(1, 12))
-def test_an_end_of_text_anywhere_in_a_round_throws_the_next_round_away(at: int, events: list[str]) -> None:
+def test_end_of_text_in_a_round_discards_the_next_round(at: int, events: list[str]) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     script = target.generate(**prompts, **GREEDY).sequences
     end = int(script[0, 9 + at])
@@ -185,7 +185,7 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
 
 
 @pytest.mark.each_pair
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_rows_that_end_one_after_the_other_leave_the_batch(method: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("batch", PROMPTS)
-def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
+def test_draft_with_nan_logits_costs_one_round_only(
     batch: str, settings: dict[str, Any], attention: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(devices.RULES, "cpu", rule(late=late))
@@ -221,11 +221,11 @@ def test_a_draft_that_the_target_has_no_numbers_for_costs_a_round_and_no_more(
 
 
 @pytest.mark.each_value
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", EARLY)
-def test_methods_that_draft_early_bear_tokens_that_the_target_has_no_numbers_for(
+def test_methods_that_draft_early_draft_with_tokens_with_nan_logits(
     method: str, batch: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(devices.RULES, "cpu", rule(late=late))
@@ -262,7 +262,7 @@ class Columns(BaseStreamer):
         self.events.append("end")
 
 
-def test_who_waits_for_tokens_gets_them_when_their_round_is_done(events: list[str]) -> None:
+def test_observed_tokens_are_read_in_their_own_round(events: list[str]) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter: Any = compiling(METHODS["ddtree"](target)).to(torch.float64)
     deadline = StoppingCriteriaList([MaxTimeCriteria(max_time=1000.0)])
@@ -290,7 +290,7 @@ def test_a_round_is_counted_before_its_tokens_are_streamed() -> None:
     assert rounds[2:] == [number for number, kept in enumerate(accepted, 1) for _ in range(kept + 1)][: NEW - 1]
 
 
-def test_nothing_is_read_late_on_a_cpu(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_read_at_once_on_a_cpu(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patch:
         capture_on_cpu(patch)

@@ -68,7 +68,7 @@ def test_positions_behind_an_image_are_those_that_the_host_would_give() -> None:
 
 
 @pytest.mark.parametrize("prompts", [one_prompt, ragged_prompts])
-def test_token_types_go_on_as_the_host_has_them(prompts: Any) -> None:
+def test_token_types_continue_as_in_the_host(prompts: Any) -> None:
     target, inputs = fresh_target("gpt2", "sdpa"), prompts()
     types = torch.arange(5, 5 + len(inputs["input_ids"])).unsqueeze(1).expand_as(inputs["input_ids"])
     without = target.generate(**inputs, **GREEDY)
@@ -117,13 +117,13 @@ def steered() -> PreTrainedModel:
     return target
 
 
-def test_switches_are_handed_on() -> None:
+def test_arguments_without_tensors_are_passed_on() -> None:
     target = steered()
     assert same_tokens(target, **one_prompt(), loud=True).tolist() != same_tokens(target, **one_prompt()).tolist()
 
 
 def test_tensors_that_nodes_cannot_share_run_chains() -> None:
-    with pytest.warns(UserWarning, match=r"Target Steered is given \['steer'\] at every step.*'ngram' drafts chains"):
+    with pytest.warns(UserWarning, match=r"Steered gets \['steer'\] in every decoding step.*'ngram' drafts chains"):
         steered().generate(**one_prompt(), steer=torch.ones(64), **GREEDY, assistant_model=NGramDrafter())
 
 
@@ -156,7 +156,7 @@ def test_cross_attention_to_an_image_runs_chains() -> None:
         mllama().generate(torch.tensor([[63, 5, 6, 7, 9]]), **image, **GREEDY, assistant_model=NGramDrafter())
 
 
-def test_a_text_beside_unused_cross_attention_is_the_targets_own() -> None:
+def test_text_with_unused_cross_attention_equals_plain_decoding() -> None:
     same_tokens(mllama(), **one_prompt())
 
 

@@ -108,7 +108,7 @@ def test_attentions_and_hidden_states_are_those_of_plain_decoding(family: str, b
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
 @pytest.mark.parametrize("new", [1, 2, NEW])
-def test_cache_handed_back_equals_plain_decodings(family: str, new: int, batch: str) -> None:
+def test_returned_cache_equals_that_of_plain_decoding(family: str, new: int, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
     settings = {**GREEDY, "max_new_tokens": new}
     alone = target.generate(**prompts, **settings)
@@ -119,7 +119,7 @@ def test_cache_handed_back_equals_plain_decodings(family: str, new: int, batch: 
 
 
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
-def test_cache_handed_back_holds_the_padding_of_rows_that_ended_early(family: str) -> None:
+def test_returned_cache_contains_the_padding_of_rows_that_ended_early(family: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS["ragged batch of three"]()
     script = target.generate(**prompts, max_new_tokens=NEW, do_sample=False)
     settings = {**GREEDY, "eos_token_id": [int(script[0, 9 + 2]), int(script[1, 9 + 7])]}
@@ -160,7 +160,7 @@ def test_plain_and_speculative_turns_continue_each_others_cache(family: str, bat
 
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
-def test_cache_passed_in_is_the_cache_handed_back(family: str, batch: str) -> None:
+def test_cache_passed_in_is_the_cache_returned(family: str, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
     own_plain, own_ours = DynamicCache(config=target.config), DynamicCache(config=target.config)
     alone = target.generate(**prompts, **GREEDY, past_key_values=own_plain)
@@ -242,7 +242,7 @@ def test_attentions_of_a_chunked_prefill_leave_out_what_windows_have_dropped(fam
 @pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
-def test_embeddings_may_take_the_place_of_ids(method: str, batch: str) -> None:
+def test_prompt_may_be_given_as_embeddings(method: str, batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     inputs = {
         "inputs_embeds": target.get_input_embeddings()(prompts["input_ids"]).detach(),

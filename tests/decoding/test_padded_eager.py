@@ -23,7 +23,7 @@ PADDED = (1, 2)  # rows of the ragged batch
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=str)
 @pytest.mark.usefixtures("nan_from_padding")
-def test_rows_that_the_target_gives_nan_for_do_not_hold_up_the_others(processors: dict[str, float]) -> None:
+def test_rows_with_nan_logits_do_not_slow_down_other_rows(processors: dict[str, float]) -> None:
     target, prompts = make_target("llama", "eager", torch.float64), PROMPTS["ragged batch of three"]()
     alone = target.generate(**prompts, **GREEDY, **processors)
     drafter = right_for([2, 0, 3], alone)
@@ -40,7 +40,7 @@ def test_rows_that_the_target_gives_nan_for_do_not_hold_up_the_others(processors
 
 
 @pytest.mark.usefixtures("nan_from_padding")
-def test_rows_that_recover_from_nan_are_drafted_for_again() -> None:
+def test_rows_that_recover_from_nan_get_drafts_again() -> None:
     # Every layer slides: the host's cache drops its padding, and with it what was NaN.
     target, prompts = make_target("mistral-sliding", "eager", torch.float64), PROMPTS["ragged batch of three"]()
     settings = GREEDY | {"max_new_tokens": 80}
@@ -52,7 +52,7 @@ def test_rows_that_recover_from_nan_are_drafted_for_again() -> None:
         assert max(drafter.stats.per_step_accepted[row]) == 3
 
 
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("method", ["ngram", "specblock"])
 @pytest.mark.usefixtures("nan_from_padding")
 def test_rows_recover_from_nan_in_rounds_that_have_no_drafts(method: str) -> None:
@@ -79,10 +79,10 @@ def test_a_draft_model_with_eager_attention_drafts_as_with_sdpa(make: Callable[[
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.usefixtures("nan_from_padding")
-def test_methods_bear_rows_that_the_target_gives_nan_for(method: str) -> None:
+def test_methods_draft_with_rows_with_nan_logits(method: str) -> None:
     target, prompts = make_target("llama", "eager", torch.float64), PROMPTS["ragged batch of three"]()
     alone = target.generate(**prompts, **GREEDY)
     drafter = METHODS[method](target)

@@ -51,7 +51,7 @@ def run(target: PreTrainedModel, batch: str, settings: dict[str, Any], drafter: 
 @pytest.mark.each_value
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_processor_gives_what_it_gives_plain_decoding(target: PreTrainedModel, name: str, batch: str) -> None:
+def test_processor_returns_the_same_as_in_plain_decoding(target: PreTrainedModel, name: str, batch: str) -> None:
     settings = PROCESSORS[name]
     alone = run(target, batch, settings)
     if name != "renormalised":
@@ -64,7 +64,7 @@ def test_processor_gives_what_it_gives_plain_decoding(target: PreTrainedModel, n
 
 
 @pytest.mark.parametrize("name", KEEPS_STATE)
-def test_processor_with_state_gives_one_row_what_it_gives_plain_decoding(target: PreTrainedModel, name: str) -> None:
+def test_processor_with_state_works_with_one_row_as_in_plain_decoding(target: PreTrainedModel, name: str) -> None:
     settings = KEEPS_STATE[name]
     alone = run(target, "batch of one", settings)
     assert alone != run(target, "batch of one", {})
@@ -76,12 +76,14 @@ def test_processor_with_state_gives_one_row_what_it_gives_plain_decoding(target:
 @pytest.mark.parametrize("name", KEEPS_STATE)
 def test_processor_with_state_is_refused_for_several_rows(target: PreTrainedModel, name: str) -> None:
     # Its state counts calls for all rows together, and rows accept different numbers of drafted tokens.
-    with pytest.raises(ValueError, match=r"LogitsProcessor keeps state .* batch of 3 .* one row at a time"):
+    with pytest.raises(
+        ValueError, match=r"LogitsProcessor keeps state .* the 3 rows of this batch .* one row at a time"
+    ):
         run(target, "ragged batch of three", KEEPS_STATE[name], make_ddtree(target))
 
 
 @pytest.mark.parametrize("nodes", [0, 3])
-def test_a_constraint_per_row_is_asked_about_that_rows_own_text_alone(target: PreTrainedModel, nodes: int) -> None:
+def test_prefix_function_is_called_only_with_the_rows_own_text(target: PreTrainedModel, nodes: int) -> None:
     prompts = PROMPTS["ragged batch of three"]()
     length = prompts["input_ids"].shape[1]
     asked = []
@@ -102,7 +104,7 @@ def test_a_constraint_per_row_is_asked_about_that_rows_own_text_alone(target: Pr
 
 
 @pytest.mark.parametrize("ended", ["by a token", "by length"])
-def test_a_processor_is_not_asked_what_follows_the_end(target: PreTrainedModel, ended: str) -> None:
+def test_processor_is_not_called_after_the_end_of_the_text(target: PreTrainedModel, ended: str) -> None:
     prompt, longest = PROMPTS["batch of one"](), 0
 
     def allowed(row: int, sent: Tensor) -> list[int]:

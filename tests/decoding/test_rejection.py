@@ -54,7 +54,7 @@ def couple(target_probs: Tensor, draft_probs: Tensor, drafted: bool = True) -> t
 
 
 @pytest.mark.parametrize("laws", LAWS)
-def test_choices_follow_the_target_and_are_the_draft_as_often_as_can_be(laws: str) -> None:
+def test_choices_follow_the_target_and_equal_the_draft_as_often_as_possible(laws: str) -> None:
     target_probs, draft_probs = map(torch.tensor, LAWS[laws])
     draft_ids, choices = couple(target_probs, draft_probs)
     seen = Counter(choices.flatten().tolist())
@@ -68,13 +68,13 @@ def test_choices_follow_the_target_and_are_the_draft_as_often_as_can_be(laws: st
     assert accepted == pytest.approx(overlap, abs=BOUND_SIGMA * spread + 1e-6)
 
 
-def test_where_nothing_was_drafted_the_choice_is_the_targets_own() -> None:
+def test_without_drafts_the_choice_is_the_targets() -> None:
     target_probs, draft_probs = map(torch.tensor, LAWS["draft certain"])
     _, choices = couple(target_probs, draft_probs, drafted=False)
     assert_follows(Counter(choices.flatten().tolist()), dict(enumerate(target_probs.tolist())))
 
 
-def test_a_law_that_is_not_a_number_is_not_believed() -> None:
+def test_draft_probs_with_nan_are_ignored() -> None:
     target_probs = torch.tensor(LAWS["close"][0])
     _, choices = couple(target_probs, torch.full((4,), float("nan")))
     assert_follows(Counter(choices.flatten().tolist()), dict(enumerate(target_probs.tolist())))
@@ -91,7 +91,7 @@ def judged(tree: DraftTree, logits: Tensor, *, do_sample: bool) -> list[list[int
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_node_that_the_target_gives_nan_for_is_chosen_but_not_followed(do_sample: bool) -> None:
+def test_node_with_nan_logits_is_chosen_but_not_accepted(do_sample: bool) -> None:
     logits = torch.full((3, 4, 8), -torch.inf)
     logits[:, torch.arange(4), torch.tensor([5, 6, 7, 1])] = 0.0  # 5, then 6, then 7, then 1 for certain
     logits[1, 2], logits[2, 0] = torch.nan, torch.nan
@@ -101,7 +101,7 @@ def test_a_node_that_the_target_gives_nan_for_is_chosen_but_not_followed(do_samp
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_nan_behind_a_draft_leaves_the_law_of_its_token_as_it_is(drawn: bool) -> None:
+def test_nan_after_a_draft_does_not_change_the_distribution_of_its_token(drawn: bool) -> None:
     laws = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(DRAWS, 1, -1)
     drafts = torch.multinomial(laws[:, 0], 1)
     tree = DraftTree.chain(
@@ -117,7 +117,7 @@ def test_nan_behind_a_draft_leaves_the_law_of_its_token_as_it_is(drawn: bool) ->
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_nan_for_a_bare_root_is_what_plain_decoding_makes_of_it(do_sample: bool) -> None:
+def test_nan_at_a_root_without_drafts_gives_the_token_of_plain_decoding(do_sample: bool) -> None:
     root, logits = DraftTree.root_only(torch.tensor([2])), torch.full((1, 1, 8), torch.nan)
     assert judged(root, logits, do_sample=do_sample) == [[]], "the cache may hold NaN that the host has dropped"
     bare = root.without_drafts(torch.tensor([True]))
@@ -163,7 +163,7 @@ def test_sampled_tokens_follow_the_target_with_drawn_drafts(
 
 
 @pytest.mark.parametrize("sampling", ["plain", "repetition penalty"])
-def test_likeliest_drafts_that_claim_to_be_drawn_are_caught(sampling: str) -> None:
+def test_argmax_drafts_passed_as_drawn_are_detected(sampling: str) -> None:
     # The negative control: were such drafts accepted as drawn ones, the output would follow another law.
     target = sampled_target()
     drawn = draw(target, torch.tensor([PROMPT]), sampling, drawn_chains(DEPTH, honest=False))
@@ -171,7 +171,7 @@ def test_likeliest_drafts_that_claim_to_be_drawn_are_caught(sampling: str) -> No
 
 
 @pytest.mark.parametrize("reads_prefix", [False, True])
-def test_what_a_drawn_chain_emits_follows_a_known_law(reads_prefix: bool) -> None:
+def test_tokens_of_a_drawn_chain_follow_a_known_distribution(reads_prefix: bool) -> None:
     # A target that looks at one token only: the law of what a round emits, completed by the target, is then a product.
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(6))
     probs = table.softmax(-1)
@@ -204,7 +204,7 @@ def context_of(root_ids: Tensor) -> DraftContext:
     return DraftContext(root_ids, torch.zeros_like(root_ids), root_ids[:, None], [1] * rows, [True] * rows)
 
 
-def test_a_greedy_call_takes_drawn_drafts_as_they_are() -> None:
+def test_greedy_call_ignores_draft_probs() -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     arguments = {"max_new_tokens": 12, "do_sample": False}
     vocab = target.config.vocab_size
@@ -218,7 +218,7 @@ def test_a_greedy_call_takes_drawn_drafts_as_they_are() -> None:
     assert assisted.tolist() == target.generate(**prompts, **arguments).tolist()
 
 
-def test_drawing_from_the_targets_own_law_is_always_accepted() -> None:
+def test_drafts_drawn_from_the_target_distribution_are_always_accepted() -> None:
     target = sampled_target()
     drafter = make_causal_lm_chain(target, noise=0.0, max_depth=3)
     arguments = {"do_sample": True, "temperature": 0.7, "top_k": 4, "max_new_tokens": 17}

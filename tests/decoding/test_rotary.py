@@ -82,7 +82,7 @@ def assert_same_as_plain(target: PreTrainedModel, prompts: dict[str, Tensor], ne
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", [9, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + 10])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_a_text_that_passes_the_limit_is_plain_decodings(kind: str, length: int) -> None:
+def test_text_beyond_the_limit_equals_plain_decoding(kind: str, length: int) -> None:
     if length <= LIMIT:
         skip_where_the_host_loses_the_text(kind)
     assert_same_as_plain(limited(kind), one_prompt(length=length), 24)
@@ -102,7 +102,7 @@ def test_rows_that_are_all_beyond_the_limit_are_exact(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "by layer type", "Phi3"])
-def test_rows_that_would_pass_the_limit_apart_are_refused(kind: str) -> None:
+def test_rows_that_pass_the_limit_in_different_rounds_are_refused(kind: str) -> None:
     target, prompts = limited(kind), ragged_prompts()
     drafter = right_for(2, torch.zeros(3, 60, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"from position 20 on .*\[9, 4, 7\].* at most 12 new tokens"):
@@ -110,7 +110,7 @@ def test_rows_that_would_pass_the_limit_apart_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_passes_the_limit(method: str) -> None:
+def test_every_method_drafts_beyond_the_limit(method: str) -> None:
     target, prompts = limited("longrope"), one_prompt()
     settings = {"max_new_tokens": 24, "do_sample": False}
     alone = target.generate(**prompts, **settings)

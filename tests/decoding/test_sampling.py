@@ -236,7 +236,7 @@ def test_a_wrong_acceptance_rule_is_caught(rule: type[Acceptor], monkeypatch: py
     assert deviation_sigma(count(drawn), enumerate_law(target, PROMPT, "plain")) > 2 * BOUND_SIGMA
 
 
-def test_law_of_the_tiny_target_is_broad_enough_to_tell_rules_apart() -> None:
+def test_distribution_of_the_tiny_target_separates_the_rules() -> None:
     law = enumerate_law(sampled_target(), PROMPT, "plain")
     assert len(law) == VOCAB**DEPTH
     assert max(law.values()) < 0.25

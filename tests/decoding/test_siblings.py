@@ -70,13 +70,13 @@ def test_choices_follow_the_target_however_siblings_were_drawn(drawing: Drawing,
 
 
 @pytest.mark.parametrize("siblings", [1, 2, 3])
-def test_likeliest_siblings_that_claim_to_be_drawn_are_caught(siblings: int) -> None:
+def test_top_k_siblings_passed_as_drawn_are_detected(siblings: int) -> None:
     # The negative control.
     _, choices = choose(likeliest_as_if_drawn, siblings)
     assert deviation_sigma(Counter(choices.tolist()), dict(enumerate(TARGET.tolist()))) > 2 * BOUND_SIGMA
 
 
-def test_more_siblings_are_hit_more_often() -> None:
+def test_more_siblings_are_accepted_more_often() -> None:
     hits = []
     for siblings in (1, 2, 3):
         tokens, choices = choose(without_replacement, siblings)
@@ -121,7 +121,7 @@ class BranchingDrafter(StubDrafter):
 
 
 @pytest.mark.parametrize("sampling", ["plain", "temperature", "repetition penalty"])
-def test_sampled_tokens_follow_the_target_with_candidates_behind_the_tree(sampling: str) -> None:
+def test_sampled_tokens_follow_the_target_with_candidates_after_the_tree(sampling: str) -> None:
     target = sampled_target()
     drafter: Drafter = BranchingDrafter(without_replacement)
     drawn = draw(target, torch.tensor([PROMPT]), sampling, drafter)
@@ -131,7 +131,7 @@ def test_sampled_tokens_follow_the_target_with_candidates_behind_the_tree(sampli
 
 
 @pytest.mark.parametrize("sampling", ["plain", "repetition penalty"])
-def test_likeliest_candidates_that_claim_to_be_drawn_are_caught(sampling: str) -> None:
+def test_top_k_candidates_passed_as_drawn_are_detected(sampling: str) -> None:
     target = sampled_target()
     drawn = draw(target, torch.tensor([PROMPT]), sampling, BranchingDrafter(likeliest_as_if_drawn))
     assert deviation_sigma(count(drawn), enumerate_law(target, PROMPT, sampling)) > 2 * BOUND_SIGMA

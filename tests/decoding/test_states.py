@@ -114,7 +114,7 @@ def test_nodes_and_states_are_those_of_one_token_at_a_time(family: str, steps: b
             steps = max(map(len, paths))
             path = torch.tensor([each + [0] * (steps - len(each)) for each in paths])
             model.cache.commit(path, Counts.of([len(each) for each in paths]))
-            model.cache.recurrent.settle()
+            model.cache.recurrent.apply_commit()
             for row, single in enumerate(rows):
                 for own, expected in zip(states_of(model.cache, row), states_of(single.cache, 0), strict=True):
                     assert (own - expected).abs().max() < BOUND * expected.abs().max().clamp(min=1)
@@ -131,12 +131,12 @@ def test_a_row_that_keeps_nothing_keeps_its_states(family: str, steps: bool) -> 
         before = [states_of(model.cache, row) for row in range(3)]
         model.verify(random_tree(3, 6, 0), model.root_positions())
         model.cache.commit(torch.tensor([[0, 1], [0, 0], [0, 0]]), Counts.of([2, 1, 0]))
-        model.cache.recurrent.settle()
+        model.cache.recurrent.apply_commit()
     assert all(own.equal(other) for own, other in zip(states_of(model.cache, 2), before[2], strict=True))
     assert not all(own.equal(other) for own, other in zip(states_of(model.cache, 1), before[1], strict=True))
 
 
-def test_nan_of_nodes_that_are_not_kept_stays_out_of_the_states() -> None:
+def test_nan_of_rejected_nodes_does_not_reach_the_states() -> None:
     target = make_target("qwen3.5", "sdpa", torch.float64)
     with torch.no_grad():
         model = prefilled(target, one_prompt())
@@ -144,7 +144,7 @@ def test_nan_of_nodes_that_are_not_kept_stays_out_of_the_states() -> None:
         for layer in model.cache.recurrent.layers:
             layer.tape.parts = tuple(part.index_fill(1, torch.tensor([5]), torch.nan) for part in layer.tape.parts)
         model.cache.commit(torch.tensor([[0, 5, 5]]), Counts.of([1]))
-        model.cache.recurrent.settle()
+        model.cache.recurrent.apply_commit()
     assert all(state.isfinite().all() for state in states_of(model.cache, 0))
 
 
@@ -186,7 +186,7 @@ def test_states_do_not_drift_over_many_rounds(family: str, dtype: torch.dtype) -
             path = [node for node in range(6) if tree.ancestor_mask[0, end, node]]
             kept += tree.token_ids[0, path].tolist()
             model.cache.commit(torch.tensor([path]), Counts.of([len(path)]))
-        model.cache.recurrent.settle()
+        model.cache.recurrent.apply_commit()
         afresh = OneByOne(target, prompts, 0)
         for token in kept:
             afresh.step(token)
@@ -208,7 +208,7 @@ def test_every_method_drafts_for_these_targets(method: str, family: str, batch: 
     assert drafter.stats.num_draft_tokens > 0 or method in ("ngram", "suffix")
 
 
-def test_rows_that_stop_by_a_rule_of_the_callers_hand_back_states_of_their_end() -> None:
+def test_states_returned_for_rows_stopped_by_custom_criteria_are_those_of_their_end() -> None:
     # Without a pad token a row that has stopped goes on as long as others do, past the end of the output even.
     target, prompts = fresh_target("qwen3.5", "sdpa", torch.float64), ragged_prompts()
     target.generation_config.pad_token_id = None

@@ -41,7 +41,7 @@ def test_end_of_text_inside_an_accepted_path_ends_the_row_there(target: PreTrain
     assert assisted.tolist() == alone.tolist()
 
 
-def test_every_row_may_end_elsewhere_and_is_padded(target: PreTrainedModel) -> None:
+def test_rows_that_end_at_different_lengths_are_padded(target: PreTrainedModel) -> None:
     prompts = PROMPTS["ragged batch of three"]()
     script = script_of(target, prompts)
     settings = {**GREEDY, "eos_token_id": [int(script[row, 9 + at]) for row, at in enumerate((1, 7, 13))]}
@@ -75,7 +75,7 @@ def test_one_new_token_needs_no_draft(target: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("batch", PROMPTS)
 @pytest.mark.parametrize("eos", [None, "third token"])
-def test_stop_strings_end_rows_at_the_very_token(target: PreTrainedModel, eos: str | None, batch: str) -> None:
+def test_stop_strings_end_rows_at_the_right_token(target: PreTrainedModel, eos: str | None, batch: str) -> None:
     prompts = PROMPTS[batch]()
     script = script_of(target, prompts)
     text = [tiny_tokenizer().decode(row[9:]) for row in script]
@@ -135,7 +135,7 @@ class Listens(StoppingCriteria):
 @pytest.mark.each_value
 @pytest.mark.parametrize("output_scores", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
-def test_stateful_criterion_hears_in_a_batch_of_one_what_plain_decoding_tells_it(
+def test_stateful_criterion_with_one_row_gets_the_calls_of_plain_decoding(
     target: PreTrainedModel, method: str, output_scores: bool
 ) -> None:
     prompts = PROMPTS["batch of one"]()
@@ -166,7 +166,7 @@ class PenalisesByCount(LogitsProcessor):
 
 
 @pytest.mark.parametrize("num_right", [0, 2, 5])
-def test_stateful_processor_gives_in_a_batch_of_one_what_it_gives_plain_decoding(
+def test_stateful_processor_with_one_row_gets_the_calls_of_plain_decoding(
     target: PreTrainedModel, num_right: int
 ) -> None:
     prompts = PROMPTS["batch of one"]()
@@ -196,7 +196,7 @@ def test_processor_that_refuses_another_batch_size_sees_the_whole_batch(target: 
         assert assisted.tolist() == alone.tolist()
 
 
-def test_processor_that_writes_in_place_spoils_nothing(target: PreTrainedModel) -> None:
+def test_processor_that_writes_in_place_changes_no_token(target: PreTrainedModel) -> None:
     class WritesInPlace(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             scores[:, input_ids[:, -1] % 7] = -torch.inf
@@ -240,7 +240,7 @@ class Recorder(BaseStreamer):
 
 
 @pytest.mark.parametrize("method", [*METHODS, "scripted"])
-def test_streamer_hears_the_prompt_then_each_token_then_the_end(target: PreTrainedModel, method: str) -> None:
+def test_streamer_gets_the_prompt_then_each_token_then_the_end(target: PreTrainedModel, method: str) -> None:
     prompts = PROMPTS["batch of one"]()
     script = script_of(target, prompts)
     settings = {**GREEDY, "eos_token_id": int(script[0, 9 + 12])}
@@ -252,7 +252,7 @@ def test_streamer_hears_the_prompt_then_each_token_then_the_end(target: PreTrain
 
 
 @pytest.mark.parametrize("with_eos", [False, True])
-def test_streamer_of_a_batch_hears_whole_columns_in_order(target: PreTrainedModel, with_eos: bool) -> None:
+def test_streamer_of_a_batch_gets_whole_columns_in_order(target: PreTrainedModel, with_eos: bool) -> None:
     prompts = PROMPTS["ragged batch of three"]()
     script = script_of(target, prompts)
     eos = [int(script[0, 9 + 4]), int(script[1, 9 + 9])] if with_eos else None
@@ -268,7 +268,7 @@ def test_streamer_of_a_batch_hears_whole_columns_in_order(target: PreTrainedMode
     assert ours.calls == plain.calls
 
 
-def test_streamer_hears_tokens_before_the_run_ends(target: PreTrainedModel) -> None:
+def test_streamer_gets_tokens_before_the_run_ends(target: PreTrainedModel) -> None:
     prompts = PROMPTS["batch of one"]()
     script = script_of(target, prompts)
     recorder, heard = Recorder(), []

@@ -48,7 +48,7 @@ class FakeDevice:
     waits = 0
 
 
-def test_laps_on_cuda_wait_for_nothing_until_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laps_on_cuda_do_not_wait_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     monkeypatch.setattr(Stopwatch, "_record", lambda self: FakeEvent(device))
     watch: Any = stopwatch.Stopwatch("cuda")

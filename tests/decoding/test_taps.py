@@ -38,7 +38,9 @@ def reading(target: PreTrainedModel, prompts: dict[str, Tensor], **settings: obj
 @pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 4}])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "qwen3.5", "granite-hybrid", "llama4"])
 @torch.no_grad()
-def test_taps_read_what_goes_in_what_layers_give_and_what_the_head_gets(family: str, settings: dict[str, int]) -> None:
+def test_taps_read_inputs_and_outputs_of_layers_and_the_input_of_the_head(
+    family: str, settings: dict[str, int]
+) -> None:
     target = make_target(family, "sdpa")
     with Raised(torch.float64):  # some compute in float32 whatever the target is in
         output, outcomes = reading(target, PROMPTS["batch of one"](), **settings)

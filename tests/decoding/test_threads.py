@@ -21,7 +21,7 @@ def target() -> PreTrainedModel:
     return fresh_target("llama", "sdpa")
 
 
-def test_attention_is_put_back_when_the_last_of_several_users_leaves(target: PreTrainedModel) -> None:
+def test_attention_is_restored_when_the_last_user_leaves(target: PreTrainedModel) -> None:
     first, second = tree_attention(target.config), tree_attention(target.config)
     first.__enter__()
     second.__enter__()
@@ -47,7 +47,7 @@ def test_taps_read_the_forwards_of_their_own_call_only(target: PreTrainedModel) 
 @pytest.mark.parametrize(
     "methods", [("ddtree", "ddtree"), ("specblock", "eagle3"), ("dflash", None), ("ngram", "ngram")]
 )
-def test_threads_that_share_a_target_get_the_tokens_of_plain_decoding(
+def test_threads_with_a_shared_target_get_the_tokens_of_plain_decoding(
     target: PreTrainedModel, methods: tuple[str | None, ...]
 ) -> None:
     settings = {"max_new_tokens": 40, "do_sample": False}

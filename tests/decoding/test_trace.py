@@ -26,7 +26,7 @@ def traced(drafter: Drafter, prompts: dict[str, Any], **settings: Any) -> tuple[
 @pytest.mark.each_value
 @pytest.mark.parametrize("prompts", PROMPTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_trace_tells_what_was_written_and_which_tokens_were_drafted(method: str, prompts: str) -> None:
+def test_trace_records_the_output_and_which_tokens_were_drafted(method: str, prompts: str) -> None:
     inputs = PROMPTS[prompts]()
     drafter = METHODS[method](make_target("llama", "sdpa"))
     trace, output = traced(drafter, inputs)
@@ -67,7 +67,7 @@ def test_probabilities_and_forwards_in_a_trace_are_possible_ones(method: str, do
                 assert traced_round.forwards[node] >= max(1, traced_round.forwards[traced_round.parents[node]])
 
 
-def test_a_round_that_is_cut_short_keeps_what_was_before_the_cut() -> None:
+def test_round_cut_by_a_limit_keeps_the_tokens_before_it() -> None:
     prompts = one_prompt()
     script = make_target("llama", "sdpa").generate(**prompts, max_new_tokens=NEW, do_sample=False)
     never = next(token for token in range(3, 64) if token not in script[0, -NEW:])
@@ -87,7 +87,7 @@ def test_a_second_call_replaces_the_trace_of_the_first() -> None:
     assert trace.rounds == first
 
 
-def test_without_a_trace_no_drafter_is_asked_to_describe_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_trace_describe_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(self: TreeCandidateGenerator, tree: Any) -> None:
         raise AssertionError("describe() was called without a trace")
 

@@ -25,7 +25,7 @@ def ancestors(parents: list[int], node: int) -> set[int]:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])
-def test_ancestor_mask_and_depths_equal_a_walk_up_the_parents(nodes: int) -> None:
+def test_ancestor_mask_and_depths_equal_those_found_by_following_parents(nodes: int) -> None:
     parents = [random_parents(nodes, seed=seed) for seed in range(3)]
     tree = DraftTree.from_parents(torch.arange(nodes).expand(3, -1), torch.tensor(parents), nodes - 1)
     for row in range(3):
@@ -50,7 +50,7 @@ def test_chain_is_a_tree_with_one_path() -> None:
         assert torch.equal(getattr(chain, name), getattr(tree, name)), name
 
 
-def test_a_sibling_that_repeats_a_token_is_invalid_and_so_is_all_below_it() -> None:
+def test_sibling_with_a_repeated_token_and_its_descendants_are_invalid() -> None:
     #            0  1  2  3  4  5  6
     parents = [[-1, 0, 0, 2, 3, 1, 0]]
     tokens = [[9, 4, 4, 5, 6, 5, 5]]
@@ -69,7 +69,7 @@ def test_nodes_below_an_invalid_node_become_invalid() -> None:
     assert tree.valid.tolist() == [[True, True, False, False, True]]
 
 
-def test_ids_outside_the_vocabulary_take_their_descendants_along() -> None:
+def test_ids_outside_the_vocabulary_and_their_descendants_are_invalid() -> None:
     tokens = torch.tensor([[3, 12, 5, -1, 6, 7]])
     tree = DraftTree.from_parents(tokens, torch.tensor([[-1, 0, 1, 0, 3, 0]]), 2).within_vocabulary(10)
     assert tree.valid.tolist() == [[True, False, False, False, False, True]]
@@ -104,7 +104,7 @@ def walk(tokens: list[int], parents: list[int], valid: list[bool], choices: list
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_follow_equals_a_walk_one_node_at_a_time(seed: int) -> None:
+def test_follow_equals_following_one_node_at_a_time(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     nodes, batch = 15, 4
     parents = [random_parents(nodes, seed=10 * seed + row) for row in range(batch)]
@@ -120,7 +120,7 @@ def test_follow_equals_a_walk_one_node_at_a_time(seed: int) -> None:
         assert int(bonus_ids[row]) == bonus
 
 
-def test_root_only_accepts_nothing_and_names_the_choice_as_bonus() -> None:
+def test_root_only_accepts_nothing_and_returns_the_choice_as_bonus() -> None:
     tree = DraftTree.root_only(torch.tensor([5, 6]))
     path, num_accepted, bonus_ids = follow(tree, torch.tensor([[1], [2]]))
     assert path.tolist() == [[0], [0]]

@@ -133,7 +133,7 @@ CASES = [
 @pytest.mark.filterwarnings(TAKEN_FOR_PADDING, LARGER)
 @pytest.mark.parametrize(("kind", "own"), CASES)
 def test_sampled_tokens_follow_the_target_whatever_the_size_of_the_drafters_tables(kind: str, own: int) -> None:
-    # 6,000 draws (1,500 where rows are drafted one by one); bound and chance of a false alarm as in `chi_square`.
+    # 6,000 draws (1,500 where rows are drafted one by one); bound and chance of a false alarm as in `tests/laws.py`.
     rows = ROWS // 4 if kind == "specbranch" else ROWS
     shape = {"num_hidden_layers": 3, "hidden_size": 16, "initializer_range": 0.2}
     large = make_target("llama", "sdpa", torch.float32, vocab_size=9, **shape)

@@ -54,7 +54,7 @@ def test_the_tree_shows_tokens_probabilities_forwards_and_the_accepted_path() ->
     assert 'aria-label="5 drafted nodes, depth 2; accepted: t1 t5; bonus token: t8"' in svg
 
 
-def test_what_is_not_drawn_is_counted_and_accepted_nodes_are_always_drawn() -> None:
+def test_nodes_that_are_not_drawn_are_counted_and_accepted_nodes_are_always_drawn() -> None:
     wide = TracedRound(0, 0, [0, *range(1, 13)], [-1] + [0] * 12, [12], 9, 2)
     svg = tree_svg(wide, decode, most_children=3)
     assert "t12 ✓" in svg
@@ -85,7 +85,7 @@ def test_a_big_tree_is_drawn_within_its_rows() -> None:
     assert "t85 ✓" in tree_svg(big, decode, most_rows=12)
 
 
-def test_shaded_text_spells_the_output_and_tells_drafted_tokens_from_the_targets_own(trace: Trace) -> None:
+def test_shaded_text_is_the_output_with_different_shades_for_drafted_tokens(trace: Trace) -> None:
     tokenizer = tiny_tokenizer()
     html = shaded_text(trace, tokenizer)
     kinds = re.findall(r"<span class='(accepted|bonus)'[^>]*>([^<]*)</span>", html)
@@ -93,7 +93,7 @@ def test_shaded_text_spells_the_output_and_tells_drafted_tokens_from_the_targets
     assert [kind == "accepted" for kind, _ in kinds] == [drafted for _, drafted in trace.output()]
 
 
-def test_a_character_comes_with_the_last_of_its_tokens() -> None:
+def test_a_character_is_returned_with_the_last_of_its_tokens() -> None:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
@@ -144,7 +144,7 @@ def lightness(colour: str) -> float:
 
 
 @pytest.mark.parametrize("colours", [_LIGHT, _DARK], ids=["light", "dark"])
-def test_colours_survive_greyscale(colours: dict[str, str]) -> None:
+def test_colours_keep_their_order_in_greyscale(colours: dict[str, str]) -> None:
     steps = [lightness(colours[f"step{index}"]) for index in range(6)]
     gaps = [abs(after - before) for before, after in itertools.pairwise(steps)]
     assert sorted(steps) in (steps, steps[::-1]), "parts of a bar keep their order"

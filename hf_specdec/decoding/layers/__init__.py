@@ -1,1 +1,1 @@
-"""What the layers of a model store while trees are verified on it: an object of its own for each kind of layer."""
+"""What the layers of a model store while it verifies trees: one class for each kind of layer."""

@@ -1,4 +1,4 @@
-"""LayerStates: the interface between the cache and what one kind of layer stores."""
+"""LayerStates: the interface between the cache and the storage of one kind of layer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from transformers.cache_utils import Cache
 
 
 class Extent:
-    """How far the rows of a cache reach: what the cache shares with its layers.
+    """The lengths that a cache shares with its layers.
 
-    A reference from the layers to the cache itself would be a cycle, and its memory would wait for the collector.
+    Layers do not refer to the cache itself: the reference cycle would delay freeing its memory until a garbage
+    collection.
 
     Attributes:
         longest: entries of the longest row; None during the prefill.
-        nodes_at: where the nodes of a round lie, if not right behind the longest row.
-        held: nodes of the round in flight that earlier forwards have written.
+        nodes_at: entry of the round's first node, if not directly after the longest row.
+        written: nodes of the current round that earlier forwards have written.
     """
 
     def __init__(self) -> None:
         self.longest: int | None = None
         self.nodes_at: int | None = None
-        self.held = 0
+        self.written = 0
 
     @property
     def node_start(self) -> int:
@@ -34,12 +35,12 @@ class Extent:
 
 
 class LayerStates(ABC):
-    """What all layers of one kind store. During a round what they have stored before stays as it was.
+    """The storage of all layers of one kind. A round does not change what was stored before it.
 
-    A kind whose base cannot be cut back by entries (recurrent states) computes the new base in `commit`.
+    Kinds that cannot drop entries (recurrent states) compute the new state after `commit`.
 
     Attributes:
-        layers: those of the kind, in the order of the model's; a model may have none.
+        layers: of this kind, in the order of the model's layers; may be empty.
     """
 
     layers: Sequence[Any]
@@ -50,42 +51,45 @@ class LayerStates(ABC):
 
     @abstractmethod
     def reserve(self, entries: int) -> None:
-        """Makes room for rows, or nodes behind them, up to this many entries."""
+        """Makes room for this many entries per row, nodes included."""
 
     @abstractmethod
     def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
-        """Keeps nodes of the round at the end of each row.
+        """Appends nodes of the round to each row.
 
         Args:
-            path: [batch, steps] int64 nodes in ascending order. What lies behind a row's own count is never read.
-            lengths: [batch] int64, entries of each row before.
+            path: [batch, steps] int64 nodes in ascending order. Columns beyond a row's count are ignored.
+            lengths: [batch] int64, entries of each row before the commit.
             counts: [batch] int64, nodes of the path that each row keeps.
         """
 
     @abstractmethod
-    def keep_nodes(self, nodes: Tensor | int) -> None:
-        """After a commit: the next round begins with nodes of the last one, as its nodes 0, 1, ...
+    def carry_over(self, nodes: Tensor | int) -> None:
+        """After a commit: the next round begins with these nodes of the last one, as its nodes 0, 1, ...
 
         Args:
-            nodes: [batch, nodes] int64; a number: all from this one on.
+            nodes: [batch, nodes] int64, or an index: all nodes from this one on.
         """
 
     @abstractmethod
     def wipe(self, row_lengths: Sequence[int]) -> None:
-        """Zeros where nodes lay, and where the host's own cache has dropped entries: 0 * NaN is NaN behind any mask."""
+        """Zeros the entries of nodes, and those that the host's own cache would have dropped.
+
+        They may hold NaN, and masks do not stop NaN, because 0 * NaN is NaN.
+        """
 
     @abstractmethod
     def take_row(self, row: int, length: int) -> Any:
-        """A copy of what a row has stored, for `put_rows`."""
+        """A copy of a row's content, for `put_rows`."""
 
     @abstractmethod
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
-        """Goes on with these rows only, in this order."""
+        """Continues with these rows only, in this order."""
 
     @abstractmethod
-    def put_rows(self, aside: dict[int, Any], longest: int) -> None:
-        """Brings rows back that `take_row` gave; each takes the place of its key among all rows."""
+    def put_rows(self, saved: dict[int, Any], longest: int) -> None:
+        """Inserts rows saved by `take_row`; each key is the row's index in the resulting batch."""
 
     @abstractmethod
     def hand_back(self, like: Cache, length: int) -> None:
-        """Makes the caller's cache hold what plain decoding would have left after `length` tokens."""
+        """Writes to `like`, the caller's cache, what plain decoding would have left after `length` tokens."""

@@ -1,7 +1,8 @@
-"""Entries: keys and values of softmax attention, one entry per token. Nodes are written behind the longest row.
+"""Entries: keys and values of softmax attention, one entry per token. Nodes are written after the longest row.
 
-Sliding windows live in the masks only: all entries are kept. Buffers are zeroed, since a masked NaN would still poison
-a softmax. Layers of one shape share a buffer, so that a commit is one gather and one scatter for all of them.
+All entries are kept; sliding windows exist only in the masks. New buffers are zeroed, because the attention output is
+NaN if a masked entry is NaN. Layers of one shape share a buffer, so that a commit is one gather and one scatter for all
+of them.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ GROWTH = 256  # entries added at a time when a row outgrows its capacity
 class EntriesLayer(CacheLayerMixin):
     """Keys and values of one attention layer, [batch, kv_heads, entries, head_dim] as the host model sees them."""
 
-    is_sliding = False  # all entries are kept, so stock masks of the prefill must not shift
+    is_sliding = False  # all entries are kept, so the host's masks of the prefill must not be shifted
     is_croppable = False
 
     def __init__(self, extent: Extent) -> None:
         super().__init__()
         self.extent = extent
-        self.window: int | None = None  # entries that the host's own cache would show a query, its own included
-        self.contiguous = False  # whether a forward gets entries as copies, each a block of memory of its own
+        self.window: int | None = None  # entries that the host's own cache would give a query, its own included
+        self.contiguous = False  # whether a forward gets contiguous copies of the entries
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the attributes that have an entry per token."""
+        """Names of the attributes that have an entry per token."""
         return ("keys", "values")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,21 +46,21 @@ class EntriesLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Adds [batch, kv_heads, new, head_dim] entries; returns all entries that a query may be allowed to see."""
+        """Appends [batch, kv_heads, new, head_dim] entries; returns all entries that a query may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.extent.longest is None:  # prefill: all rows grow alike, in chunks as the host likes
+        if self.extent.longest is None:  # prefill: all rows grow alike, in the host's chunks
             self.keys = torch.cat([self.keys, key_states], dim=2)
             self.values = torch.cat([self.values, value_states], dim=2)
             return self.keys, self.values
-        start, new = self.extent.node_start + self.extent.held, key_states.shape[2]
-        self.keys.narrow(2, start, new).copy_(key_states)  # quicker than by slices, and asked in every layer
+        start, new = self.extent.node_start + self.extent.written, key_states.shape[2]
+        self.keys.narrow(2, start, new).copy_(key_states)  # faster than slicing; this runs in every layer
         self.values.narrow(2, start, new).copy_(value_states)
         keys, values = self.keys.narrow(2, 0, start + new), self.values.narrow(2, 0, start + new)
         return (keys.contiguous(), values.contiguous()) if self.contiguous else (keys, values)
 
-    def take_over(self, source: CacheLayerMixin) -> None:
-        """Begins with what a layer of a DynamicCache holds; zeros stand in for entries that a window has dropped."""
+    def load_from(self, source: CacheLayerMixin) -> None:
+        """Loads the entries of a DynamicCache layer; entries that its window has dropped become zeros."""
         self.window = source.sliding_window if isinstance(source, DynamicSlidingWindowLayer) else None
         if source.is_initialized and source.keys is not None and source.keys.numel():
             padding = (0, 0, source.get_seq_length() - source.keys.shape[2], 0)
@@ -68,13 +69,13 @@ class EntriesLayer(CacheLayerMixin):
             self.values = torch.nn.functional.pad(source.values, padding)
 
     def hand_back_more(self, layer: Any, length: int) -> None:
-        """Gives a layer of the caller's cache what has an entry per token beside keys and values."""
+        """Writes what has an entry per token besides keys and values to a layer of the caller's cache."""
 
     def get_seq_length(self) -> int:
-        if not self.is_initialized:  # nor will it be: cross-attention without anything to attend to
+        if not self.is_initialized:  # cross-attention without inputs is never initialized
             return 0
         if self.extent.longest is not None:
-            return self.extent.node_start + self.extent.held
+            return self.extent.node_start + self.extent.written
         return self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -85,29 +86,29 @@ class EntriesLayer(CacheLayerMixin):
 
 
 class IndexedLayer(EntriesLayer):
-    """With the keys of an indexer, which chooses the entries that attention reads: [batch, 1, entries, index_dim]."""
+    """With the keys of an indexer, which selects the entries that attention reads: [batch, 1, entries, index_dim]."""
 
     def __init__(self, extent: Extent) -> None:
         super().__init__(extent)
-        self.index: Tensor | None = None  # not all layers of a model that has indexers have one
+        self.index: Tensor | None = None  # some layers of a model with indexers have none
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("keys", "values") if self.index is None else ("keys", "values", "index")
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Adds [batch, new, index_dim] entries; returns all entries that a query may be allowed to see."""
+        """Appends [batch, new, index_dim] entries; returns all entries that a query may attend to."""
         new = indexer_key_states.unsqueeze(1)
         if self.extent.longest is None:
             self.index = new if self.index is None else torch.cat([self.index, new], 2)
             return self.index.squeeze(1)
         assert self.index is not None, "a round follows a prefill"
-        start = self.extent.node_start + self.extent.held
+        start = self.extent.node_start + self.extent.written
         self.index.narrow(2, start, new.shape[2]).copy_(new)
         return self.index.narrow(2, 0, start + new.shape[2]).squeeze(1)
 
-    def take_over(self, source: Any) -> None:
-        super().take_over(source)
+    def load_from(self, source: Any) -> None:
+        super().load_from(source)
         if source.is_indexer_initialized:
             self.index = source.indexer_keys.unsqueeze(1)
 
@@ -121,9 +122,9 @@ class Entries(LayerStates):
     """All attention layers of one cache.
 
     Args:
-        layers: as the host reads and writes them; those that are never written to are left out.
+        layers: as the host reads and writes them; layers that were never written to are skipped.
         extent: of the cache.
-        workspace: where buffers come from, if they outlive the call.
+        workspace: provides buffers that are reused by later calls, or None.
     """
 
     def __init__(self, layers: Sequence[Any], extent: Extent, workspace: Workspace | None) -> None:
@@ -148,29 +149,29 @@ class Entries(LayerStates):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of the buffers."""
+        """Data pointers of the buffers."""
         return tuple(slab.data_ptr() for slab in self._slabs)
 
     def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
         if self.layers:
             for layer in self.layers:
-                layer.contiguous = contiguous and self.batch > 1  # one row is one block as it lies
+                layer.contiguous = contiguous and self.batch > 1  # a single row is contiguous without a copy
             self._allocate(self.layers[0].keys.shape[2], capacity)
 
     def reserve(self, entries: int) -> None:
         if self.layers and entries > self.capacity:
-            self._allocate(self.extent.node_start + self.extent.held, entries + GROWTH)
+            self._allocate(self.extent.node_start + self.extent.written, entries + GROWTH)
 
     def _allocate(self, length: int, capacity: int) -> None:
         groups: dict[tuple[Any, ...], list[tuple[EntriesLayer, str]]] = {}
         for layer in self.layers:
             for name in layer.names:
-                held = getattr(layer, name)
-                kind = (held.shape[1], held.shape[3], held.dtype, held.device)
+                stored = getattr(layer, name)
+                kind = (stored.shape[1], stored.shape[3], stored.dtype, stored.device)
                 groups.setdefault(kind, []).append((layer, name))
         before, self._slabs = self._slabs, []
         for (kv_heads, head_dim, dtype, device), members in groups.items():
-            # Entries before heads: a row and an entry make one index, so that a commit is one gather, one scatter.
+            # Entries before heads: row and entry then form one index, so that a commit is one gather and one scatter.
             slab = self._new_slab((len(members), self.batch, capacity, kv_heads, head_dim), dtype, device)
             torch.stack(
                 [getattr(layer, name)[:, :, :length].transpose(1, 2) for layer, name in members],
@@ -186,11 +187,11 @@ class Entries(LayerStates):
     def _new_slab(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.workspace is not None:
             return self.workspace.take(shape, dtype, device)
-        with torch.inference_mode(False):  # what `hand_back` hands out is the caller's
+        with torch.inference_mode(False):  # `hand_back` passes views of it to the caller
             return torch.zeros(shape, dtype=dtype, device=device)
 
     def release(self) -> None:
-        """Gives the buffers back to the workspace, for the next call; the entries are of no use afterwards."""
+        """Returns the buffers to the workspace, for the next call. The entries must not be used afterwards."""
         if self.workspace is not None:
             for slab in self._slabs:
                 self.workspace.give_back(slab)
@@ -199,18 +200,18 @@ class Entries(LayerStates):
 
     def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
         batch, steps = path.shape
-        # Entries past a row's count land behind its new end, where nothing is read before it is written again.
+        # Entries beyond a row's count are written after its new end; they are overwritten before they are read.
         source, target = path + self.extent.node_start, lengths.unsqueeze(1) + torch.arange(steps, device=path.device)
         if batch > 1:
             rows = torch.arange(batch, device=path.device).unsqueeze(1) * self.capacity
             source, target = source + rows, target + rows
         self.move(source.flatten(), target.flatten())
 
-    def keep_nodes(self, nodes: Tensor | int) -> None:
-        """They lie where the cache has moved them."""
+    def carry_over(self, nodes: Tensor | int) -> None:
+        """Nothing to do: the cache has moved the entries."""
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copies entries; both [moved] int64, with rows and entries counted through: row * capacity + entry."""
+        """Copies entries; both arguments [moved] int64, flat indices row * capacity + entry."""
         for slab in self._slabs:
             flat = slab.view(slab.shape[0], self.batch * self.capacity, -1)
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
@@ -222,24 +223,24 @@ class Entries(LayerStates):
         for layer in self.layers:
             if layer.window is not None:
                 for row, length in enumerate(row_lengths):
-                    for held in (layer.keys, layer.values):
-                        held[row, :, : max(0, length + 1 - layer.window)] = 0
+                    for stored in (layer.keys, layer.values):
+                        stored[row, :, : max(0, length + 1 - layer.window)] = 0
 
     def take_row(self, row: int, length: int) -> list[list[Tensor]]:
         return [[getattr(layer, name)[row, :, :length].clone() for name in layer.names] for layer in self.layers]
 
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
-        self._replace(longest, lambda held, _: held[from_host(rows, held.device), :, :longest])
+        self._replace(longest, lambda stored, _: stored[from_host(rows, stored.device), :, :longest])
 
-    def put_rows(self, aside: dict[int, list[list[Tensor]]], longest: int) -> None:
-        batch = self.batch + len(aside)
-        own = [row for row in range(batch) if row not in aside]
+    def put_rows(self, saved: dict[int, list[list[Tensor]]], longest: int) -> None:
+        batch = self.batch + len(saved)
+        own = [row for row in range(batch) if row not in saved]
 
-        def joined(held: Tensor, place: tuple[int, int]) -> Tensor:
-            layer, part = place
-            everything = held.new_zeros(batch, held.shape[1], longest, held.shape[3])
-            everything[own, :, : min(longest, held.shape[2])] = held[:, :, :longest]
-            for row, entries in aside.items():
+        def joined(stored: Tensor, index: tuple[int, int]) -> Tensor:
+            layer, part = index
+            everything = stored.new_zeros(batch, stored.shape[1], longest, stored.shape[3])
+            everything[own, :, : min(longest, stored.shape[2])] = stored[:, :, :longest]
+            for row, entries in saved.items():
                 kept = entries[layer][part]
                 everything[row, :, : kept.shape[1]] = kept
             return everything
@@ -247,7 +248,7 @@ class Entries(LayerStates):
         self._replace(longest, joined)
 
     def _replace(self, longest: int, change: Callable[[Tensor, tuple[int, int]], Tensor]) -> None:
-        """`change(held, (layer, number of the name))` gives a layer's new entries, up to the longest row's."""
+        """Replaces all entries: `change(stored, (layer, index of the name))` returns new ones, `longest` per row."""
         capacity = self.capacity
         for index, layer in enumerate(self.layers):
             for part, name in enumerate(layer.names):
@@ -255,14 +256,15 @@ class Entries(LayerStates):
         self._allocate(longest, max(capacity, longest))
 
     def hand_back(self, like: Cache, length: int) -> None:
-        """Sliding layers receive their window only.
+        """Sliding layers get only their window.
 
-        Where buffers are at least half full nothing is copied: the tensors are views of them, which must not be written
-        to afterwards. Else copies let them go. Buffers of a workspace, which will be written to, are copied.
+        If the buffers are at least half full, the caller gets views, and the buffers must not be written to afterwards.
+        Otherwise the caller gets copies, so that the buffers can be freed. Buffers of a workspace are always copied,
+        because later calls write to them.
         """
         copies = self.workspace is not None or 2 * length < self.capacity
         last = max((index for index, layer in enumerate(self.all_layers) if layer in self.layers), default=-1)
-        while len(like.layers) <= last:  # a DynamicCache() made without a config grows as it is used
+        while len(like.layers) <= last:  # a DynamicCache() without a config adds layers when they are first used
             like.layers.append(DynamicLayer())
         for own, layer in zip(self.all_layers, like.layers, strict=False):
             if own not in self.layers:

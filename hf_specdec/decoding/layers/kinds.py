@@ -1,4 +1,4 @@
-"""Which layer of ours stands in for which of the host's cache."""
+"""Which of our cache layers replaces which cache layer of the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_specdec.decoding.layers.base import Extent
 from hf_specdec.decoding.layers.entries import EntriesLayer, IndexedLayer
 from hf_specdec.decoding.layers.recurrent import HybridLayer, RecurrentLayer
 
-# By the class of the host's layer, the class of ours; None where nothing is kept.
+# Class of the host's layer -> class of ours; None for layers that store nothing.
 KINDS: dict[type, type | None] = {
     DynamicLayer: EntriesLayer,
     DynamicSlidingWindowLayer: EntriesLayer,
@@ -31,7 +31,7 @@ KINDS: dict[type, type | None] = {
 
 
 def own_layer(like: object, extent: Extent) -> Any:
-    """A layer of ours for one of the host's; None stands for one that a cache makes when it is first written to."""
+    """Our layer for a layer of the host; None: the host makes the layer when it is first written to."""
     kind = EntriesLayer if like is None else KINDS[type(like)]
     if kind is None:
         return DummyLayer()

@@ -1,4 +1,4 @@
-"""The nodes of a round, as layers that step from token to token need to know them while a forward runs on a tree."""
+"""The nodes of the current forward, for layers whose computation depends on the order of tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hf_specdec.decoding.tree import DraftTree
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the nodes of a round lie behind.
+    """The cache entries before the nodes of a round.
 
     Attributes:
         lengths: [batch] int64, committed entries of each row, left padding included.
-        entries: of the cache, up to the first node.
-        prompt_mask: [batch, prompt] bool, which of the first entries may be seen; None for all.
+        entries: number of entries before the first node.
+        prompt_mask: [batch, prompt] bool, which of the first entries may be attended to; None for all.
     """
 
     lengths: Tensor
@@ -30,29 +30,29 @@ class Prefix:
 
 
 class NodesOfRound:
-    """The nodes of the forward under way, and the layer that it has come to.
+    """The nodes of the current forward, and the layer that is being computed.
 
     Args:
         tree: of the round.
         first: nodes before this one were run by earlier forwards of the round.
-        prefix: what the nodes lie behind.
+        prefix: the entries before the nodes.
 
     Attributes:
-        layer: the layer with states that the forward has come to; None before the first.
+        layer: the cache layer with states that was last used by the forward; None before the first.
     """
 
     def __init__(self, tree: DraftTree, first: int, prefix: Prefix) -> None:
         self.tree, self.first, self.prefix = tree, first, prefix
         self.layer: Any = None
-        self._made: dict[Any, Tensor] = {}  # for the layers of a forward, which ask for the same
+        self._cached: dict[Any, Tensor] = {}  # tensors that all layers of a forward share
 
     def entries(self, device: torch.device) -> Tensor:
-        """[batch, new] int64: the entry of the cache at which plain decoding would have each new node."""
+        """[batch, new] int64: the cache entry that each new node would have in plain decoding."""
         lengths, depths = self.prefix.lengths.to(device), self.tree.depths.to(device)
         return lengths.unsqueeze(1) + depths[:, self.first :]
 
-    def places(self, device: torch.device) -> Tensor:
-        """[batch, prefix + nodes] int64: the place of every key in the text of its row, padding not counted."""
+    def key_positions(self, device: torch.device) -> Tensor:
+        """[batch, prefix + nodes] int64: the position of every key in the text of its row, padding not counted."""
         prefix, lengths = self.prefix, self.prefix.lengths.to(device)
         seen = torch.ones(len(lengths), prefix.entries, dtype=torch.int64, device=device)
         if prefix.prompt_mask is not None:
@@ -63,7 +63,7 @@ class NodesOfRound:
 
     @property
     def longest_text(self) -> int:
-        """No key has a place beyond this number of tokens."""
+        """All positions of keys are smaller than this."""
         return self.prefix.entries + self.tree.max_depth + 1
 
     def ancestors(self, device: torch.device) -> Tensor:
@@ -71,67 +71,67 @@ class NodesOfRound:
         return self.tree.ancestor_mask.to(device)
 
     def path_sums(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[batch, nodes, nodes], 1 where a node is on the path to another: what sums along paths are a product with."""
+        """[batch, nodes, nodes], 1 where the column is on the path to the row: a product with it sums along paths."""
         key = ("sums", dtype, device)
-        if key not in self._made:
-            self._made[key] = self.ancestors(device).to(dtype)
-        return self._made[key]
+        if key not in self._cached:
+            self._cached[key] = self.ancestors(device).to(dtype)
+        return self._cached[key]
 
-    def apart(self, device: torch.device) -> Tensor:
-        """[batch, 1, new, nodes] bool, True where a node is not on the path to a new one."""
-        key = ("apart", device)
-        if key not in self._made:
-            self._made[key] = ~self.ancestors(device)[:, None, self.first :]
-        return self._made[key]
+    def not_on_path(self, device: torch.device) -> Tensor:
+        """[batch, 1, new, nodes] bool, True where the column is not on the path to the new node of the row."""
+        key = ("not_on_path", device)
+        if key not in self._cached:
+            self._cached[key] = ~self.ancestors(device)[:, None, self.first :]
+        return self._cached[key]
 
     def columns(self, kernel: int, device: torch.device) -> Tensor:
-        """[batch, nodes, kernel] int64: for each node of the round the last `kernel` places of its path, its own last.
+        """[batch, nodes, kernel] int64: the last `kernel` indices of the path to each node, which is the last of them.
 
-        Nodes count from 0, what lies before the root from -1 downwards.
+        Nodes are numbered from 0, tokens before the root from -1 downwards.
         """
         key = ("columns", kernel, device)
-        if key not in self._made:
+        if key not in self._cached:
             mask = self.ancestors(device)
-            # A node's path has its nodes in ascending order: count them from the end.
-            behind = mask.flip(-1).cumsum(-1).flip(-1)
-            counts = behind[..., :1]
+            # The nodes of a path are in ascending order: count them from the end.
+            from_end = mask.flip(-1).cumsum(-1).flip(-1)
+            counts = from_end[..., :1]
             steps = torch.arange(kernel, 0, -1, device=device)
-            place = (mask.unsqueeze(2) & (behind.unsqueeze(2) == steps.view(-1, 1))).int().argmax(-1)
-            self._made[key] = place.where(steps <= counts, counts - steps)
-        return self._made[key]
+            index = (mask.unsqueeze(2) & (from_end.unsqueeze(2) == steps.view(-1, 1))).int().argmax(-1)
+            self._cached[key] = index.where(steps <= counts, counts - steps)
+        return self._cached[key]
 
     def parents(self, device: torch.device) -> Tensor:
         """[batch, nodes] int64; -1 for the root."""
         return self.columns(2, device)[..., 0]
 
 
-class _Now(threading.local):
+class _Current(threading.local):
     nodes: NodesOfRound | None = None
 
 
-_NOW = _Now()
+_CURRENT = _Current()
 
 
 @contextmanager
 def on_nodes(tree: DraftTree, first: int, prefix: Prefix) -> Iterator[NodesOfRound]:
-    """Forwards made in this thread meanwhile run on the nodes of `tree` from `first` on."""
-    nodes = _NOW.nodes = NodesOfRound(tree, first, prefix)
+    """In this context, forwards of this thread run on the nodes of `tree` from `first` on."""
+    nodes = _CURRENT.nodes = NodesOfRound(tree, first, prefix)
     try:
         yield nodes
     finally:
-        _NOW.nodes = None
+        _CURRENT.nodes = None
 
 
 @contextmanager
-def on_rows() -> Iterator[None]:
-    """What runs in this thread meanwhile runs on rows of tokens, although a round is under way."""
-    nodes, _NOW.nodes = _NOW.nodes, None
+def on_token_rows() -> Iterator[None]:
+    """In this context, forwards of this thread run on rows of tokens, even inside `on_nodes`."""
+    nodes, _CURRENT.nodes = _CURRENT.nodes, None
     try:
         yield
     finally:
-        _NOW.nodes = nodes
+        _CURRENT.nodes = nodes
 
 
-def nodes_under_way() -> NodesOfRound | None:
-    """The nodes that this thread's forward runs on; None where it runs on rows of tokens."""
-    return _NOW.nodes
+def current_nodes() -> NodesOfRound | None:
+    """The nodes that this thread's forward runs on; None if it runs on rows of tokens."""
+    return _CURRENT.nodes

@@ -1,7 +1,7 @@
-"""Modules that count the entries of the cache where others are told positions: what they are told in a round.
+"""Modules that derive positions from the number of cache entries instead of position_ids: corrections for rounds.
 
-Among the nodes of a tree siblings lie between a node and its past, and rows of a batch have lengths of their own, so an
-entry's number is not its place in the text.
+In a tree, siblings are stored between a node and its ancestors, and rows of a batch have different lengths. So the
+number of an entry is not its position in the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.host import takes_positions
-from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way
+from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
 from hf_specdec.decoding.once import once_per_model
 
 
@@ -27,18 +27,18 @@ def alibi(
     num_heads: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Biases of the keys by their place, [batch * heads, 1, keys]: Bloom, Falcon.
+    """Biases of the keys by their position, [batch * heads, 1, keys]: Bloom, Falcon.
 
     Args:
         nodes: of the round.
-        function: the host's, which is asked about a plain text, so that slopes and rounding are its own.
-        attention_mask: on whose device they are wanted.
+        function: the host's. It is called for a text without padding, so that slopes and rounding are the same.
+        attention_mask: gives the device.
         num_heads: of the target.
         dtype: of the biases.
     """
-    places = nodes.places(attention_mask.device)
-    plain = function(places.new_ones(1, nodes.longest_text), num_heads, dtype=dtype)
-    return plain[:, 0, places].transpose(0, 1).reshape(-1, 1, places.shape[1])
+    positions = nodes.key_positions(attention_mask.device)
+    plain = function(positions.new_ones(1, nodes.longest_text), num_heads, dtype=dtype)
+    return plain[:, 0, positions].transpose(0, 1).reshape(-1, 1, positions.shape[1])
 
 
 def alibi_of_one_row(
@@ -49,19 +49,19 @@ def alibi_of_one_row(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Biases of the keys by their place, [heads, 1, keys]: MPT, whose biases have no axis for rows."""
+    """Biases of the keys by their position, [heads, 1, keys]: MPT, whose biases have no batch dimension."""
     plain = function(num_heads, nodes.longest_text, *args, **kwargs)
-    return plain[:, :, nodes.places(plain.device)[0]]
+    return plain[:, :, nodes.key_positions(plain.device)[0]]
 
 
-# From the nodes of a round, a module, what it was given and what it gives, to what it should give.
-Tell = Callable[[NodesOfRound, Any, Any, Tensor], Tensor]
+# (nodes of the round, module, its arguments, its output) -> the corrected output
+Correction = Callable[[NodesOfRound, Any, Any, Tensor], Tensor]
 
 
 @once_per_model
-def counting(model: PreTrainedModel) -> list[tuple[nn.Module, Tell]]:
-    """The modules of a model that count entries, each with what tells it where nodes stand, a forward hook."""
-    found: list[tuple[nn.Module, Tell]] = []
+def counting(model: PreTrainedModel) -> list[tuple[nn.Module, Correction]]:
+    """The modules of a model that count entries, each with a function that corrects its output in a forward hook."""
+    found: list[tuple[nn.Module, Correction]] = []
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             counts = "past_key_values_length" in inspect.signature(module.forward).parameters
@@ -75,8 +75,8 @@ def counting(model: PreTrainedModel) -> list[tuple[nn.Module, Tell]]:
 
 
 def _learned(nodes: NodesOfRound, module: Any, args: Any, output: Tensor) -> Tensor:
-    """Learned or sinusoidal positions of BART and its like: the rows of the nodes' entries."""
-    if nodes is not nodes_under_way():  # another thread's forward
+    """Learned or sinusoidal position embeddings, as in BART, at the nodes' entries."""
+    if nodes is not current_nodes():  # another thread's forward
         return output
     rows = nodes.entries(module.weight.device) + getattr(module, "offset", 0)
     return nn.functional.embedding(rows.clamp(max=len(module.weight) - 1), module.weight)
@@ -85,8 +85,8 @@ def _learned(nodes: NodesOfRound, module: Any, args: Any, output: Tensor) -> Ten
 def _scaled(
     floor_scale: float, attn_scale: float, nodes: NodesOfRound, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
-    """Queries of Llama 4's layers without rotary positions, which the layer will scale by the number of their entry."""
-    if nodes is not nodes_under_way():
+    """Queries of Llama 4's layers without rotary embeddings, which the layer then scales by the number of the entry."""
+    if nodes is not current_nodes():
         return output
     entries = nodes.entries(output.device)
     first = nodes.prefix.entries + nodes.first

@@ -1,8 +1,8 @@
-"""Recurrent: layers that keep a state of one size in place of an entry per token, and convolutions before them.
+"""Recurrent: layers with a state of fixed size instead of an entry per token, and the convolutions before them.
 
-During a round the state stays what it was before the root, and the layer keeps a tape: what each node would add to it
-(`rules.py` writes it). A commit notes the path; the state at its end is computed from base and tape when the next round
-begins, in one step per layer, so that counts may live on the device only.
+During a round the layer keeps the state before the root, the base, and records on a tape what each node adds to it
+(`rules.py`). A commit records the path. When the next round begins, the state at the end of the path is computed from
+base and tape, in one step per layer; the counts may still be known on the device only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from hf_specdec.decoding.layers.base import Extent, LayerStates
 from hf_specdec.decoding.layers.entries import EntriesLayer
-from hf_specdec.decoding.layers.nodes import nodes_under_way
+from hf_specdec.decoding.layers.nodes import current_nodes
 from hf_specdec.decoding.tree import from_host, pick
 
-# From a base [batch, ...], what the nodes of a path add, each [batch, steps, ...], and which of them are kept
-# [batch, steps] bool, to the state at the end of the path.
+# (base [batch, ...], parts of the nodes of a path, each [batch, steps, ...], which nodes are kept [batch, steps] bool)
+# -> the state at the end of the path
 Advance = Callable[[Tensor, Sequence[Tensor], Tensor], Tensor]
 
 
@@ -31,11 +31,11 @@ class Tape:
     """What the nodes of a round add to the states of one layer.
 
     Attributes:
-        inputs: of the convolutions, by the number of the state, [batch, channels, nodes].
+        inputs: of the convolutions, by the index of the state, [batch, channels, nodes].
         parts: of the recurrence, each [batch, nodes, ...].
-        advance: how they change the state; None for a layer that has only convolutions.
-        after: in place of all these the states after each node, [batch, nodes, ...], in the order of
-            `RecurrentLayer.states`, of a layer that has stepped from node to node (`stepped.py`).
+        advance: computes the new state from them; None for a layer that has only convolutions.
+        after: for layers that run level by level (`stepped.py`), instead of all these: the states after each node,
+            [batch, nodes, ...], in the order of `RecurrentLayer.states`.
     """
 
     inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Tape:
     after: list[Tensor] = field(default_factory=list)
 
     def of(self, nodes: Tensor | int | None) -> Tape:
-        """The tape of some nodes: of these [batch, nodes] int64, of all from a number on, of none."""
+        """The tape of these nodes: [batch, nodes] int64; an index: all nodes from it on; None: no nodes."""
         if nodes is None:
             return Tape()
         if isinstance(nodes, int):
@@ -55,16 +55,16 @@ class Tape:
             parts, after = ([pick(each, nodes) for each in these] for these in (self.parts, self.after))
         return Tape(inputs, tuple(parts), self.advance, after)
 
-    def add(self, held: int, parts: Sequence[Tensor], advance: Advance) -> tuple[Tensor, ...]:
-        """Notes nodes behind the first `held`; returns the parts of all nodes."""
-        if held:
-            parts = [torch.cat([before[:, :held], new], 1) for before, new in zip(self.parts, parts, strict=True)]
+    def add(self, first: int, parts: Sequence[Tensor], advance: Advance) -> tuple[Tensor, ...]:
+        """Records new nodes after the first `first` ones; returns the parts of all nodes."""
+        if first:
+            parts = [torch.cat([before[:, :first], new], 1) for before, new in zip(self.parts, parts, strict=True)]
         self.parts, self.advance = tuple(parts), advance
         return self.parts
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The states of one layer as the host reads and writes them; during a prefill they are the host's own matter.
+    """The states of one layer as the host reads and writes them. During a prefill the host's class updates them.
 
     Args:
         extent: of the cache.
@@ -81,47 +81,47 @@ class RecurrentLayer(LinearAttentionLayer):
         self.extent, self.tape, self.seen = extent, Tape(), 0
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Takes the inputs of new tokens, [batch, channels, new]; returns the window and all inputs behind it."""
+        """Receives the inputs of new tokens, [batch, channels, new]; returns the window followed by all inputs."""
         if self.extent.longest is None:
             self.seen += conv_states.shape[-1] if state_idx == 0 else 0
             return super().update_conv_state(conv_states, state_idx, **kwargs)
-        nodes = nodes_under_way()
+        nodes = current_nodes()
         assert nodes is not None, "rounds run on the nodes of a tree"
         nodes.layer = self
-        if self.extent.held:
-            conv_states = torch.cat([self.tape.inputs[state_idx][:, :, : self.extent.held], conv_states], -1)
+        if self.extent.written:
+            conv_states = torch.cat([self.tape.inputs[state_idx][:, :, : self.extent.written], conv_states], -1)
         self.tape.inputs[state_idx] = conv_states
-        # Channels lie side by side, as a convolution over the nodes of a tree wants them.
+        # Channels are contiguous, as `rules.convolution` needs them.
         return torch.cat([self.conv_states[state_idx].mT, conv_states.mT], 1).mT
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Takes the state after new tokens; during a round it is left as it is, see `Tape`."""
+        """Receives the state after new tokens. A round does not change the stored state, see `Tape`."""
         if self.extent.longest is None:
             return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return recurrent_states
 
     def states(self) -> list[tuple[dict[int, Any], int]]:
-        """Where the tensors lie, each [batch, ...]: the dict that holds it, and its key there."""
+        """The state tensors, each [batch, ...], as pairs of the dict that contains it and its key."""
         return [
             (kind, index)
             for kind in (self.conv_states, self.recurrent_states)
-            for index, held in kind.items()
-            if held is not None
+            for index, state in kind.items()
+            if state is not None
         ]
 
-    def take_over(self, source: LinearAttentionLayer) -> None:
-        """Begins with copies of what a layer of a DynamicCache holds."""
+    def load_from(self, source: LinearAttentionLayer) -> None:
+        """Copies the states of a DynamicCache layer."""
         _copy_states(source, self)
 
     def hand_back(self, layer: LinearAttentionLayer) -> None:
-        """Makes a layer of the caller's cache hold copies of the states."""
+        """Copies the states to a layer of the caller's cache."""
         _copy_states(self, layer)
 
 
 def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> None:
     """Moves the states of layers to the end of the first `counts` [batch] nodes of `path` [batch, steps].
 
-    Layers whose tensors have one shape are moved together.
+    Layers whose tensors have the same shapes are computed together.
     """
     windows, recurrences = defaultdict(list), defaultdict(list)
     for layer in layers:
@@ -134,8 +134,8 @@ def _advance(layers: Sequence[RecurrentLayer], path: Tensor, counts: Tensor) -> 
         if base is not None:
             if tape.advance is None:
                 raise RuntimeError(
-                    "A layer with states has run on the nodes of a tree without the function that stands in for the "
-                    "host's: something has replaced its forward since this target was tried. Put it back, or generate "
+                    "A layer with states has run on the nodes of a tree without the rule that replaces the host's "
+                    "function: its forward was replaced after the trial of this target. Restore it, or generate "
                     "without assistant_model."
                 )
             shapes = tuple(part.shape for part in tape.parts)
@@ -162,54 +162,54 @@ def _advance_stepped(layer: RecurrentLayer, path: Tensor, counts: Tensor) -> Non
 
 
 def _advance_windows(members: Sequence[tuple[RecurrentLayer, int]], path: Tensor, counts: Tensor) -> None:
-    held = torch.cat([layer.conv_states[index] for layer, index in members])
+    windows = torch.cat([layer.conv_states[index] for layer, index in members])
     inputs = torch.cat([layer.tape.inputs[index] for layer, index in members])
-    width = held.shape[-1]
-    # The last of what the window and the inputs along the path are together.
-    place = counts.unsqueeze(1) - width + torch.arange(width, device=path.device)
-    column = (width + path.gather(1, place.clamp(min=0))).where(place >= 0, width + place).to(held.device)
-    column = column.repeat(len(members), 1).unsqueeze(1).expand_as(held)
-    moved = torch.cat([held, inputs], -1).gather(2, column)
+    width = windows.shape[-1]
+    # The new window is the last `width` columns of the old one followed by the inputs along the path.
+    step = counts.unsqueeze(1) - width + torch.arange(width, device=path.device)
+    column = (width + path.gather(1, step.clamp(min=0))).where(step >= 0, width + step).to(windows.device)
+    column = column.repeat(len(members), 1).unsqueeze(1).expand_as(windows)
+    moved = torch.cat([windows, inputs], -1).gather(2, column)
     for (layer, index), window in zip(members, moved.chunk(len(members)), strict=True):
         layer.conv_states[index] = window
 
 
 def _copy_states(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
     for name in ("conv_states", "recurrent_states"):
-        held = {index: None if each is None else each.clone() for index, each in getattr(source, name).items()}
-        setattr(target, name, held)
-    copy_notes(source, target)
+        states = {index: None if each is None else each.clone() for index, each in getattr(source, name).items()}
+        setattr(target, name, states)
+    copy_flags(source, target)
 
 
-def copy_notes(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
-    """Has a layer believe of its states what another knows of its own."""
-    known = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
-    for name in known:
+def copy_flags(source: LinearAttentionLayer, target: LinearAttentionLayer) -> None:
+    """Copies the attributes that describe a layer's states, but not the states."""
+    flags = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
+    for name in flags:
         setattr(target, name, dict(getattr(source, name)))
     target.dtype, target.device = source.dtype, source.device
 
 
 class HybridLayer(RecurrentLayer, EntriesLayer):
-    """A layer with states and entries: attention beside or behind a recurrence."""
+    """A layer with states and entries: attention in parallel with or after a recurrence."""
 
     def __init__(self, extent: Extent, number_of_states: int = 1) -> None:
         EntriesLayer.__init__(self, extent)
         RecurrentLayer.__init__(self, extent, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        # The host gives keys and values by place, states by name.
+        # The host passes keys and values as positional arguments, states as keyword arguments.
         (EntriesLayer if args else RecurrentLayer).lazy_initialization(self, *args, **kwargs)
 
-    def take_over(self, source: Any) -> None:
-        EntriesLayer.take_over(self, source)
-        RecurrentLayer.take_over(self, source)
+    def load_from(self, source: Any) -> None:
+        EntriesLayer.load_from(self, source)
+        RecurrentLayer.load_from(self, source)
 
     def get_max_length(self) -> int:
         return -1
 
 
 class Recurrent(LayerStates):
-    """All layers of one cache that keep states.
+    """All layers of one cache that have states.
 
     Args:
         layers: as the host reads and writes them.
@@ -219,7 +219,7 @@ class Recurrent(LayerStates):
     def __init__(self, layers: Sequence[CacheLayerMixin], extent: Extent) -> None:
         self.all_layers, self.extent = layers, extent
         self.layers = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-        self._pending: tuple[Tensor, Tensor] | None = None  # path and counts of a commit
+        self._pending: tuple[Tensor, Tensor] | None = None  # path and counts of the last commit
 
     @property
     def device(self) -> torch.device:
@@ -233,64 +233,64 @@ class Recurrent(LayerStates):
         return len(kind[index])
 
     def begin_rounds(self, capacity: int, *, contiguous: bool) -> None:
-        """Nothing grows."""
+        """Nothing to do: states have a fixed size."""
 
     def reserve(self, entries: int) -> None:
-        """A round begins, unless it goes on."""
-        if not self.extent.held:
-            self.settle()
+        """Computes the states if a new round begins."""
+        if not self.extent.written:
+            self.apply_commit()
 
     def commit(self, path: Tensor, lengths: Tensor, counts: Tensor) -> None:
-        self.settle()
+        self.apply_commit()
         self._pending = path, counts
 
-    def keep_nodes(self, nodes: Tensor | int) -> None:
-        self.settle(nodes)
+    def carry_over(self, nodes: Tensor | int) -> None:
+        self.apply_commit(nodes)
 
-    def settle(self, held: Tensor | int | None = None) -> None:
-        """Computes the states that the last commit has come to; `held` nodes go on into the next round."""
+    def apply_commit(self, carried: Tensor | int | None = None) -> None:
+        """Computes the states after the last commit; the tape keeps the `carried` nodes, for the next round."""
         pending, self._pending = self._pending, None
         if pending is not None:
             _advance(self.layers, *pending)
-        if pending is not None or held is not None:
+        if pending is not None or carried is not None:
             for layer in self.layers:
-                layer.tape = layer.tape.of(held)
+                layer.tape = layer.tape.of(carried)
 
     def wipe(self, row_lengths: Sequence[int]) -> None:
-        """States hold nothing of nodes that were not kept."""
-        self.settle()
+        """Empties the tapes; states do not contain nodes that were not committed."""
+        self.apply_commit()
         for layer in self.layers:
             layer.tape = Tape()
 
     def take_row(self, row: int, length: int) -> list[list[Tensor]]:
-        self.settle()
+        self.apply_commit()
         return [[kind[index][row].clone() for kind, index in layer.states()] for layer in self.layers]
 
     def return_to(self, row: int, states: list[list[Tensor]]) -> None:
-        """Gives a row the states that `take_row` gave."""
-        self.settle()
+        """Restores the states of a row from `take_row`."""
+        self.apply_commit()
         for layer, kept in zip(self.layers, states, strict=True):
             for (kind, index), state in zip(layer.states(), kept, strict=True):
                 kind[index] = kind[index].index_copy(0, from_host([row], layer.device), state.unsqueeze(0))
 
     def keep_rows(self, rows: Sequence[int], longest: int) -> None:
-        self.settle()
+        self.apply_commit()
         for layer in self.layers:
             for kind, name in layer.states():
                 kind[name] = kind[name][from_host(rows, layer.device)]
 
-    def put_rows(self, aside: dict[int, list[list[Tensor]]], longest: int) -> None:
-        self.settle()
-        for place, layer in enumerate(self.layers):
+    def put_rows(self, saved: dict[int, list[list[Tensor]]], longest: int) -> None:
+        self.apply_commit()
+        for layer_index, layer in enumerate(self.layers):
             for number, (kind, index) in enumerate(layer.states()):
                 own = iter(kind[index])
-                batch = len(kind[index]) + len(aside)
+                batch = len(kind[index]) + len(saved)
                 kind[index] = torch.stack(
-                    [aside[row][place][number] if row in aside else next(own) for row in range(batch)]
+                    [saved[row][layer_index][number] if row in saved else next(own) for row in range(batch)]
                 )
 
     def hand_back(self, like: Cache, length: int) -> None:
-        self.settle()
+        self.apply_commit()
         for own, layer in zip(self.all_layers, like.layers, strict=False):
             if isinstance(own, RecurrentLayer):
                 own.hand_back(layer)

@@ -1,12 +1,12 @@
-"""How recurrences and short convolutions run on the nodes of a draft tree, all in one call.
+"""Recurrences and short convolutions on all nodes of a draft tree in one call.
 
-The host's functions take a row of tokens; in a tree each node follows its parent. Each rule has the signature of the
-host's function that it stands in for and gives for node i what the host's would give at the end of the path to i. All
-are linear in the state, so products with the ancestor mask take the place of steps. What a node adds to the state goes
-onto the layer's tape (`recurrent.py`).
+The host's functions process a row of tokens; in a tree each node follows its parent. Each rule has the signature of the
+host's function that it replaces, and returns for node i what that function would return at the end of the path to i.
+The recurrences are linear in the state, so products with the ancestor mask replace steps. What a node adds to the state
+is recorded on the layer's tape (`recurrent.py`).
 
-`standins.py` puts them in the host's place. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv
-2510.26692; Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
+`standins.py` installs the rules. Sources: Gated Delta Networks, arXiv 2412.06464; Kimi Linear, arXiv 2510.26692;
+Mamba-2, arXiv 2405.21060; Mamba, arXiv 2312.00752. The forms for trees are our own.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ def convolution(
     activation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A depthwise causal convolution: each node sees its own inputs along its path, and the window before the root.
+    """A depthwise causal convolution: each node reads the inputs along its own path, and the window before the root.
 
     Args:
         nodes: of the round.
         layer: that it belongs to.
-        hidden_states: [batch, channels, window + nodes], what `RecurrentLayer.update_conv_state` gave.
+        hidden_states: [batch, channels, window + nodes], from `RecurrentLayer.update_conv_state`.
         weight: [channels, kernel].
         bias: [channels].
         activation: by the host's name.
-        kwargs: what else the host passes on.
+        kwargs: other arguments of the host; ignored.
 
     Returns:
-        [batch, channels, new]; the host reads the last ones, of the new nodes.
+        [batch, channels, new]; the host reads the last columns, those of the new nodes.
     """
     rows, kernel = hidden_states.mT, weight.shape[-1]  # [batch, window + nodes, channels]
     columns = nodes.columns(kernel, rows.device)[:, nodes.first :]
     batch, new, _ = columns.shape
     window = rows.shape[1] - nodes.first - new
-    if window < kernel - 1:  # texts shorter than it
+    if window < kernel - 1:  # the text is shorter than the window
         rows = nn.functional.pad(rows, (0, 0, kernel - 1 - window, 0))
         window = kernel - 1
     starts = window + rows.shape[1] * torch.arange(batch, device=rows.device)
     taken = rows.flatten(0, 1).index_select(0, (columns + starts.view(-1, 1, 1)).flatten())
     taken = taken.view(batch, new, kernel, -1).to(weight.dtype)
     if taken.dtype.itemsize < 4 or taken.device.type != "cpu":
-        # The host's own operator over the places side by side, so that products are rounded as the host's are.
+        # The host's own operator on the gathered columns, so that products are rounded in the same way.
         taken = taken.permute(0, 3, 1, 2).flatten(2)
         outputs = nn.functional.conv1d(taken, weight.unsqueeze(1), bias, stride=kernel, groups=len(weight))
-    else:  # which takes its time on a CPU for so few places
+    else:  # on a CPU, conv1d is slow for so few columns
         outputs = (taken * weight.mT).sum(2)
         outputs = (outputs if bias is None else outputs + bias).mT
     if activation is not None:
@@ -68,11 +68,11 @@ def convolution(
 
 
 def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums along the paths of logarithms of decays, and decays between nodes.
+    """Sums of log-decays along the paths, and decays between nodes.
 
     Args:
         nodes: of the round.
-        steps: [batch, nodes, heads, ...], each node's own, of all nodes.
+        steps: [batch, nodes, heads, ...], the log-decay of each node.
 
     Returns:
         sums [batch, heads, new, ...] from the root to each new node, both included; and
@@ -81,14 +81,14 @@ def _decays(nodes: NodesOfRound, steps: Tensor) -> tuple[Tensor, Tensor]:
     sums = nodes.path_sums(steps.dtype, steps.device) @ steps.flatten(2)
     sums = sums.view_as(steps).transpose(1, 2)
     own = sums[:, :, nodes.first :]
-    # Masked before the exponential: between nodes of two branches it may overflow.
-    apart = own.unsqueeze(3) - sums.unsqueeze(2)
-    hidden = nodes.apart(steps.device)
-    return own, apart.masked_fill_(hidden if apart.dim() == 4 else hidden.unsqueeze(-1), -torch.inf).exp_()
+    # Masked before the exponential, which may overflow between nodes of different branches.
+    difference = own.unsqueeze(3) - sums.unsqueeze(2)
+    hidden = nodes.not_on_path(steps.device)
+    return own, difference.masked_fill_(hidden if difference.dim() == 4 else hidden.unsqueeze(-1), -torch.inf).exp_()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The number type of states: float32, as the host computes them, or float64 where it is given that."""
+    """The dtype of states: float32, as in the host, or float64 for inputs in float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -106,31 +106,31 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule: a node decays the state, takes out what it foretells for its key, and writes its value.
+    """The gated delta rule: a node decays the state, removes the state's prediction for its key, and adds its value.
 
-    With a decay per head (Gated DeltaNet) or per channel of the key (Kimi Delta Attention). What node i writes depends
-    on what its ancestors have written, which is one triangular system for all nodes.
+    With a decay per head (Gated DeltaNet) or per channel of the key (Kimi Delta Attention). What node i adds depends
+    on what its ancestors have added; this is one triangular system for all nodes.
 
     Args:
         nodes: of the round.
         layer: that it belongs to.
         query: [batch, new, key heads, K].
-        key: like it.
+        key: [batch, new, key heads, K].
         value: [batch, new, heads, V].
-        g: logarithms of decays, [batch, new, heads] or [batch, new, heads, K].
+        g: log-decays, [batch, new, heads] or [batch, new, heads, K].
         beta: [batch, new, heads].
-        chunk_size: of the host's own way.
+        chunk_size: of the host's implementation; ignored.
         initial_state: [batch, heads, K, V], before the root.
-        output_final_state: whether a state is asked for; it stays what it is.
+        output_final_state: ignored; `initial_state` is returned unchanged.
         use_qk_l2norm_in_kernel: whether queries and keys are normalised here.
-        kwargs: what else the host passes on.
+        kwargs: other arguments of the host; ignored.
 
     Returns:
         [batch, new, heads, V], and `initial_state`.
     """
     assert initial_state is not None, "a round follows a prefill"
     dtype, first, wide, new = query.dtype, nodes.first, _wide(query.dtype), query.shape[1]
-    # Queries behind keys: what is done with one is done with the other.
+    # Keys and queries in one tensor, since the same operations apply to both.
     both = torch.cat([key, query], 1).to(wide)
     value, beta, g = (each.to(wide) for each in (value, beta, g))
     if use_qk_l2norm_in_kernel:
@@ -139,29 +139,27 @@ def delta_rule(
     if repeats > 1:
         both = both.repeat_interleave(repeats, 2)
     key, both = both[:, :new], both.transpose(1, 2)
-    held_keys, held_writes, held_steps = (part[:, :first] for part in layer.tape.parts) if first else (None,) * 3
-    keys, steps = (
-        now if held is None else torch.cat([held, now], 1) for held, now in ((held_keys, key), (held_steps, g))
-    )
+    old_keys, old_writes, old_steps = (part[:, :first] for part in layer.tape.parts) if first else (None,) * 3
+    keys, steps = (own if old is None else torch.cat([old, own], 1) for old, own in ((old_keys, key), (old_steps, g)))
     sums, between = _decays(nodes, steps)
     base, keys, scale = initial_state.to(wide), keys.transpose(1, 2), key.shape[-1] ** -0.5
     if g.dim() == 3:
         decays = sums.unsqueeze(-1).exp()
-        foretold, read = ((both @ keys.mT).unflatten(2, (2, new)) * between.unsqueeze(2)).unbind(2)
+        predicted, read = ((both @ keys.mT).unflatten(2, (2, new)) * between.unsqueeze(2)).unbind(2)
         from_base, read_base = ((both @ base).unflatten(2, (2, new)) * decays.unsqueeze(2)).unbind(2)
     else:
         both = both.unflatten(2, (2, new))
-        foretold, read = torch.einsum("bhtic,bhjc,bhijc->tbhij", both, keys, between).unbind()
+        predicted, read = torch.einsum("bhtic,bhjc,bhijc->tbhij", both, keys, between).unbind()
         from_base, read_base = ((both * sums.exp().unsqueeze(2)) @ base.unsqueeze(2)).unbind(2)
     beta = beta.transpose(1, 2).unsqueeze(-1)
-    foretold = foretold * beta
+    predicted = predicted * beta
     writes = beta * (value.transpose(1, 2) - from_base)
-    if held_writes is not None:
-        held_writes = held_writes.transpose(1, 2)
-        writes = writes - foretold[..., :first] @ held_writes
-    # Parents come first, so that there is nothing above the diagonal; the diagonal is not read.
-    writes = torch.linalg.solve_triangular(foretold[..., first:], writes, upper=False, unitriangular=True)
-    written = writes if held_writes is None else torch.cat([held_writes, writes], 2)
+    if old_writes is not None:
+        old_writes = old_writes.transpose(1, 2)
+        writes = writes - predicted[..., :first] @ old_writes
+    # Parents come before children, so that the matrix is lower triangular; its diagonal is not read.
+    writes = torch.linalg.solve_triangular(predicted[..., first:], writes, upper=False, unitriangular=True)
+    written = writes if old_writes is None else torch.cat([old_writes, writes], 2)
     outputs = (read_base + read @ written) * scale
     layer.tape.add(first, (key, writes.transpose(1, 2), g), advance_outer)
     return outputs.transpose(1, 2).to(dtype), initial_state
@@ -186,8 +184,8 @@ def state_space_scan(
 ) -> Any:
     """Mamba-2: a node decays the state by its own step size, and adds to it.
 
-    Step sizes are not brought within `dt_limit`: the host does that with several tokens, and not with one, which is
-    what plain decoding runs.
+    Step sizes are not clamped to `dt_limit`: the host clamps them for several tokens, but not for one token, and plain
+    decoding runs one.
 
     Args:
         nodes: of the round.
@@ -196,15 +194,15 @@ def state_space_scan(
         dt: step sizes [batch, new, heads].
         A: [heads].
         B: [batch, new, groups, N].
-        C: like it.
-        chunk_size: of the host's own way.
+        C: [batch, new, groups, N].
+        chunk_size: of the host's implementation; ignored.
         D: [heads].
         dt_bias: [heads].
         initial_states: [batch, heads, P, N], before the root.
-        dt_softplus: whether step sizes go through softplus.
-        dt_limit: not read, see above.
-        return_final_states: whether a state is asked for; it stays what it is.
-        kwargs: what else the host passes on.
+        dt_softplus: whether softplus is applied to step sizes.
+        dt_limit: ignored, see above.
+        return_final_states: whether `initial_states` is returned too, unchanged.
+        kwargs: other arguments of the host; ignored.
 
     Returns:
         [batch, new, heads, P], and with `return_final_states` `initial_states`.
@@ -245,22 +243,22 @@ def selective_scan(
     return_last_state: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Mamba: each number of the state has a decay of its own, so nodes are run level by level.
+    """Mamba: each element of the state has its own decay, so nodes are computed level by level.
 
     Args:
         nodes: of the round.
-        layer: that it belongs to. The host gives its state to no function, so it is read there.
+        layer: that it belongs to. Its state is read here, since the host does not pass it.
         hidden_states: [batch, channels, new].
-        dt: step sizes, like it.
+        dt: step sizes [batch, channels, new].
         A: [channels, N].
         B: [batch, N, new].
-        C: like it.
+        C: [batch, N, new].
         D: [channels].
         z: gates, [batch, channels, new].
         delta_bias: [channels].
-        delta_softplus: whether step sizes go through softplus.
-        return_last_state: whether a state is asked for; it stays what it is.
-        kwargs: what else the host passes on.
+        delta_softplus: whether softplus is applied to step sizes.
+        return_last_state: whether the layer's state is returned too, unchanged.
+        kwargs: other arguments of the host; ignored.
 
     Returns:
         [batch, channels, new], and with `return_last_state` the layer's state [batch, channels, N].
@@ -278,7 +276,7 @@ def selective_scan(
     base: Tensor = layer.recurrent_states[0]
     parents = (1 + nodes.parents(dt.device)).view(*decays.shape[:2], 1, 1).expand_as(decays)
     states = decays * base.to(wide).unsqueeze(1) + added
-    for _ in range(nodes.tree.max_depth):  # a level more is right each time, and stays so
+    for _ in range(nodes.tree.max_depth):  # each iteration completes one more level
         states = decays * torch.cat([base.to(wide).unsqueeze(1), states], 1).gather(1, parents) + added
     outputs = (states[:, first:] @ queries.unsqueeze(-1)).squeeze(-1)
     if D is not None:
@@ -291,13 +289,13 @@ def selective_scan(
 
 
 def advance_outer(base: Tensor, parts: Sequence[Tensor], kept: Tensor) -> Tensor:
-    """The state [batch, heads, X, Y] after a path whose nodes decay it and add products of a vector X and a vector Y.
+    """The state [batch, heads, X, Y] after a path whose nodes decay it and add outer products.
 
     Args:
-        base: before it.
-        parts: vectors [batch, steps, heads, X] and [batch, steps, heads, Y], and logarithms of decays, [batch, steps,
-            heads] or per channel of X.
-        kept: [batch, steps] bool.
+        base: [batch, heads, X, Y], before the path.
+        parts: vectors [batch, steps, heads, X] and [batch, steps, heads, Y], and log-decays, [batch, steps, heads] or
+            [batch, steps, heads, X].
+        kept: [batch, steps] bool, whether a node is part of the path.
     """
     left, right, steps = parts
     scalar = steps.dim() == 3
@@ -307,18 +305,18 @@ def advance_outer(base: Tensor, parts: Sequence[Tensor], kept: Tensor) -> Tensor
     sums = steps.masked_fill(hidden, 0).cumsum(1)
     whole = sums[:, -1:]
     left = (left * (whole - sums).exp()).masked_fill(hidden, 0)
-    right = right.masked_fill(hidden, 0)  # it may be NaN where nothing is kept
+    right = right.masked_fill(hidden, 0)  # may be NaN at nodes that are not kept
     decay = whole.squeeze(1).exp().unsqueeze(-1)
     return decay * base.to(left.dtype) + torch.einsum("bshx,bshy->bhxy", left, right)
 
 
 def advance_scan(base: Tensor, parts: Sequence[Tensor], kept: Tensor) -> Tensor:
-    """The state [batch, ...] after a path whose nodes multiply it and add to it, number by number.
+    """The state [batch, ...] after a path whose nodes multiply it and add to it elementwise.
 
     Args:
-        base: before it.
+        base: [batch, ...], before the path.
         parts: factors and summands, each [batch, steps, ...].
-        kept: [batch, steps] bool.
+        kept: [batch, steps] bool, whether a node is part of the path.
     """
     state = base.to(parts[0].dtype)
     for step in range(kept.shape[1]):

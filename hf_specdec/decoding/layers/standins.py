@@ -1,8 +1,8 @@
-"""The host's functions that run on rows of tokens, and what stands in for them while a forward runs on a tree.
+"""Functions of the host that run on rows of tokens, and our replacements for forwards that run on a tree.
 
-The host looks these functions up by name, in the module of each family, when it calls them. Each name is bound once,
-for good, to a function that asks whether a round is under way in this thread: then ours runs, else the host's own, with
-whatever kernel it has found.
+The host looks these functions up by name, in the Python module of each family, when it calls them. `install` binds each
+name once and permanently to a function that checks whether this thread's forward runs on a tree: then our function
+runs, otherwise the host's own, with the kernel that the host has chosen.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.layers import places, rules
-from hf_specdec.decoding.layers.nodes import nodes_under_way
+from hf_specdec.decoding.layers.nodes import current_nodes
 from hf_specdec.decoding.once import once_per_model
 
-# Of states: called with the nodes of the round and the layer that the forward has come to.
+# Functions that update states; ours are called with the nodes of the round and the current cache layer.
 OF_STATES: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": rules.convolution,
     "chunk_kimi_delta_attention": rules.delta_rule,
@@ -26,31 +26,31 @@ OF_STATES: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": rules.selective_scan,
     "torch_chunk_gated_delta_rule": rules.delta_rule,
 }
-# Of places: called with the nodes of the round and the host's function.
-OF_PLACES: dict[str, Callable[..., Any]] = {
+# Functions of positions; ours are called with the nodes of the round and the host's function.
+OF_POSITIONS: dict[str, Callable[..., Any]] = {
     "build_alibi_tensor": places.alibi,
     "build_mpt_alibi_tensor": places.alibi_of_one_row,
 }
-OF_ONE_ROW = {"build_mpt_alibi_tensor"}  # whose biases have no axis for rows
+OF_ONE_ROW = {"build_mpt_alibi_tensor"}  # whose biases have no batch dimension
 
 
 def install(model: PreTrainedModel) -> None:
-    """Binds the names, in the modules that the model's layers come from; those bound already stay as they are."""
+    """Binds the names in the Python modules that define the model's layers; names already bound are skipped."""
     for names in _modules_of(model):
-        for name in (OF_STATES | OF_PLACES).keys() & names.keys():
+        for name in (OF_STATES | OF_POSITIONS).keys() & names.keys():
             if not hasattr(names[name], "_hf_specdec_original"):
                 names[name] = _dispatched(name, names[name])
 
 
 @once_per_model
 def names_of(model: PreTrainedModel) -> set[str]:
-    """The names with a stand-in that the modules of a model's layers have."""
-    return {name for names in _modules_of(model) for name in (OF_STATES | OF_PLACES).keys() & names.keys()}
+    """The names with a replacement that occur in the Python modules of a model's layers."""
+    return {name for names in _modules_of(model) for name in (OF_STATES | OF_POSITIONS).keys() & names.keys()}
 
 
 def counts_entries(model: PreTrainedModel) -> bool:
-    """Whether modules of a model count entries where others are told positions."""
-    return bool(places.counting(model) or names_of(model) & OF_PLACES.keys())
+    """Whether modules of a model derive positions from the number of cache entries."""
+    return bool(places.counting(model) or names_of(model) & OF_POSITIONS.keys())
 
 
 def _modules_of(model: PreTrainedModel) -> list[dict[str, Any]]:
@@ -60,11 +60,11 @@ def _modules_of(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 def _dispatched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        nodes = nodes_under_way()
+        nodes = current_nodes()
         if nodes is None:
             return function(*args, **kwargs)
-        if name in OF_PLACES:
-            return OF_PLACES[name](nodes, function, *args, **kwargs)
+        if name in OF_POSITIONS:
+            return OF_POSITIONS[name](nodes, function, *args, **kwargs)
         return OF_STATES[name](nodes, nodes.layer, *args, **kwargs)
 
     functools.update_wrapper(run, function, assigned=("__name__", "__qualname__", "__doc__", "__module__"), updated=())

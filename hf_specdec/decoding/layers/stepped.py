@@ -1,7 +1,7 @@
-"""Layers with states for which there is no rule: they run level by level, one token a row, from the parent's state.
+"""Layers with states but without a rule in `rules.py`: they run level by level, from the state of each node's parent.
 
-What runs is the layer's own step of plain decoding, so it is exact whatever the layer does. A round then calls the
-layer once per level of the tree, and keeps the states of all its nodes.
+Each level calls the layer's own decoding step with one token per row, so the result is exact for any layer. A round
+calls the layer once per level of the tree, and keeps the states after all nodes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from hf_specdec.decoding.host import cache_name
-from hf_specdec.decoding.layers.nodes import NodesOfRound, nodes_under_way, on_rows
-from hf_specdec.decoding.layers.recurrent import RecurrentLayer
+from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes, on_token_rows
+from hf_specdec.decoding.layers.recurrent import RecurrentLayer, copy_flags
 from hf_specdec.decoding.once import once_per_model
 
 
 @once_per_model
-def keepers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The modules that read and write the states of cache layers, with the number of the layer.
+def state_modules(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that read and write the states of cache layers, with the index of the layer.
 
-    Found by watching a forward: whoever is running when the cache is asked, without those inside another such module.
+    Found in a forward: the modules that run when the cache is updated, without those inside another such module.
     """
     cache = DynamicCache(config=model.config)
     running: list[nn.Module] = []
@@ -51,17 +51,17 @@ def keepers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionLayer):
             for name in ("update_conv_state", "update_recurrent_state"):
-                asked = getattr(layer, name)
+                update = getattr(layer, name)
 
-                def noted(*args: Any, _asked: Any = asked, _index: int = index, **kwargs: Any) -> Any:
+                def recorded(*args: Any, _update: Any = update, _index: int = index, **kwargs: Any) -> Any:
                     found.append((running[-1], _index))
-                    return _asked(*args, **kwargs)
+                    return _update(*args, **kwargs)
 
-                setattr(layer, name, noted)
+                setattr(layer, name, recorded)
     embeddings = model.get_input_embeddings()
     ids = 3 + torch.arange(5, device=embeddings.weight.device).unsqueeze(0)
     try:
-        with torch.no_grad(), on_rows():
+        with torch.no_grad(), on_token_rows():
             model(input_ids=ids % embeddings.num_embeddings, use_cache=True, **{cache_name(model): cache})
     finally:
         for handle in handles:
@@ -72,15 +72,15 @@ def keepers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 @contextmanager
 def stepping(model: PreTrainedModel) -> Iterator[None]:
-    """In rounds run meanwhile, the modules that keep states run level by level.
+    """In this context, the modules with states run level by level in rounds.
 
-    Several threads may be in it at a time with one model; the last to leave puts back what the first has found.
+    Several threads may use it at the same time with one model; the last one to leave restores the original forwards.
     """
     with _IN_USE_LOCK:
         users, before = _IN_USE.get(model, (0, []))
         if not users:
-            before = [(module.__dict__, module.__dict__.get("forward")) for module, _ in keepers(model)]
-            for module, index in keepers(model):
+            before = [(module.__dict__, module.__dict__.get("forward")) for module, _ in state_modules(model)]
+            for module, index in state_modules(model):
                 module.__dict__["forward"] = _stepped(module.forward, index)
         _IN_USE[model] = users + 1, before
     try:
@@ -91,23 +91,23 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
             if users > 1:
                 _IN_USE[model] = users - 1, before
             else:
-                for place, forward in before:
-                    del place["forward"]
-                    place.update({} if forward is None else {"forward": forward})
+                for attributes, forward in before:
+                    del attributes["forward"]
+                    attributes.update({} if forward is None else {"forward": forward})
 
 
-# By model: how many are in `stepping`, and per module its attributes with the forward that was among them.
+# By model: the number of users of `stepping`; and of each module its attributes and the original forward among them.
 _IN_USE: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[dict[str, Any], Any]]]] = (
     weakref.WeakKeyDictionary()
 )
 _IN_USE_LOCK = threading.Lock()
-# Models whose layers with states step in rounds, since a trial found no rule for them (`trial.py`).
+# Models whose layers with states run level by level, because the rules failed in a trial (`trial.py`).
 STEPPED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _stepped(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        nodes = nodes_under_way()
+        nodes = current_nodes()
         caches = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
         if nodes is None or not caches or not isinstance(caches[0].layers[index], RecurrentLayer):
             return forward(*args, **kwargs)
@@ -125,33 +125,33 @@ def _levels(
     parents, depths = nodes.parents(device), nodes.ancestors(device).sum(-1) - 1
     batch, count = parents.shape
     after = [base.new_empty(batch, count, *base.shape[1:]) for base in bases]
-    for states, held in zip(after, layer.tape.after, strict=False):
-        states[:, :first] = held[:, :first]
+    for states, earlier in zip(after, layer.tape.after, strict=False):
+        states[:, :first] = earlier[:, :first]
     is_new = torch.arange(count, device=device) >= first
     outputs: Any = None
     for depth in sorted(set(depths[:, first:].flatten().tolist())):
         row, node = ((depths == depth) & is_new).nonzero(as_tuple=True)
         above = parents[row, node]
-        own = copy.copy(cache)
-        own.layers = list(cache.layers)
-        own.layers[index] = step = _host_layer(layer)
+        level_cache = copy.copy(cache)
+        level_cache.layers = list(cache.layers)
+        level_cache.layers[index] = step = _host_layer(layer)
         for (kind, number), base, states in zip(layer.states(), bases, after, strict=True):
             from_parent = states[row, above.clamp(min=0)]
             start = base[row].where((above < 0).view(-1, *[1] * (base.dim() - 1)), from_parent)
             (step.conv_states if kind is layer.conv_states else step.recurrent_states)[number] = start
 
-        def of_level(value: Any, row: Tensor = row, node: Tensor = node, own: Cache = own) -> Any:
+        def of_level(value: Any, row: Tensor = row, node: Tensor = node, level_cache: Cache = level_cache) -> Any:
             if value is cache:
-                return own
+                return level_cache
             if isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == (batch, count - first):
                 return value[row, node - first].unsqueeze(1)
             if isinstance(value, (tuple, list)):
                 return type(value)(map(of_level, value))
             return {name: of_level(each) for name, each in value.items()} if isinstance(value, dict) else value
 
-        with on_rows():
-            given = forward(*map(of_level, args), **{name: of_level(value) for name, value in kwargs.items()})
-        outputs = _put(outputs, given, (batch, count - first), row, node - first)
+        with on_token_rows():
+            level_outputs = forward(*map(of_level, args), **{name: of_level(value) for name, value in kwargs.items()})
+        outputs = _put(outputs, level_outputs, (batch, count - first), row, node - first)
         for (kind, number), states in zip(layer.states(), after, strict=True):
             states[row, node] = (step.conv_states if kind is layer.conv_states else step.recurrent_states)[number]
     layer.tape.after = after
@@ -159,26 +159,19 @@ def _levels(
 
 
 def _host_layer(like: RecurrentLayer) -> LinearAttentionLayer:
-    """A layer of the host's without states, which believes that it has some."""
+    """A layer of the host without states, but with the flags of one that has states."""
     layer = LinearAttentionLayer(like.number_of_states)
-    for name in (
-        "is_conv_states_initialized",
-        "is_recurrent_states_initialized",
-        "has_previous_state",
-        "conv_kernel_size",
-    ):
-        setattr(layer, name, dict(getattr(like, name)))
-    layer.dtype, layer.device = like.dtype, like.device
+    copy_flags(like, layer)
     return layer
 
 
-def _put(outputs: Any, given: Any, shape: tuple[int, int], row: Tensor, node: Tensor) -> Any:
-    """Outputs [batch, new, ...] with what a level gave [nodes of the level, 1, ...]."""
-    if isinstance(given, Tensor):
-        outputs = given.new_zeros(*shape, *given.shape[2:]) if outputs is None else outputs
-        outputs[row, node] = given[:, 0]
+def _put(outputs: Any, of_level: Any, shape: tuple[int, int], row: Tensor, node: Tensor) -> Any:
+    """Writes the outputs of a level, [nodes of the level, 1, ...], into `outputs` [batch, new, ...]."""
+    if isinstance(of_level, Tensor):
+        outputs = of_level.new_zeros(*shape, *of_level.shape[2:]) if outputs is None else outputs
+        outputs[row, node] = of_level[:, 0]
         return outputs
-    if isinstance(given, (tuple, list)):
-        before = [None] * len(given) if outputs is None else outputs
-        return tuple(_put(old, new, shape, row, node) for old, new in zip(before, given, strict=True))
-    return given
+    if isinstance(of_level, (tuple, list)):
+        before = [None] * len(of_level) if outputs is None else outputs
+        return tuple(_put(old, new, shape, row, node) for old, new in zip(before, of_level, strict=True))
+    return of_level

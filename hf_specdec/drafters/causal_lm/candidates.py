@@ -116,8 +116,8 @@ class DraftModelGenerator(TreeCandidateGenerator):
         chain = DraftTree.chain(token_ids.to(self.drafter.model.device))
         # The root is the last of these nodes, and that is where the round then begins.
         logits = self.drafter.verify(chain, self.drafter.root_positions(), lead=steps - 1).logits[:, -1]
-        cache.commit_lead(steps - 1)
-        cache.hold(1)
+        cache.commit_and_continue(steps - 1)
+        cache.continue_round(1)
         return logits
 
     def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
@@ -207,7 +207,7 @@ class ChainGenerator(DraftModelGenerator):
                     break
             chain = self._chain(token_ids)
             logits = self.drafter.verify(chain, root_positions, first=self.num_run).logits[:, -1]
-            self.drafter.cache.hold(1)
+            self.drafter.cache.continue_round(1)
             self.num_run += 1
             top = logits.max(-1, keepdim=True)
             going = going & top.values.squeeze(1).isfinite()
@@ -319,7 +319,7 @@ class TreeGenerator(DraftModelGenerator):
                 held_parents[row] += [0] * missing
             partial = DraftTree.from_lists(held_ids, held_parents, device=logits.device)
             logits = self.drafter.verify(partial, root_positions, first=first).logits
-            self.drafter.cache.hold(width)
+            self.drafter.cache.continue_round(width)
         context.lap("draft")
         kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
         self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]

@@ -98,7 +98,7 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
         block = itself
         start = width
         for level in range(1, self.depth):
-            with cache.behind((level - 1) * width):
+            with cache.writing_after((level - 1) * width):
                 outputs = drafter(
                     self.embed(ids),
                     states,

@@ -35,7 +35,7 @@ class PEagleMarginals(PairCache, BlockMarginals):
         if self.further:
             batch, device = len(outputs), outputs.device
             places = torch.arange(self.further, device=device)
-            with cache.behind(0):
+            with cache.writing_after(0):
                 placeholders = drafter(
                     self.embed(torch.full((batch, self.further), drafter.config.mask_token_id, device=device)),
                     drafter.fuse(drafter.mask_hidden).expand(batch, self.further, -1),

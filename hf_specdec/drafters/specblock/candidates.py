@@ -204,7 +204,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 starts = starts.first(max(1, int((starts.scores > -torch.inf).sum(1).max())))
             sources = starts.sources.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             conditions = hidden.flatten(1, 2).gather(1, sources)
-            with cache.behind(held):
+            with cache.writing_after(held):
                 hidden = self.drafter.block_hidden(
                     self.drafter.condition_of(conditions),
                     self._embed(nodes.token_ids.gather(1, starts.nodes)),

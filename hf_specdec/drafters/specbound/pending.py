@@ -197,7 +197,7 @@ class PendingChain:
             entries = self.cache.longest + stop
             masks = {kind: mask[:, :, nodes, :entries] for kind, mask in self._masks.items()}
         self.target.num_layers_run += last - first
-        with self.cache.behind(start), self.target.own_attention:
+        with self.cache.writing_after(start), self.target.own_attention:
             return self.slices.run(
                 states,
                 first,
@@ -236,7 +236,7 @@ class PendingGenerator(TreeCandidateGenerator):
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         """The remaining layers of the chain; all of them where the tree is another one, or all are to be seen."""
         chain, self.chain = self.chain, None
-        if chain is None or chain.num_nodes != tree.num_nodes or tree.bare is not None or target.output_options:
+        if chain is None or chain.num_nodes != tree.num_nodes or tree.no_drafts is not None or target.output_options:
             return target.verify(tree, state.root_positions)
         target.num_forwards += 1
         return TargetOutput(chain.finish().to(torch.float32))

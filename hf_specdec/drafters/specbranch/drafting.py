@@ -371,7 +371,7 @@ class BranchDrafting:
         tree = DraftTree(token_ids, depths - 1, depths, mask, token_ids >= 0, int(self.depths[:, :stop].max()))
         cache = self.drafter.cache
         logits = self.drafter.verify(tree, self.drafter.root_positions(), first=first).logits
-        cache.hold(width)
+        cache.continue_round(width)
         self.counters.peak_entries = max(self.counters.peak_entries, cache.longest + stop)
         laws = self._laws(logits, drawn=self.plan.choice.do_sample)
         for row, frontier, row_laws in zip(self.rows, frontiers, laws, strict=True):

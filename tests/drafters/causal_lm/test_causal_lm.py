@@ -212,7 +212,7 @@ def test_sampled_drafts_that_stop_early_follow_the_target() -> None:
 # Drafts that are worth nothing, and texts that the draft model cannot follow.
 
 
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("method", ["causal_lm_chain", "causal_lm_tree"])
 def test_a_draft_model_that_says_nan_changes_nothing(method: str, do_sample: bool) -> None:

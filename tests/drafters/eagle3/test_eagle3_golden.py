@@ -71,7 +71,7 @@ def test_forward_equals_the_reference_step_by_step(file: Path) -> None:
         assert ids.tolist() == tensors[f"{step}.input.input_ids"].tolist()
         states = drafter.recurrent(outputs[:, -1:])
         outputs = drafter(drafter.embed_tokens(ids), states, torch.tensor([[position]]), cache=cache)
-        cache.hold(1)
+        cache.continue_round(1)
         check(outputs, step)
         draft_id = drafter.logits(outputs).argmax(-1)
 

@@ -222,7 +222,7 @@ def test_traces_and_pictures_name_the_sources(target: PreTrainedModel) -> None:
     assert traced.origins is not None
     assert len(set(traced.origins[1:])) == len(set(traced.sources[1:]))
     assert "stub" in tree_svg(traced, str)
-    assert "names and colour: who proposed the node" in tree_legend(traced, str)
+    assert "names and colour: the drafters that proposed the node" in tree_legend(traced, str)
     assert "stub" in terminal_tree(traced, str)
 
 

@@ -164,7 +164,7 @@ def test_cached_forwards_of_a_round_equal_the_reference(file: Path) -> None:
                 condition[None], embedding[given["token_ids"]][None], start.expand(1, leaves), from_target=False,
                 mask=mask[None, None], cache=cache,
             )[0]  # fmt: skip
-            cache.hold(leaves * slots)
+            cache.continue_round(leaves * slots)
         logits, _ = drafter.heads(hidden[block])
         torch.testing.assert_close(hidden[block], expected["draft_hidden"], **STATES)
         torch.testing.assert_close(logits, expected["logits"], **STATES)

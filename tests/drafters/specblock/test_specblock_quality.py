@@ -25,7 +25,7 @@ def test_positions_and_true_buckets_are_those_that_training_counts() -> None:
     outputs: list[Any] = []
     handle = drafter.register_forward_hook(lambda module, args, output: outputs.append(output))
     states = step.reader.read(ids)
-    best_ids, probs = step.target_law(states.last_hidden)
+    best_ids, probs = step.target_labels(states.last_hidden)
     everywhere = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
         sayable = drafter.t2d[best_ids]

@@ -234,7 +234,7 @@ def test_hidden_states_and_attentions_can_be_asked_for(target: PreTrainedModel) 
         torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.* rounds were decoded plainly")
+@pytest.mark.filterwarnings("ignore:.* rounds fell back to plain decoding")
 @pytest.mark.parametrize("batch", PROMPTS)
 def test_heads_of_nan_change_no_token_and_are_counted(target: PreTrainedModel, batch: str) -> None:
     drafter = make_specbound(target)
