@@ -5,10 +5,10 @@
             output = target.generate(**inputs, assistant_model=adaptive)
     drafter.save_pretrained("adapted")
 
-The output is the target's own as ever: an update changes which tokens are drafted, never which are accepted.
+The output is still the target's: an update changes the drafted tokens, never the accepted ones.
 Experimental: names and defaults may change without notice.
-Source: SpecBlock, Section 3.4 and Algorithm 1. The parts: `recording.py` keeps what a query shows, `policy.py` decides,
-`learner.py` updates.
+Source: SpecBlock, Section 3.4 and Algorithm 1. `recording.py` records the data of a query, `policy.py` decides when to
+update, `learner.py` updates.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hf_specdec.training.step import AdaptiveStep
 
 @dataclass
 class AdaptationStats:
-    """What an adaptation did so far.
+    """Statistics of an adaptation.
 
     Attributes:
-        queries: results in order.
-        actions: per query the buffer that it went to, or `"skip"`.
-        updates: those whose weights serve, in order.
-        reverts: after how many queries the fail-safe went back to good weights, each time.
+        queries: results, in order.
+        actions: per query the buffer to which it was added, or `"skip"`.
+        updates: the updates whose weights were copied to the serving drafter, in order.
+        reverts: number of queries before each revert of the fail-safe.
     """
 
     queries: list[QueryResult] = field(default_factory=list)
@@ -51,16 +51,16 @@ class AdaptationStats:
 
     @property
     def num_reverts(self) -> int:
-        """Times that the fail-safe went back to good weights."""
+        """How often the fail-safe restored earlier weights."""
         return len(self.reverts)
 
     @property
     def update_seconds(self) -> float:
-        """Spent in updates, beside the queries."""
+        """Time of the updates, which run in parallel with the queries."""
         return sum(update.seconds for update in self.updates)
 
     def mean_acceptance_length(self, first: int = 0, last: int | None = None) -> float:
-        """Over the queries from `first` to before `last`, as in a list's slice; 0 without rounds."""
+        """Over the queries `[first:last]`; 0 without rounds."""
         chosen = self.queries[first:last]
         rounds = sum(query.num_rounds for query in chosen)
         return 1 + sum(query.num_accepted for query in chosen) / rounds if rounds else 0.0
@@ -74,36 +74,35 @@ class AdaptationStats:
 
 
 class AdaptiveDrafter(Drafter):
-    """Serves with a drafter and updates it in between; pass it as `assistant_model`.
+    """Drafts with a drafter and updates its weights between rounds; pass it as `assistant_model`.
 
-    A call is one query; rows of a batch are learned from alike. The drafter given is the copy that serves: its weights
-    change, and can be saved or published at any time (`save_pretrained` and `push_to_hub` here are its own). It needs
-    a method that can learn while it serves: one whose training recipe says so.
+    A call is one query; all rows of a batch are used for training. `drafter` is the serving copy: its weights change,
+    and can be saved or published at any time, also with `save_pretrained` and `push_to_hub` of this class. Its method
+    must support adaptation, see `Recipe.adapting`.
 
-    Departures from the paper. It learns from rejected positions; here head updates learn from all positions on the way
-    that the target took, rejected or not, and full updates from all that a query wrote, whose states their forward
-    computes anyway: rejections alone are a sample of what goes wrong, not of what is drafted. Gradients are clipped at
-    norm 1.
+    Departures from the paper, which trains on rejected positions: head updates train on all positions along the
+    accepted paths, and full updates on the whole text of a query, because their forward computes its states in any
+    case. Rejected positions alone are not a sample of the drafted ones. The gradient norm is clipped to 1.
 
     Args:
         drafter: to adapt, on its target's device.
-        target: that it serves.
-        policy: when to update what; a `CostAwareBandit` by default.
-        fail_safe: when to go back to good weights; a `FailSafe` by default.
+        target: of the drafter.
+        policy: decides when to update which part; a `CostAwareBandit` by default.
+        fail_safe: decides when to restore earlier weights; a `FailSafe` by default.
         learning_rate: of AdamW.
-        kl_weight: lambda of Section 3.4: weight of the divergence from the drafter as it is now.
+        kl_weight: lambda of Section 3.4: weight of the divergence from the drafter before the adaptation.
         steps_per_update: gradient steps on a buffer.
-        max_positions: of a query's text, its last ones, that full updates learn from.
+        max_positions: full updates train on at most this many last positions of a query's text.
         seed: of the updates' random choices.
 
     Attributes:
-        drafter: the copy that serves.
-        adaptation: what was done so far.
+        drafter: the serving copy.
+        adaptation: statistics.
 
     Raises:
-        ValueError: the drafter's method cannot learn while it serves, an argument is out of range, or the drafter does
+        ValueError: the drafter's method does not support adaptation, an argument is out of range, or the drafter does
             not fit the target.
-        TypeError: `drafter` is no drafter.
+        TypeError: `drafter` is not a drafter.
     """
 
     mergeable = False
@@ -148,7 +147,7 @@ class AdaptiveDrafter(Drafter):
         self._closed = False
 
     @property
-    def options(self) -> DrafterOptions:  # those of the copy that serves
+    def options(self) -> DrafterOptions:  # of the serving copy
         return self.drafter.options
 
     @options.setter
@@ -159,8 +158,8 @@ class AdaptiveDrafter(Drafter):
         self.drafter.validate_options(options)
         if isinstance(options, TreeOptions) and options.tree_budget == "auto":
             raise ValueError(
-                "tree_budget='auto' decodes some rounds plainly, while an AdaptiveDrafter learns from what every round "
-                "drafted: set a number, as in set_options(tree_budget=16)."
+                "tree_budget='auto' skips drafting in some rounds, but an AdaptiveDrafter needs the drafts of every "
+                "round: set a number, as in set_options(tree_budget=16)."
             )
 
     def check_target(self, model: PreTrainedModel) -> None:
@@ -171,48 +170,48 @@ class AdaptiveDrafter(Drafter):
             )
         if self._closed:
             raise ValueError(
-                "This AdaptiveDrafter was closed: pass its .drafter as assistant_model to serve on without learning, "
-                "or make a new one."
+                "This AdaptiveDrafter is closed: pass its .drafter as assistant_model to draft without adaptation, or "
+                "make a new one."
             )
         self.drafter.check_target(model)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """The drafter's own, and what enters the target's head."""
+        """The drafter's own layers, and the input of the target's head."""
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
         return (*self.drafter.feature_layers(model), depth)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        self._bring_weights()  # a failed update is reported before the first token
+        self._swap_weights()  # a failed update raises before the first token
         inner = self.drafter.candidate_generator(target)
         if not isinstance(inner, GivesDraftStates):
             raise ValueError(
-                f"method={self.drafter.method!r} of {type(self.drafter).__name__} does not tell which states its "
-                "drafts came from, which adaptation needs; choose another method, or pass the drafter itself."
+                f"Adaptation needs the states from which tokens are drafted, but method={self.drafter.method!r} of "
+                f"{type(self.drafter).__name__} does not give them: choose another method, or pass the drafter itself."
             )
         hidden = target.model.config.get_text_config(decoder=True).hidden_size
         width = len(self.drafter.feature_layers(target.model)) * hidden
         return QueryRecorder(inner, width, between_rounds=self._between_rounds, finished=self.finish_query)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Saves the drafter as it is now, with a record of its adaptation; see `PretrainedDrafter.save_pretrained`."""
+        """Saves the serving drafter, with a record of its adaptation; see `PretrainedDrafter.save_pretrained`."""
         self._record()
         self.drafter.save_pretrained(save_directory, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Publishes the drafter as it is now; see `PretrainedDrafter.push_to_hub`."""
+        """Publishes the serving drafter; see `PretrainedDrafter.push_to_hub`."""
         self._record()
         return self.drafter.push_to_hub(repo_id, **kwargs)
 
     def wait(self) -> None:
-        """Waits for a running update and brings its weights over; between calls only.
+        """Waits for a running update and copies its weights to the serving drafter. Call it between `generate` calls.
 
         Raises:
             RuntimeError: that update failed.
         """
-        self._bring_weights(wait=True)
+        self._swap_weights(wait=True)
 
     def close(self) -> None:
-        """Waits for a running update, brings its weights over, and ends the learning.
+        """Waits for a running update, copies its weights to the serving drafter, and ends the adaptation.
 
         Raises:
             RuntimeError: that update failed.
@@ -230,24 +229,24 @@ class AdaptiveDrafter(Drafter):
         self.close()
 
     def _between_rounds(self) -> None:
-        """A failed update is left for the next call to report: it is no reason to lose the output of this one."""
+        """Swaps the weights of a finished update. A failed update raises in the next call, not in this one."""
         if self.learner.ready:
-            self._bring_weights()
+            self._swap_weights()
 
-    def _bring_weights(self, *, wait: bool = False) -> None:
+    def _swap_weights(self, *, wait: bool = False) -> None:
         began = time.perf_counter()
         update = self.learner.swap(wait=wait)
         if update is not None:
             self.adaptation.updates.append(update)
-            # Within a call the time is the query's own.
+            # Within a call the time is part of the query's.
             self.policy.brought(time.perf_counter() - began if wait else 0.0)
 
     def finish_query(self, query: Query) -> None:
-        """The end of a query, Algorithm 1 from line 2 on; called by the call that it ends."""
+        """Decides on the data of a finished query, Algorithm 1 from line 2 on."""
         result = QueryResult(self._signal(query), query.num_tokens, query.num_rounds, query.num_accepted, query.seconds)
         action = self.policy.decide(result)
         if action == "head" and not len(query.states):
-            action = "skip"  # nothing was drafted, so there is nothing to push
+            action = "skip"  # nothing was drafted
         self.adaptation.queries.append(result)
         self.adaptation.actions.append(action)
         verdict = self.fail_safe.observe(result)
@@ -259,7 +258,7 @@ class AdaptiveDrafter(Drafter):
             self.adaptation.reverts.append(len(self.adaptation.queries))
             return
         if verdict == "good":
-            self.learner.keep()
+            self.learner.mark_good()
         if action == "skip":
             return
         buffer = self._buffers[action]
@@ -272,7 +271,7 @@ class AdaptiveDrafter(Drafter):
 
     @torch.no_grad()
     def _signal(self, query: Query) -> float:
-        """Eq. 8, per row: the sum over rejected positions of 1 - the drafter's probability of the target's choice."""
+        """Eq. 8, per row: the sum over rejected positions of 1 - the drafter's probability of the target's token."""
         step = self.learner.step
         probs = step.head_logits(self.drafter, query.rejected).float().softmax(-1)
         draft_ids = step.draft_ids(query.chosen_ids.to(probs.device))
@@ -280,19 +279,19 @@ class AdaptiveDrafter(Drafter):
         return float((1 - chosen).sum()) / len(query.rows)
 
     def _record(self) -> None:
-        """Figures of the weights from before the adaptation are no figures of these."""
+        """Removes measurements of the weights before the adaptation, and records the adaptation."""
         if self.adaptation.updates or self.adaptation.num_reverts:
             self.drafter.measurements = None
             self.drafter.training_record = (self.drafter.training_record or {}) | {"adapted": str(self.adaptation)}
 
 
 def _adapting(drafter: PretrainedDrafter) -> Any:
-    """Makes adaptive steps for this kind of drafter."""
+    """`Recipe.adapting` of the drafter's method."""
     able = {name: recipe.adapting for name, recipe in RECIPES.items() if recipe.adapting is not None}
     for name, adapting in able.items():
         if isinstance(drafter, FAMILIES[name].drafter):
             return adapting
     raise ValueError(
-        f"A {type(drafter).__name__} cannot learn while it serves; drafters that can: {', '.join(sorted(able))}. "
-        "Pass the drafter itself as assistant_model."
+        f"A {type(drafter).__name__} does not support adaptation; methods that do: {', '.join(sorted(able))}. Pass the "
+        "drafter itself as assistant_model."
     )

@@ -1,9 +1,9 @@
-"""Two copies of a drafter: one that serves, one that learns beside it, and the weights that can be gone back to.
+"""Two copies of a drafter, one that serves and one that is trained in parallel, and the last good weights.
 
-Updates run in a thread of their own, on a GPU on a CUDA stream of their own, and touch only the learning copy. The
-serving copy changes in `swap` and `revert` alone, which the caller calls between rounds or calls. Random choices come
-from a generator of the learner's, so that sampling draws the same numbers as without it. Source: SpecBlock, Section 3.4
-and Appendix A.3.
+Updates run in a separate thread, on a GPU in a separate CUDA stream, and change only the learning copy. The serving
+copy changes only in `swap` and `revert`, which are called between rounds or calls. Random choices use the learner's own
+generator, so that sampling draws the same numbers as without adaptation. Source: SpecBlock, Section 3.4 and Appendix
+A.3.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hf_specdec.training.step import AdaptiveStep
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did.
+    """Results of an update.
 
     Attributes:
         action: `"head"` or `"full"`.
         loss: of its first gradient step, the anchor's share excluded.
         divergence: KL from the pre-deployment drafter at its first gradient step, nats per position.
-        seconds: it took, beside the queries.
+        seconds: duration, in parallel with the queries.
     """
 
     action: Action
@@ -43,16 +43,16 @@ class Update:
 
 
 class Learner:
-    """Learns on one copy of a drafter while the other serves.
+    """Trains one copy of a drafter while the other serves.
 
     Args:
-        serving: the drafter; its weights change in `swap` and `revert` only.
-        make_step: makes the step for the learning copy.
+        serving: the drafter; its weights change only in `swap` and `revert`.
+        make_step: makes the training step of the learning copy.
         learning_rate: of AdamW.
         kl_weight: lambda, weight of KL(learning || pre-deployment).
-        steps_per_update: gradient steps that an update takes on its buffer.
-        max_positions: of a query's text, its last ones, that are learned from.
-        seed: of random choices of the step.
+        steps_per_update: gradient steps per buffer.
+        max_positions: train on at most this many last positions of a query's text.
+        seed: of the step's random choices.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Learner:
         seed: int = 0,
     ) -> None:
         self.serving = serving
-        # Small steps would be lost in the rounding of half precision.
+        # float32, because half precision would round small steps to 0.
         self.learning = copy.deepcopy(serving).float().train()
         self.before = copy.deepcopy(self.learning).eval().requires_grad_(False)  # theta_0
         self.step = make_step(self.learning)
@@ -83,33 +83,33 @@ class Learner:
 
     @property
     def busy(self) -> bool:
-        """Whether an update runs, or has finished and awaits `swap`."""
+        """Whether an update is running, or finished and not yet swapped."""
         return self._running is not None
 
     @property
     def ready(self) -> bool:
-        """Whether an update has finished well and awaits `swap`, which will not raise."""
+        """Whether an update has finished without an error and is not yet swapped."""
         return self._running is not None and self._running.done() and self._running.exception() is None
 
     def start(self, action: Action, queries: Sequence[Query]) -> None:
-        """Begins an update on the queries of a buffer."""
+        """Starts an update on the queries of a buffer."""
         assert not self.busy
-        if self._stream is not None:  # what the queries hold was written on the serving stream
+        if self._stream is not None:  # the tensors of the queries were written on the serving stream
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._running = self._thread.submit(self._update, action, list(queries))
 
     def swap(self, *, wait: bool = False) -> Update | None:
-        """Brings a finished update's weights to the serving copy; call it between rounds.
+        """Copies the weights of a finished update to the serving copy; call it between rounds.
 
         Args:
-            wait: for a running update to finish.
+            wait: wait for a running update.
 
         Returns:
-            The update, or None if there was none to bring.
+            The update, or None if no update has finished.
 
         Raises:
-            RuntimeError: the update failed; its error is the cause. The serving copy is as it was, and learning goes on
-                from there.
+            RuntimeError: the update failed; its error is the cause. The serving copy is unchanged, and the next update
+                starts from its weights.
         """
         running = self._running
         if running is None or not (wait or running.done()):
@@ -118,28 +118,28 @@ class Learner:
         try:
             update = running.result()
         except Exception as error:
-            # The gradient steps before the error are no part of "the weights from before".
+            # Undoes the gradient steps before the error.
             self._copy(_tensors_of(self.serving), self.learning)
             self.optimizer = self._new_optimizer()
             raise RuntimeError(
-                f"An update of the drafter failed: {type(error).__name__}: {error}. It serves on with the weights "
-                "from before; to go on without learning, pass the drafter itself as assistant_model."
+                f"An update of the drafter failed: {type(error).__name__}: {error}. The drafter keeps its earlier "
+                "weights; to continue without adaptation, pass the drafter itself as assistant_model."
             ) from error
         self._copy(_tensors_of(self.learning), self.serving)
         return update
 
-    def keep(self) -> None:
-        """Takes note that a window of the fail-safe was good.
+    def mark_good(self) -> None:
+        """Called after a good window of the fail-safe.
 
-        Then those weights are good that stood when the good one before it ended: they have served since. Those of now
-        may come from an update that no query of the window has met, and wait for the next good one.
+        The weights at the end of the previous good window become the good ones, because they have served since. The
+        present weights may come from an update after the last query of this window; they are the next candidate.
         """
         self.good, self.candidate = self.candidate, self._weights_of(self.serving)
 
     def revert(self) -> None:
-        """Brings both copies back to the weights last noted as good, and forgets the optimizer's momentum.
+        """Restores the last good weights of both copies and resets the optimizer.
 
-        An update that is running is waited for and dropped; if it failed, the next `swap` raises its error.
+        Waits for a running update and discards it; if it failed, the next `swap` raises its error.
         """
         if self._running is not None and self._running.exception() is None:
             self._running = None
@@ -149,7 +149,7 @@ class Learner:
         self.optimizer = self._new_optimizer()
 
     def close(self) -> Update | None:
-        """Waits for a running update, brings its weights over and ends the thread. Raises as `swap` does."""
+        """Waits for a running update, swaps its weights and ends the thread; raises as `swap` does."""
         try:
             return self.swap(wait=True)
         finally:
@@ -169,16 +169,16 @@ class Learner:
         return [tensor.detach().clone() for tensor in _tensors_of(model)]
 
     def _update(self, action: Action, queries: list[Query]) -> Update:
-        """In the thread: takes the gradient steps of one update.
+        """Runs in the thread: the gradient steps of one update.
 
         Raises:
-            FloatingPointError: a loss, or a weight as it would serve, is not finite.
+            FloatingPointError: a loss, or a weight in the serving dtype, is not finite.
         """
         started = time.perf_counter()
-        with torch.cuda.stream(self._stream):  # nothing where there is no stream
+        with torch.cuda.stream(self._stream):  # no effect if there is no stream
             try:
                 loss, divergence = self._steps(action, queries)
-            finally:  # nothing is at work on the learning copy any more, after an error either
+            finally:  # after an error too, no kernel may still write to the learning copy
                 if self._stream is not None:
                     self._stream.synchronize()
         return Update(action, loss, divergence, seconds=time.perf_counter() - started)
@@ -194,8 +194,8 @@ class Learner:
             found.append((loss.item(), divergence.item()))
             if not all(map(math.isfinite, found[-1])):
                 raise FloatingPointError(
-                    f"loss is {found[-1][0]} at gradient step {number + 1} of {self.steps_per_update}, divergence from "
-                    f"the drafter of before {found[-1][1]}"
+                    f"at gradient step {number + 1} of {self.steps_per_update} the loss is {found[-1][0]} and the "
+                    f"divergence from the drafter before the adaptation {found[-1][1]}"
                 )
             self.optimizer.zero_grad()
             (loss + self.kl_weight * divergence).backward()
@@ -208,20 +208,20 @@ class Learner:
         return found[0]
 
     def _head_losses(self, queries: Sequence[Query]) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Computes loss and divergence of a gradient step; what all steps share is computed once."""
+        """A function that computes loss and divergence of a gradient step; labels are computed once."""
         states = torch.cat([query.states for query in queries]).float()
-        law = self.step.head_law(torch.cat([query.target_hidden for query in queries]))
+        labels = self.step.head_labels(torch.cat([query.target_hidden for query in queries]))
         with torch.no_grad():
             before = self.step.head_logits(self.before, states)
 
         def losses() -> tuple[Tensor, Tensor]:
-            loss, logits = self.step.head_loss(self.learning, states, law)
+            loss, logits = self.step.head_loss(self.learning, states, labels)
             return loss, kl_divergence(logits, before)
 
         return losses
 
     def _full_losses(self, queries: Sequence[Query]) -> Callable[[], tuple[Tensor, Tensor]]:
-        """The same for the whole drafter, with other random choices in each step."""
+        """The same for the whole drafter, with new random choices in each step."""
         batch = self._batch_of(queries)
         generator = self.step.generator
         assert generator is not None
@@ -239,7 +239,7 @@ class Learner:
         return losses
 
     def _batch_of(self, queries: Sequence[Query]) -> dict[str, Tensor]:
-        """The last `max_positions` of every row, padded behind to one length."""
+        """The last `max_positions` of every row, right-padded to the same length."""
         rows = [row for query in queries for row in query.rows]
         columns: dict[str, list[Any]] = {name: [] for name in ("input_ids", "features", "last_hidden")}
         first, lengths = [], []

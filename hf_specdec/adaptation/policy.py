@@ -1,7 +1,7 @@
-"""When a serving drafter is updated, and which part of it: the cost-aware bandit, and always.
+"""Policies that decide when to update a serving drafter, and which part of it.
 
-Plain Python over numbers: no tensors, no clocks, so every rule is tested by sequences worked out by hand. A query is
-one `generate` call. Its signal (Eq. 8) is computed in `drafter.py`; updates are made in `learner.py`.
+Python over numbers, without tensors and clocks, so that every rule is tested with sequences computed by hand. A query
+is one `generate` call. Its signal (Eq. 8) is computed in `drafter.py`; updates are made in `learner.py`.
 Source: SpecBlock, Section 3.4, Appendix A.3 and Algorithm 1; `AlwaysUpdate` is its baseline, Online Speculative
 Decoding (Appendix A.4).
 """
@@ -23,13 +23,13 @@ UPDATES: tuple[Action, ...] = ("head", "full")
 
 @dataclass(frozen=True)
 class QueryResult:
-    """What a query was like.
+    """Measurements of a query.
 
     Attributes:
         signal: Eq. 8, summed over the rejected positions of the query.
         num_tokens: tokens written, summed over rows.
         num_rounds: rounds, summed over rows.
-        num_accepted: drafted tokens kept, summed over rows.
+        num_accepted: accepted drafted tokens, summed over rows.
         seconds: of the call.
     """
 
@@ -41,35 +41,35 @@ class QueryResult:
 
 
 class Policy(ABC):
-    """Decides query by query; the object keeps its state over all calls of an adaptation.
+    """Decides after every query; its state covers all calls of an adaptation.
 
     Attributes:
-        buffer_queries: an action's buffer fires an update once it holds this many queries.
+        buffer_queries: number of queries in an action's buffer that triggers an update.
     """
 
     buffer_queries: int
 
     @abstractmethod
     def decide(self, query: QueryResult) -> Action:
-        """Takes note of a finished query and says which buffer it goes to, `"skip"` for none."""
+        """Called after every query; returns the buffer to add it to, or `"skip"`."""
 
     def may_update(self) -> bool:
-        """Whether a full buffer may fire now."""
+        """Whether a full buffer may trigger an update now."""
         return True
 
     def updated(self, action: Action, query: QueryResult) -> None:
-        """Takes note of an update that was triggered by `query`."""
+        """Called when `query` has triggered an update."""
 
     def brought(self, waited_s: float) -> None:
-        """Takes note that the last update's weights serve now, and for how many seconds queries had to wait for it."""
+        """Called when the last update's weights are in use; `waited_s`: seconds that queries had to wait for it."""
 
     def reset(self) -> None:
-        """Forgets what was learned about updates, after the drafter was reverted."""
+        """Called after a revert of the drafter; resets the estimates of updates."""
 
 
 @dataclass
 class AlwaysUpdate(Policy):
-    """A full update every eight queries, whatever it costs: the baseline (Online Speculative Decoding, A.4).
+    """A full update every `buffer_queries` queries: the baseline (Online Speculative Decoding, A.4).
 
     Attributes:
         buffer_queries: queries between updates.
@@ -98,38 +98,38 @@ class _Interval:
 
 @dataclass
 class CostAwareBandit(Policy):
-    """Updates the heads, the whole drafter, or nothing, by what the last updates of each kind were worth.
+    """Updates the heads, the whole drafter, or nothing, by the estimated value of each kind of update.
 
-    After a warm-up, which measures the throughput without updates, a cold start of `cold_start_events` updates seeds
-    the two value estimates: it takes the better one, an action never measured first, and with a probability that falls
-    linearly from `epsilon[0]` to `epsilon[1]` one at random. From then on the gain of an action is predicted as signal
-    times value (Eq. 9); the larger one is taken, and neither where both are not positive. The `interval` queries after
-    an update are compared with the warm-up, and the gain in tokens per second, divided by the signal that triggered the
-    update, moves the value by Eq. 10; the first one is the value. An update slows down the queries that it runs beside,
-    and may let them wait, so values are net of costs.
+    A warm-up measures the throughput without updates. A cold start of `cold_start_events` updates then initialises the
+    two value estimates: it first takes an action without a measurement, then the better one, and with a probability
+    that decreases linearly from `epsilon[0]` to `epsilon[1]` a random one. After that, the predicted gain of an action
+    is signal times value (Eq. 9): the action with the larger gain is taken, or none if no gain is positive. The
+    `interval` queries after an update are compared with the warm-up. The gain in tokens per second, divided by the
+    signal that triggered the update, updates the value by Eq. 10; the first gain is the initial value. An update slows
+    down the queries during which it runs, and queries may wait for it, so values include the costs.
 
-    The paper leaves open how long an interval is, how much a buffer holds, and whether a cold start may skip; here it
-    may not, since values start at 0 and nothing would ever be measured. An interval does not end before its update
-    does: a slow one would be rewarded before it has cost or gained anything.
+    The paper does not specify the length of an interval, the size of a buffer, and whether a cold start may skip. Here
+    it may not, because values start at 0 and nothing would be measured. An interval ends after its update at the
+    earliest: otherwise a slow update would be rewarded before it had an effect.
 
-    One departure from the paper. Passages differ in speed by more than an update gains, and once both values are
-    negative nothing is ever measured again, so a chance run of slow passages would end the learning for good. So
-    updates are skipped only where the better value is negative by more than chance would bring, `num_sigmas` standard
-    errors of a value; 0 gives the paper's rule.
+    One departure from the paper. The speed of queries varies by more than an update gains, and when both values are
+    negative there are no further measurements, so a few slow queries by chance would end all updates. Therefore updates
+    are skipped only if the better value is negative by more than `num_sigmas` standard errors; 0 gives the paper's
+    rule.
 
     Attributes:
-        buffer_queries: queries that make a buffer fire.
-        warmup_queries: queries before anything is learned.
+        buffer_queries: queries in a buffer that trigger an update.
+        warmup_queries: queries before the first update.
         cold_start_events: updates of the cold start.
-        epsilon: chance of a random action at the first and the last of them.
-        cooldown_queries: queries after an update that trigger none.
+        epsilon: probability of a random action at the first and the last of them.
+        cooldown_queries: queries after an update that cannot trigger another one.
         interval: queries over which an update's reward is measured, N in Algorithm 1.
         alpha: weight of a new reward in Eq. 10.
-        min_signal: s_min; the reward of an update that a weaker signal, or one of 0, triggered is not counted.
-        num_sigmas: a value that is negative by fewer standard errors is put down to chance.
+        min_signal: s_min; rewards of updates with a smaller signal, or with signal 0, are ignored.
+        num_sigmas: standard errors by which a value must be negative to skip updates.
         seed: of the exploration.
-        values: tokens per second gained per unit of signal, by action.
-        baseline: tokens per second of the warm-up; None until it is over.
+        values: gain in tokens per second per unit of signal, by action.
+        baseline: tokens per second of the warm-up; None during the warm-up.
         num_events: updates so far.
     """
 
@@ -158,7 +158,7 @@ class CostAwareBandit(Policy):
         self._warm: list[QueryResult] = []
         self._baseline_error = 0.0
         self._measured: set[Action] = set()
-        # With their signals; older ones weigh nothing any more.
+        # Rewards with their signals; the weight of older ones is negligible.
         self._rewards: dict[Action, deque[tuple[float, float]]] = {action: deque(maxlen=64) for action in UPDATES}
         self._open: list[_Interval] = []
 
@@ -182,7 +182,7 @@ class CostAwareBandit(Policy):
 
     def updated(self, action: Action, query: QueryResult) -> None:
         self.num_events += 1
-        self._blocked = self.cooldown_queries + 1  # the query that comes next is the first of the blocked ones
+        self._blocked = self.cooldown_queries + 1  # `decide` decrements it before the next query
         self._open.append(_Interval(action, query.signal))
 
     def brought(self, waited_s: float) -> None:
@@ -194,7 +194,7 @@ class CostAwareBandit(Policy):
 
     def reset(self) -> None:
         self.values = dict.fromkeys(UPDATES, 0.0)
-        self.num_events = 0  # a new cold start: values of 0 alone would never be tried again
+        self.num_events = 0  # a new cold start, because values of 0 would never trigger an update
         self._measured.clear()
         for rewards in self._rewards.values():
             rewards.clear()
@@ -202,7 +202,7 @@ class CostAwareBandit(Policy):
 
     @property
     def exploration(self) -> float:
-        """The chance of a random action at the next event; 0 after the cold start."""
+        """The probability of a random action at the next event; 0 after the cold start."""
         if self.num_events >= self.cold_start_events:
             return 0.0
         first, last = self.epsilon
@@ -218,9 +218,9 @@ class CostAwareBandit(Policy):
         return best if signal * (self.values[best] + self.num_sigmas * self.standard_error(best)) > 0 else "skip"
 
     def standard_error(self, action: Action) -> float:
-        """Of a value: by the spread of its rewards, and by that of the warm-up, which all of them share.
+        """Standard error of a value, from the variance of its rewards and of the warm-up, which they share.
 
-        Infinite where there are fewer than two rewards.
+        Infinite with fewer than two rewards.
         """
         if len(self._rewards[action]) < 2:
             return math.inf if self.num_sigmas else 0.0
@@ -234,7 +234,7 @@ class CostAwareBandit(Policy):
         seconds = sum(query.seconds for query in self._warm)
         self.baseline = sum(query.num_tokens for query in self._warm) / seconds
         if len(self._warm) > 1:
-            # Of a ratio of sums over queries.
+            # Standard error of a ratio of sums over queries.
             spread = sum((query.num_tokens - self.baseline * query.seconds) ** 2 for query in self._warm)
             self._baseline_error = math.sqrt(spread * len(self._warm) / (len(self._warm) - 1)) / seconds
 
@@ -242,7 +242,7 @@ class CostAwareBandit(Policy):
         return self._measured | {interval.action for interval in self._open}
 
     def _best(self) -> Action:
-        return max(UPDATES, key=lambda action: self.values[action])  # the cheaper one where both are alike
+        return max(UPDATES, key=lambda action: self.values[action])  # the cheaper one if both are equal
 
     def _close_intervals(self) -> None:
         still_open = []
@@ -256,12 +256,12 @@ class CostAwareBandit(Policy):
     def _reward(self, interval: _Interval) -> None:
         """Eq. 10."""
         self._measured.add(interval.action)
-        if interval.signal == 0 or interval.signal < self.min_signal:  # without rejections, nothing to divide by
+        if interval.signal == 0 or interval.signal < self.min_signal:  # a signal of 0 cannot be divided by
             return
         assert self.baseline is not None
         reward = (interval.num_tokens / interval.seconds - self.baseline) / interval.signal
         earlier = self._rewards[interval.action]
-        # The first one seeds the value: a value that grew from 0 would be the nearer to it the less is known.
+        # The first reward is the initial value; an average starting at 0 would be biased towards 0.
         share = self.alpha if earlier else 1.0
         self.values[interval.action] = (1 - share) * self.values[interval.action] + share * reward
         earlier.append((reward, interval.signal))
@@ -269,19 +269,19 @@ class CostAwareBandit(Policy):
 
 @dataclass
 class FailSafe:
-    """Watches the acceptance length over windows of queries (Section 3.4: "monotonically across all three").
+    """Monitors the acceptance length over windows of queries (Section 3.4: "monotonically across all three").
 
-    Two departures from the paper. Passages differ in how well they can be drafted: the lengths of three windows fall
-    one after the other in one case of six even if nothing changes, and each time what was learned would be lost. So the
-    fall must also be more than chance would bring, `num_sigmas` standard errors. And a fall that has come to rest, as
-    when the bandit stops what does harm, is no longer monotone: the last windows together must also not be that far
-    below as many in a row before them.
+    Two departures from the paper. Texts differ in how well they can be drafted: the lengths of three windows decrease
+    monotonically by chance in one of six cases, and each time all updates would be lost. Therefore the decrease must
+    also exceed `num_sigmas` standard errors. And a decrease that has stopped, for example because the bandit stopped
+    harmful updates, is not monotone: therefore the mean of the last windows is also compared with that of any
+    consecutive earlier ones, with the same threshold.
 
     Attributes:
         window_queries: queries of a window.
-        num_windows: falling windows that are too many.
-        num_sigmas: a fall of fewer standard errors is put down to chance; 0 counts every one.
-        lengths: mean acceptance length of the latest windows, `MEMORY` times `num_windows` at most.
+        num_windows: number of consecutive decreasing windows that causes a revert.
+        num_sigmas: smaller decreases, in standard errors, are ignored; 0 counts every decrease.
+        lengths: mean acceptance length of the latest windows, at most `MEMORY` times `num_windows`.
     """
 
     MEMORY: ClassVar[int] = 3
@@ -297,26 +297,27 @@ class FailSafe:
         self._variances: list[float] = []  # of `lengths`
 
     def observe(self, query: QueryResult) -> Literal["good", "bad"] | None:
-        """What the window that this query closes says of the weights; None where it closes none, or says nothing.
+        """The verdict on the weights if this query completes a window; None if it does not, or if there is no verdict.
 
-        "bad": the last `num_windows` windows fell one after the other, or are together below earlier ones, and by more
-        than chance. "good": this one is not below any of the others among the last `num_windows`, and not below the
-        best of `lengths` by more than chance: after an abrupt fall the last ones may well be level. Unless the verdict
-        is "bad" before, a window that cannot be reached again is forgotten after `MEMORY` times `num_windows`.
+        "bad": the last `num_windows` windows decrease monotonically, or their mean is below that of earlier ones, by
+        more than `num_sigmas` standard errors. "good": this window is the best of the last `num_windows`, and not below
+        the best of `lengths` by more than `num_sigmas` standard errors: after an abrupt decrease the last windows may
+        be equal. Windows are dropped after `MEMORY` times `num_windows`, so that an exceptional one does not prevent
+        "good" for ever.
         """
         self._queries.append((query.num_rounds, query.num_accepted))
         rounds = sum(count for count, _ in self._queries)
         if len(self._queries) < self.window_queries or rounds == 0:
             return None
         mean = sum(accepted for _, accepted in self._queries) / rounds
-        # Of a ratio of sums over queries; a window of one query has no spread, so there any fall counts.
+        # Variance of a ratio of sums over queries; 0 for a window of one query, so that any decrease counts.
         spread = sum((accepted - mean * count) ** 2 for count, accepted in self._queries)
         variance = spread / rounds**2 * len(self._queries) / max(1, len(self._queries) - 1)
         self._queries = []
-        kept = self.MEMORY * self.num_windows
-        self.lengths = [*self.lengths, 1 + mean][-kept:]
-        self._variances = [*self._variances, variance][-kept:]
-        if self._falls() or self._lies_low():
+        size = self.MEMORY * self.num_windows
+        self.lengths = [*self.lengths, 1 + mean][-size:]
+        self._variances = [*self._variances, variance][-size:]
+        if self._decreases() or self._is_below_earlier():
             self.lengths, self._variances = [], []
             return "bad"
         return "good" if self._is_good() else None
@@ -327,20 +328,20 @@ class FailSafe:
         fallen = best - now > self.num_sigmas * math.sqrt(variance_of_best + variance)
         return now == max(self.lengths[-self.num_windows :]) and not fallen
 
-    def _falls(self) -> bool:
+    def _decreases(self) -> bool:
         last = self.lengths[-self.num_windows :]
         steps = itertools.pairwise(last)
         if len(last) < self.num_windows or not all(later < earlier for earlier, later in steps):
             return False
         return last[0] - last[-1] > self.num_sigmas * math.sqrt(self._variances[-len(last)] + self._variances[-1])
 
-    def _lies_low(self) -> bool:
+    def _is_below_earlier(self) -> bool:
         count = self.num_windows
         now, variance = statistics.fmean(self.lengths[-count:]), sum(self._variances[-count:])
         for first in range(len(self.lengths) - 2 * count + 1):
             before = slice(first, first + count)
-            chance = self.num_sigmas * math.sqrt(variance + sum(self._variances[before])) / count
-            if statistics.fmean(self.lengths[before]) - now > chance:
+            threshold = self.num_sigmas * math.sqrt(variance + sum(self._variances[before])) / count
+            if statistics.fmean(self.lengths[before]) - now > threshold:
                 return True
         return False
 

@@ -1,8 +1,8 @@
-"""What a query leaves behind for learning: its text with the target's states, its rejected positions, and the signal.
+"""Records the training data of a query: its text with the target's states, and its drafted and rejected positions.
 
-`QueryRecorder` stands between the loop and a drafter's own candidate generator. The target's last hidden state, which
-training needs, travels as one more tapped layer and is taken off before the drafter sees the features; nothing is
-computed twice. Source: SpecBlock, Section 3.4. What becomes of it is in `drafter.py`.
+`QueryRecorder` wraps a drafter's candidate generator. The target's last hidden state, which training needs, is read as
+an additional tapped layer and removed before the drafter gets the features; nothing is computed twice.
+Source: SpecBlock, Section 3.4. `drafter.py` uses the data.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hf_specdec.decoding.tree import DraftTree
 
 @runtime_checkable
 class GivesDraftStates(Protocol):
-    """A candidate generator that can say from which of the drafter's states the children of a node were drafted."""
+    """A candidate generator that gives the drafter's states from which the children of a node were drafted."""
 
     def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the latest tree, what the heads read for the children of some nodes.
+        """The input of the heads for the children of some nodes of the latest tree.
 
         Args:
             nodes: [batch, count] int64.
 
         Returns:
-            states [batch, count, hidden] and which of the nodes have children, [batch, count] bool; the state of one
-            that has none is any. Tensors of their own, on the drafter's device.
+            states [batch, count, hidden], undefined for nodes without children, and whether the nodes have children,
+            [batch, count] bool. New tensors, on the drafter's device.
         """
 
 
@@ -42,19 +42,19 @@ class GivesDraftStates(Protocol):
 class Query:
     """One `generate` call.
 
-    Positions are those that the drafter drafted for on the way that the target then took: along each accepted path, and
-    where the target chose none of the tokens that were drafted, all rows one after the other.
+    Positions are the nodes of each accepted path, including the last one, that have drafted children; those of all rows
+    are concatenated.
 
     Attributes:
         rows: per row of the batch, its text with the target's states: `input_ids` [length] int64, `features`
             [length, taps * hidden], `last_hidden` [length, hidden], and `first_anchor`, the length of its prompt.
         states: [positions, hidden], see `AdaptiveStep.head_loss`.
-        target_hidden: [positions, target_hidden], the target's states there.
-        rejected: [rejected positions, hidden], the states where a path ended although there were children.
-        chosen_ids: [rejected positions] int64, the tokens that the target chose there.
-        num_accepted: drafted tokens kept, summed over rows.
+        target_hidden: [positions, target_hidden], the target's states at these positions.
+        rejected: [rejected positions, hidden], the states at the end of paths whose drafted children were all rejected.
+        chosen_ids: [rejected positions] int64, the target's tokens there.
+        num_accepted: accepted drafted tokens, summed over rows.
         num_rounds: rounds, summed over rows.
-        seconds: from the making of the candidate generator to its end.
+        seconds: from the creation of the candidate generator to its end.
     """
 
     rows: list[dict[str, Any]]
@@ -68,24 +68,24 @@ class Query:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written, the one that came with the prefill included."""
+        """Tokens written, including the one of the prefill."""
         return self.num_accepted + self.num_rounds + len(self.rows)
 
 
 @dataclass
 class _Row:
-    """One row while the call runs.
+    """One row during the call.
 
     Attributes:
         prompt_length: of its text.
         length: of its text so far.
-        token_ids: its text in parts, as it was committed.
-        features: the target's, likewise.
-        states: [path, hidden] each, per round from which state the children of each node of the path were drafted.
-        drafted: [path] bool each, whether there were any.
-        places: the positions in the text of all these.
-        ends: of each round the last of them, counted through.
-        num_accepted: drafted tokens kept.
+        token_ids: its text, in parts as committed.
+        features: the target's, in the same parts.
+        states: [path, hidden] per round, the states from which the children of the path's nodes were drafted.
+        drafted: [path] bool per round, whether there are children.
+        positions: of all these nodes in the text.
+        ends: per round the index in `positions` of the path's last node.
+        num_accepted: accepted drafted tokens.
     """
 
     prompt_length: int
@@ -94,21 +94,21 @@ class _Row:
     features: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     drafted: list[Tensor] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     num_accepted: int = 0
 
 
 class QueryRecorder(TreeCandidateGenerator):
-    """A candidate generator that drafts as another does and keeps what can be learned from.
+    """A candidate generator that delegates to another one and records training data.
 
-    A round is short, so it only keeps tensors that are there already; what they mean is worked out at the end.
+    To keep rounds short it only stores existing tensors; they are evaluated at the end of the call.
 
     Args:
         inner: the drafter's own.
-        width: of the drafter's features; the rest of what the target gives is its last hidden state.
-        between_rounds: called before each draft: the only moment at which weights may change.
-        finished: receives the query when the call ends, after an error too, unless it ended before its first round.
+        width: of the drafter's features; the remaining features are the target's last hidden state.
+        between_rounds: called before each draft; weights may change only then.
+        finished: called with the query at the end of the call, also after an error, unless there was no round.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class QueryRecorder(TreeCandidateGenerator):
         finished: Callable[[Query], None],
     ) -> None:
         assert isinstance(inner, GivesDraftStates)
-        self.inner, self.giver, self.width = inner, inner, width
+        self.inner, self.draft_states, self.width = inner, inner.draft_states, width
         self.between_rounds, self.finished = between_rounds, finished
         self.rows: list[_Row] = []
         self.started = time.perf_counter()
@@ -138,9 +138,9 @@ class QueryRecorder(TreeCandidateGenerator):
         if not self.rows:
             self.rows = [_Row(count) for count in committed.num_committed]
         if committed.tree is not None:
-            self._note_path(committed)
+            self._record_path(committed)
         for index, (row, count) in enumerate(zip(self.rows, committed.num_committed, strict=True)):
-            if committed.valid is None or committed.tree is not None:  # padding, if any, is behind
+            if committed.valid is None or committed.tree is not None:  # padding, if any, is at the end
                 row.token_ids.append(committed.token_ids[index, :count])
                 row.features.append(features[index, :count])
             else:
@@ -152,17 +152,17 @@ class QueryRecorder(TreeCandidateGenerator):
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         return self.inner.describe(tree)
 
-    def _note_path(self, committed: Committed) -> None:
+    def _record_path(self, committed: Committed) -> None:
         assert committed.path is not None
-        states, drafted = self.giver.draft_states(committed.path)
-        kept = zip(self.rows, committed.num_committed, committed.num_accepted, strict=True)
-        for index, (row, count, accepted) in enumerate(kept):
-            if count == 0:  # it waited for the others
+        states, drafted = self.draft_states(committed.path)
+        rows = zip(self.rows, committed.num_committed, committed.num_accepted, strict=True)
+        for index, (row, count, accepted) in enumerate(rows):
+            if count == 0:  # finished earlier than other rows
                 continue
             row.states.append(states[index, :count])
             row.drafted.append(drafted[index, :count])
-            row.places.extend(range(row.length, row.length + count))
-            row.ends.append(len(row.places) - 1)
+            row.positions.extend(range(row.length, row.length + count))
+            row.ends.append(len(row.positions) - 1)
             row.num_accepted += accepted
 
     def close(self) -> None:
@@ -188,12 +188,12 @@ class QueryRecorder(TreeCandidateGenerator):
 
 
 def _positions(row: _Row, token_ids: Tensor, last_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States, the target's states, states of the rejected positions, and what the target chose there: of one row."""
+    """Of one row: states, the target's states, states of the rejected positions, and the target's tokens there."""
     states, drafted = torch.cat(row.states), torch.cat(row.drafted)
-    places, ends = torch.tensor(row.places), torch.tensor(row.ends)
-    # What the target chose is the token that comes next; after the text's last one it never entered the target.
-    ends = ends[places[ends] + 1 < row.length].to(drafted.device)
+    positions, ends = torch.tensor(row.positions), torch.tensor(row.ends)
+    # The target's token is the next one of the text; the token after the last one is not recorded.
+    ends = ends[positions[ends] + 1 < row.length].to(drafted.device)
     ends = ends[drafted[ends]]
-    learned = drafted.to(last_hidden.device)
-    places = places.to(last_hidden.device)
-    return states[drafted], last_hidden[places[learned]], states[ends], token_ids[places[ends.to(places.device)] + 1]
+    positions = positions.to(last_hidden.device)
+    chosen_ids = token_ids[positions[ends.to(positions.device)] + 1]
+    return states[drafted], last_hidden[positions[drafted.to(positions.device)]], states[ends], chosen_ids

@@ -1,20 +1,20 @@
 """Training a draft model: a few of the target's own layers, distilled on what the target writes.
 
-It begins as layers taken from the target, evenly spaced, under its embedding, norm and head, and learns the target's
-law of the next token in what the target wrote. With a draft vocabulary its tables have the rows of those tokens alone;
-any other token is then read as the last row. The drafter is in `hf_specdec/drafters/causal_lm/`; SpecBranch takes the
-same model.
+It starts as evenly spaced layers of the target with the target's embedding, norm and head, and learns the target's
+distribution of the next token in what the target wrote. With a draft vocabulary, embedding and head have only the rows
+of those tokens; any other token is read as the last row. The drafter is in `hf_specdec/drafters/causal_lm/`; SpecBranch
+uses the same model.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.taps import decoder_layers
@@ -24,6 +24,7 @@ from hf_specdec.drafters.causal_lm.draft_model import DraftVocabulary, target_id
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
 
@@ -31,10 +32,10 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class DistillationStep(TrainingStep):
-    """Loss of one batch of rows for a draft model: cross entropy with the target's law at every written token.
+    """Loss of one batch of rows for a draft model: cross entropy with the target's probs at every written token.
 
     Args:
-        draft_model: the language model in training, see `new_draft_model`.
+        draft_model: the language model to train, see `new_draft_model`.
         target: the frozen target it drafts for.
     """
 
@@ -46,51 +47,51 @@ class DistillationStep(TrainingStep):
         last_hidden = self.reader.of_batch(batch).last_hidden
         assert last_hidden is not None
         input_ids = batch["input_ids"]
-        places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)  # of the token after each
-        learned = (places >= batch["first_anchor"].unsqueeze(1)) & (places < batch["length"].unsqueeze(1))
-        # Of this moment: the rows of text, or earlier weights, bring another vocabulary.
+        following = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)  # position of the next token
+        learned = (following >= batch["first_anchor"].unsqueeze(1)) & (following < batch["length"].unsqueeze(1))
+        # Read at each step: the training rows, or --start-from, replace the vocabulary after construction.
         target_ids = target_ids_of(self.draft_model)
         vocabulary = DraftVocabulary(target_ids, self.draft_model.get_input_embeddings().num_embeddings)
         with torch.no_grad():
-            law, choice = self.reader.law(last_hidden[learned], target_ids, whole=not training)
+            probs, best_ids = self.reader.draft_probs(last_hidden[learned], target_ids, whole=not training)
         output = model(input_ids=vocabulary.rows(input_ids), use_cache=False)
         logits = output.logits[learned].float()
-        loss = -(law * logits.log_softmax(-1)).sum(-1).sum() / learned.sum().clamp(min=1)
-        correct = torch.zeros_like(learned).masked_scatter_(learned, logits.detach().argmax(-1) == choice)
+        loss = -(probs * logits.log_softmax(-1)).sum(-1).sum() / learned.sum().clamp(min=1)
+        correct = torch.zeros_like(learned).masked_scatter_(learned, logits.detach().argmax(-1) == best_ids)
         return StepOutput(loss, correct.unsqueeze(-1), learned.unsqueeze(-1))
 
     def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
-        """How often its likeliest token is the target's."""
+        """`accuracy`: the share of positions at which both models have the same most probable token."""
         return {"accuracy": float(correct[labelled].float().mean())} if labelled.any() else {}
 
 
 def new_draft_model(
     target: PreTrainedModel, num_layers: int, *, draft_vocab_size: int | None = None
 ) -> PreTrainedModel:
-    """A language model of some of the target's layers, first and last among them, in float32.
+    """A language model of some of the target's layers, including the first and the last, in float32.
 
     Args:
         target: the model to draft for.
         num_layers: decoder layers.
-        draft_vocab_size: tokens that it can say: the first ones, until `take_vocabulary`; None for all.
+        draft_vocab_size: tokens of the draft vocabulary: the first ones, until `take_vocabulary`; None for all.
 
     Raises:
-        ValueError: the target has fewer layers, or is of a family whose layers cannot be taken.
+        ValueError: the target has fewer layers, or a smaller model cannot be built from its layers.
     """
     name, layers = target.name_or_path or type(target).__name__, decoder_layers(target)
     if num_layers > len(layers):
-        raise ValueError(f"--layers {num_layers} are to be taken from target {name!r}, which has {len(layers)}.")
+        raise ValueError(f"--layers {num_layers} is more than the {len(layers)} layers of target {name!r}: give less.")
     taken = [round(index * (len(layers) - 1) / max(1, num_layers - 1)) for index in range(num_layers)]
     config = copy.deepcopy(target.config)
     text = config.get_text_config(decoder=True)
-    for key, value in text.to_dict().items():  # kinds of layers and the like, of which families have their own lists
+    for key, value in text.to_dict().items():  # one entry per layer, such as layer_types
         if isinstance(value, list) and len(value) == len(layers):
             setattr(text, key, [value[index] for index in taken])
     text.num_hidden_layers = num_layers
     if draft_vocab_size is not None:
         text.vocab_size = draft_vocab_size
         config.draft_token_ids = list(range(draft_vocab_size))
-    for special in _SPECIAL:  # an id behind the last row would be refused
+    for special in _SPECIAL:  # the config refuses ids beyond the last row
         setattr(text, special, None)
     try:
         model: PreTrainedModel = type(target)(config).float()
@@ -106,16 +107,15 @@ def new_draft_model(
         check_trees(model)
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"The layers of target {name!r} ({type(target).__name__}) cannot be taken into a smaller model of its "
-            f"kind: {error}. Take another number of --layers, or draft with a language model of the same tokenizer "
-            "that is there already."
+            f"{num_layers} layers of target {name!r} ({type(target).__name__}) do not make a model that drafts: "
+            f"{error}. Give another number of --layers, or draft with an existing language model of the same tokenizer."
         ) from error
     return model
 
 
 @torch.no_grad()
 def take_vocabulary(draft_model: PreTrainedModel, target: PreTrainedModel, target_ids: Tensor) -> None:
-    """Makes the rows of the draft model's tables those of these tokens, [rows] int64, ascending, in the target's."""
+    """Copies the target's embedding and head rows of `target_ids`, [rows] int64, ascending, to the draft model."""
     for own, theirs in (
         (draft_model.get_input_embeddings(), target.get_input_embeddings()),
         (draft_model.get_output_embeddings(), target.get_output_embeddings()),
@@ -130,10 +130,7 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _prepare(
-    arguments: argparse.Namespace,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Sequence[int]],
+    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
 ) -> tuple[PreTrainedModel, DistillationStep]:
     size = checked_vocabulary_size(arguments.draft_vocab_size, target)
     model = new_draft_model(target, arguments.layers, draft_vocab_size=size)
@@ -147,7 +144,7 @@ def _read_rows(arguments: argparse.Namespace, model: PreTrainedModel, target: Pr
 
 
 def _finish(model: PreTrainedModel, target: PreTrainedModel, held_out: Rows) -> None:
-    model.config.use_cache = True  # the host's trainer turns it off
+    model.config.use_cache = True  # transformers.Trainer disables it
     if model.generation_config is not None:
         model.generation_config.use_cache = True
 

@@ -1,14 +1,13 @@
 """Training text from conversations: the target answers every user message in its own chat template.
 
-A conversation is a list of messages in the usual layout, `{"role": ..., "content": ...}`. Answers that the data holds
-are not used, because a drafter must foresee what its target says. One answer gives one row: the tokens of the
-conversation up to it, and its own, the only ones that a loss should be taken of. The command is in `write.py`.
+A conversation is a list of messages `{"role": ..., "content": ...}`. Answers in the data are not used, because a
+drafter has to predict its target's answers. Each answer gives one row: the tokens of the conversation before it, and
+its own tokens; only those are trained on. The command is in `write.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -18,27 +17,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TopPLogitsWarper
 
 from hf_specdec.chat_template import Message
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
-from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.progress import token_progress
 
 RECIPE_FILE = "recipe.json"
-QUESTIONS_PER_FILE = 64  # made up together
+QUESTIONS_PER_FILE = 64  # generated as one batch
 QUESTION_TOKENS, QUESTION_TOP_P = 160, 0.95
 ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Who says what, without the answers that are still to be written.
+    """Messages without answers.
 
     Attributes:
         messages: an optional system message, then user messages.
-        group: a name that figures are given by.
+        group: a label, under which results may be reported.
     """
 
     messages: tuple[Message, ...]
@@ -46,7 +46,7 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Answers to write."""
+        """Number of answers to write."""
         return sum(message["role"] == "user" for message in self.messages)
 
 
@@ -54,13 +54,13 @@ def read_conversations(source: str) -> list[Conversation]:
     """Reads objects with a list "messages" and an optional "group"; assistant messages are left out.
 
     Args:
-        source: a JSONL file, or what `datasets.load_dataset` takes: a Hub id or a folder, of which the split "train" is
+        source: a JSONL file, or an argument of `datasets.load_dataset`: a Hub id or a folder, whose split "train" is
             read.
 
     Raises:
         OSError: the source cannot be read.
-        ValueError: an entry is no object with messages, names an unknown role, holds a message that is no text, or has
-            no user message to answer. The entry is named.
+        ValueError: an entry is not an object with messages, has an unknown role, a message that is not text, or no user
+            message. The error names the entry.
     """
     path = Path(source)
     if path.is_file():
@@ -78,7 +78,7 @@ def read_conversations(source: str) -> list[Conversation]:
 
 
 def dataset_id(source: str) -> str | None:
-    """The Hub id that `read_conversations` reads a source by; None for files and folders."""
+    """The source if it is a Hub id; None for files and folders."""
     return source if is_hub_id(source) and not source.endswith((".json", ".jsonl")) else None
 
 
@@ -95,7 +95,7 @@ def _conversation(fields: Any, where: str, default_group: str) -> Conversation:
     messages = fields.get("messages") if isinstance(fields, dict) else None
     if not isinstance(messages, list):
         raise ValueError(f'{where} has no list "messages": {fields!r:.80}.')
-    kept = []
+    asked = []
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
@@ -106,10 +106,10 @@ def _conversation(fields: Any, where: str, default_group: str) -> Conversation:
             raise ValueError(f"{where}, message {index}: content must be text, not {message.get('content')!r:.80}.")
         if role == "system" and index > 0:
             raise ValueError(f"{where}, message {index}: a system message may only be the first one.")
-        kept.append({"role": role, "content": message["content"]})
-    if not any(message["role"] == "user" for message in kept):
+        asked.append({"role": role, "content": message["content"]})
+    if not any(message["role"] == "user" for message in asked):
         raise ValueError(f"{where} has no user message, so there is no answer to write.")
-    return Conversation(tuple(kept), str(fields.get("group", default_group)))
+    return Conversation(tuple(asked), str(fields.get("group", default_group)))
 
 
 def write_questions(
@@ -121,22 +121,22 @@ def write_questions(
     seed: int = 0,
     worker: tuple[int, int] = (0, 1),
 ) -> None:
-    """Lets the target make up questions, and keeps them on disk: where a user's message would begin, it writes one.
+    """Lets the target generate questions, and writes them to disk: it continues the start of a user message.
 
-    An assistant was trained on conversations, and writes such as it was trained on, of all kinds. Questions that come
-    to no end are dropped. Files depend on their number and the seed alone, as those of `write_answers`.
+    An assistant model was trained on conversations, so it writes questions like those of its training data. Questions
+    without an end are dropped. A file depends only on its number and the seed, as in `write_answers`.
     Source: Magpie, arXiv 2406.08464, Section 2.
 
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
-        count: to ask for, rounded up to whole files; a few less are kept.
-        folder: where the files go; `read_questions` reads them.
+        count: questions to generate, rounded up to complete files; slightly fewer are kept.
+        folder: of the files, for `read_questions`.
         seed: of sampling.
         worker: (rank, number of workers); this call writes every n-th file.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one in which a question has no beginning or end.
+        ValueError: the tokenizer has no chat template, or its template has no tokens before or after a question.
     """
     check_template(tokenizer)
     opening, ends = _around_question(tokenizer)
@@ -146,49 +146,49 @@ def write_questions(
     numbers = range(rank, -(-count // QUESTIONS_PER_FILE), workers)
     files = {number: own / f"questions-{seed}-{number:06d}.jsonl" for number in numbers}
     missing = {number: file for number, file in files.items() if not file.exists()}
-    stream = None if rank == 0 else io.StringIO()
-    with TokenProgress("target asks", len(missing) * QUESTIONS_PER_FILE * QUESTION_TOKENS, stream=stream) as progress:
+    total = len(missing) * QUESTIONS_PER_FILE * QUESTION_TOKENS
+    with token_progress("target writes questions", total, shown=rank == 0) as progress:
         for number, file in missing.items():
             draw = torch.Generator(model.device).manual_seed(seed * 1_000_003 + number)
             room = [QUESTION_TOKENS] * QUESTIONS_PER_FILE
             prompts = [opening] * QUESTIONS_PER_FILE
             written = answers(model, prompts, room, 1.0, draw, progress, top_p=QUESTION_TOP_P, ends=ends)
-            progress.skip(sum(room) - sum(map(len, written)))
+            progress.total -= sum(room) - sum(map(len, written))
             texts = [tokenizer.decode(ids[:-1]).strip() for ids in written if ids[-1] in ends]
             lines = [{"messages": [{"role": "user", "content": text}], "group": "own"} for text in texts if text]
             _write_lines(file, lines)
 
 
 def read_questions(folder: str | Path, count: int, *, seed: int = 0) -> list[Conversation]:
-    """The questions that `write_questions` wrote when it was asked for as many, none twice."""
+    """The questions of `write_questions` for this `count`, without duplicates."""
     files = [Path(folder) / f"questions-{seed}-{number:06d}.jsonl" for number in range(-(-count // QUESTIONS_PER_FILE))]
     read = [each for file in files if file.stat().st_size for each in read_conversations(str(file))]
     return list({each.messages[0]["content"]: each for each in read}.values())
 
 
 def _around_question(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], set[int]]:
-    """The tokens before a user's first message, and those that may end it."""
+    """The tokens before a user's first message, and the token ids that end it."""
     mark = "(mark)"
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
     before, _, after = text.partition(mark)
     opening, ending = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
     if not opening or not ending:
         raise ValueError(
-            f"In the chat template of {tokenizer.name_or_path!r} a question has no "
-            f"{'end' if opening else 'beginning'} of its own, so its model cannot make one up. Give conversations."
+            f"The chat template of {tokenizer.name_or_path!r} has no tokens {'after' if opening else 'before'} a "
+            "question, so its model cannot generate one. Give conversations with --data."
         )
     return list(opening), {ending[0]}
 
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How answers are written.
+    """Settings of the answers.
 
     Attributes:
         temperature: 0 is greedy.
-        max_new_tokens: of one answer; a longer one is cut.
-        max_length: most tokens of a conversation with its answer: an answer that would pass it is cut, and a turn that
-            leaves no room for an answer is not asked.
+        max_new_tokens: of one answer; longer answers are cut.
+        max_length: most tokens of a conversation with its answer: longer answers are cut, and turns without space for
+            an answer are skipped.
         batch_size: conversations per forward and file.
         seed: of sampling.
     """
@@ -210,27 +210,27 @@ def write_answers(
     dataset: str | None = None,
     worker: tuple[int, int] = (0, 1),
 ) -> list[Path]:
-    """Lets the target answer every user message, and keeps the answers on disk as JSONL.
+    """Lets the target answer every user message, and writes the answers to disk as JSONL.
 
-    One batch of conversations is one file. A file depends on its number and the recipe alone, so an interrupted call
-    goes on where it stopped, and several processes can share the work.
+    One batch of conversations is one file. A file depends only on its number and the recipe, so an interrupted call can
+    be continued, and several processes can share the work.
 
     Args:
         model: the target.
         tokenizer: its tokenizer, with a chat template.
-        conversations: what is to be answered.
-        folder: where the files go. A line is an answer: `group`; `turn`, from 0; `prompt_ids`, the conversation up to
-            the answer as the template renders it; `answer_ids`; `ended`, whether they end with an
-            end-of-text token; `messages`, the answer included. How they were written is in `recipe.json`.
+        conversations: to answer.
+        folder: of the files. A line is an answer: `group`; `turn`, from 0; `prompt_ids`, the conversation before the
+            answer in the chat template; `answer_ids`; `ended`, whether they end with an end-of-text token;
+            `messages`, including the answer. The settings are in `recipe.json`.
         settings: of the answers.
-        dataset: Hub id of the conversations, which drafters trained on the answers name on their cards.
+        dataset: Hub id of the conversations, for the cards of drafters trained on the answers.
         worker: (rank, number of workers); this call writes every n-th file.
 
     Returns:
         The files of this worker.
 
     Raises:
-        ValueError: the folder holds answers that were written otherwise, or the tokenizer has no chat template.
+        ValueError: the folder holds answers with other settings, or the tokenizer has no chat template.
     """
     check_template(tokenizer)
     recipe = {
@@ -250,8 +250,7 @@ def write_answers(
     files = {number: own / f"answers-{number:06d}.jsonl" for number in range(rank, len(batches), workers)}
     missing = [number for number, file in files.items() if not file.exists()]
     turns = sum(each.num_turns for number in missing for each in batches[number])
-    stream = None if rank == 0 else io.StringIO()  # one process tells of its share
-    with TokenProgress("target answers", turns * settings.max_new_tokens, stream=stream) as progress:
+    with token_progress("target answers", turns * settings.max_new_tokens, shown=rank == 0) as progress:
         for number in missing:
             draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
             rows = _answer_batch(model, tokenizer, batches[number], settings, draw, progress)
@@ -260,42 +259,42 @@ def write_answers(
 
 
 def _write_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Writes JSONL under its final name only when it is whole."""
+    """Writes JSONL; the file gets its final name when it is complete."""
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     unfinished.rename(file)
 
 
 def is_answers(source: str) -> bool:
-    """Whether `source` is a folder that `write_answers` wrote into."""
+    """Whether `source` is a folder of `write_answers`."""
     return (Path(source) / RECIPE_FILE).is_file()
 
 
 def read_answers(folder: Path) -> list[dict[str, Any]]:
-    """The answers that lie in a folder by now, as `write_answers` describes them.
+    """The answers in a folder, see `write_answers` for their keys.
 
     Raises:
-        ValueError: there are none yet.
+        ValueError: there are none.
     """
     files = sorted(folder.glob("answers-*.jsonl"))
     answers = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
     if not answers:
-        raise ValueError(f"{str(folder)!r} holds no answers yet. Let `hf-specdec write` go on with it first.")
+        raise ValueError(f"{str(folder)!r} holds no answers yet: run `hf-specdec write` with this --output first.")
     return answers
 
 
 def check_answers(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if another model wrote the answers in a folder, or wrote them in another chat template."""
+    """Raises ValueError if the answers in a folder were written by another model or in another chat template."""
     recipe = json.loads((folder / RECIPE_FILE).read_text())
     if recipe["target"] != fingerprint(model, getattr(torch, recipe["dtype"])):
         raise ValueError(
             f"The answers in {str(folder)!r} were not written by target {model.name_or_path!r}: its config or weights "
-            "differ. A drafter must foresee what its own target says: let `hf-specdec write` answer again with it."
+            "differ. A drafter has to learn from its own target: write new answers with it, with `hf-specdec write`."
         )
     if recipe["chat_template"] != _template_hash(tokenizer):
         raise ValueError(
-            f"The answers in {str(folder)!r} were written in another chat template than the one of "
-            f"{tokenizer.name_or_path!r} now. Put that one back, or let `hf-specdec write` answer again."
+            f"The answers in {str(folder)!r} were written in another chat template than the present one of "
+            f"{tokenizer.name_or_path!r}. Restore that template, or write new answers with `hf-specdec write`."
         )
 
 
@@ -304,16 +303,16 @@ def _template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if there is no chat template to ask in."""
+    """Raises ValueError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot be asked in "
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, so its model cannot answer "
             "conversations. Train on text instead, with `hf-specdec train --text`."
         )
 
 
 def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
-    """Writes the recipe beside the answers, or compares it with the one that is there."""
+    """Writes the recipe next to the answers, or compares it with the existing one."""
     if not file.exists():
         file.write_text(json.dumps(recipe, indent=2) + "\n")
     earlier = json.loads(file.read_text())
@@ -322,8 +321,8 @@ def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"{str(file.parent)!r} holds answers that were written otherwise: {'; '.join(changed)}. Give what they "
-            "were written with, to go on, or another folder."
+            f"{str(file.parent)!r} holds answers that were written with other settings: {'; '.join(changed)}. To "
+            "continue, give the settings of these answers; otherwise give another folder."
         )
 
 
@@ -333,39 +332,39 @@ def _answer_batch(
     batch: Sequence[Conversation],
     settings: AnswerSettings,
     draw: torch.Generator,
-    progress: TokenProgress,
+    progress: tqdm,
 ) -> Iterator[dict[str, Any]]:
     """Answers the first user message of all conversations, then the second, and so on."""
-    talks = [[message for message in each.messages if message["role"] == "system"] for each in batch]
+    histories = [[message for message in each.messages if message["role"] == "system"] for each in batch]
     questions = [[message for message in each.messages if message["role"] == "user"] for each in batch]
     for turn in range(max(map(len, questions))):
         asked = []
         for index, own in enumerate(questions):
             if turn >= len(own):
                 continue
-            talks[index].append(own[turn])
-            ids = tokenizer.apply_chat_template(talks[index], add_generation_prompt=True, return_dict=False)
+            histories[index].append(own[turn])
+            ids = tokenizer.apply_chat_template(histories[index], add_generation_prompt=True, return_dict=False)
             if len(ids) < settings.max_length:
                 asked.append((index, list(ids)))
             else:
-                progress.skip((len(own) - turn) * settings.max_new_tokens)
-                questions[index] = own[:turn]  # the later turns would be longer still
+                progress.total -= (len(own) - turn) * settings.max_new_tokens
+                questions[index] = own[:turn]  # later turns would be longer
         if not asked:
             return
         prompts = [ids for _, ids in asked]
         room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
         written = answers(model, prompts, room, settings.temperature, draw, progress)
-        progress.skip(len(asked) * settings.max_new_tokens - sum(map(len, written)))
+        progress.total -= len(asked) * settings.max_new_tokens - sum(map(len, written))
         for (index, ids), answer in zip(asked, written, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            talks[index].append({"role": "assistant", "content": text})
+            histories[index].append({"role": "assistant", "content": text})
             yield {
                 "group": batch[index].group,
                 "turn": turn,
                 "prompt_ids": ids,
                 "answer_ids": answer,
                 "ended": answer[-1] in end_ids(model),
-                "messages": list(talks[index]),
+                "messages": list(histories[index]),
             }
 
 
@@ -376,12 +375,12 @@ def answers(
     room: Sequence[int],
     temperature: float,
     draw: torch.Generator,
-    progress: TokenProgress,
+    progress: tqdm,
     *,
     top_p: float = 1.0,
     ends: Set[int] | None = None,
 ) -> list[list[int]]:
-    """Continues prompts of different lengths to the end of text; rows that have ended leave the batch.
+    """Continues prompts of different lengths to the end of text; rows that have ended are removed from the batch.
 
     Args:
         model: the target.
@@ -389,12 +388,12 @@ def answers(
         room: most tokens of each answer.
         temperature: 0 is greedy.
         draw: on the model's device, for sampling.
-        progress: told of every token.
-        top_p: of sampling, the share of the likeliest tokens that is drawn from.
-        ends: tokens that end an answer; those of the model where None.
+        progress: counts every token.
+        top_p: of sampling.
+        ends: tokens that end an answer; None for those of the model.
 
     Returns:
-        The tokens of each answer, with the end-of-text token where it came.
+        The tokens of each answer, including the end-of-text token if it was generated.
     """
     ends = end_ids(model) if ends is None else ends
     width = max(map(len, prompts))
@@ -411,20 +410,20 @@ def answers(
         chosen = _choose(logits, temperature, top_p, draw).tolist()
         for row, token in zip(rows, chosen, strict=True):
             written[row].append(token)
-        progress.add(len(rows))
-        left = [
-            place
-            for place, (row, token) in enumerate(zip(rows, chosen, strict=True))
+        progress.update(len(rows))
+        unfinished = [
+            index
+            for index, (row, token) in enumerate(zip(rows, chosen, strict=True))
             if token not in ends and len(written[row]) < room[row]
         ]
-        if not left:
+        if not unfinished:
             return written
-        ids = torch.tensor([[chosen[place]] for place in left], device=model.device)
-        if len(left) < len(rows):
-            kept = torch.tensor(left, device=model.device)
-            cache.batch_select_indices(kept)
-            mask, positions, rows = mask[kept], positions[kept], [rows[place] for place in left]
-        mask = torch.cat([mask, mask.new_ones(len(left), 1)], 1)
+        ids = torch.tensor([[chosen[index]] for index in unfinished], device=model.device)
+        if len(unfinished) < len(rows):
+            selected = torch.tensor(unfinished, device=model.device)
+            cache.batch_select_indices(selected)
+            mask, positions, rows = mask[selected], positions[selected], [rows[index] for index in unfinished]
+        mask = torch.cat([mask, mask.new_ones(len(unfinished), 1)], 1)
         positions = positions[:, -1:] + 1
 
 

@@ -1,18 +1,18 @@
 """The training command: from a target and text to a drafter in the layout in which such drafters are published.
 
-`hf-specdec train` runs it; `main(argv)` is the same as a Python call. Three stages; what the first two give is kept in
---work-dir, where a second run finds it, and --resume goes on with the third:
+`hf-specdec train` runs it; `main(argv)` is the same as a Python call. It has three stages. The results of the first
+two are kept in --work-dir and reused by later runs; --resume continues the third:
 
 1. the target writes: it answers the conversations of --data in its chat template, or continues prompts cut from --text,
-   where rows of the plain text itself are mixed in. What a drafter must foresee is what its target writes;
-2. the frozen target's hidden states for all rows are computed once;
-3. the drafter trains on them, pass after pass, with new random choices (anchors, cuts, positions) in each.
+   and rows of the plain text are added. A drafter has to predict what its target writes;
+2. the frozen target's hidden states of all rows are computed once;
+3. the drafter trains on them for several epochs, each with new random choices (anchors, cuts, positions).
 
-What target, tokenizer, text and options tell is checked before the first stage, which takes minutes to hours. Training
-takes --minutes, from its first step to the end of its last evaluation.
+Target, tokenizer, text and options are checked before the first stage, which takes minutes to hours. Training takes
+--minutes, from its first step to the end of its last evaluation.
 
-Started as several processes (`torchrun`, `accelerate launch`), all answer and train together, --batch-size rows each;
-the first one saves. What differs from method to method is its `Recipe`, at the foot of its module.
+Several processes (`torchrun`, `accelerate launch`) write and train together, with --batch-size rows each; the first one
+saves. What a method adds is its `Recipe`, at the foot of its module.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     ProgressCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -56,7 +56,7 @@ from hf_specdec.training.option_types import not_negative_float, positive_float,
 from hf_specdec.training.recipe import RECIPES, Recipe, recipe_of
 from hf_specdec.training.schedule import UNBOUNDED, Schedule, StepsProgress
 from hf_specdec.training.source import Source, load_target
-from hf_specdec.training.start_from import go_on_from
+from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.step import TrainingStep
 from hf_specdec.training.text import Corpus, TextSource
 
@@ -68,14 +68,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     """Trains and saves one drafter.
 
     Args:
-        argv: the options; `--help` lists them, those of a method with `--method NAME --help`.
-        program: what the user typed before them; part of the drafter's record.
-        corpus: text to use without --text; None makes --text required.
+        argv: the options; `--method NAME --help` lists them.
+        program: the command without the options, for the drafter's record.
+        corpus: default of --text; None makes --text or --data required.
 
     Raises:
         ImportError: a package that training needs is not installed.
-        ValueError: no such method, text that is too short, nothing to resume or a run on another text or target, or
-            options that do not fit each other or the target.
+        ValueError: the method is unknown, the text is too short, there is nothing to resume, the run to resume had
+            other text or another target, or options do not fit each other or the target.
     """
     recipe = recipe_of(_method(argv))
     parser = _parser(recipe, program, corpus)
@@ -87,8 +87,9 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     last = get_last_checkpoint(checkpoints) if arguments.resume and checkpoints.exists() else None
     if arguments.resume and last is None:
         raise ValueError(
-            f"--resume, but {str(arguments.work_dir)!r} holds no checkpoint of a run with these options. Give those of "
-            "the run to go on with, which are in its checkpoints-*/options.json, or leave --resume out to begin anew."
+            f"--resume, but {str(arguments.work_dir)!r} holds no checkpoint of a run with these options. Give the "
+            "options of the run to continue, see its checkpoints-*/options.json, or leave --resume out to start a new "
+            "run."
         )
     check_not_sharded()
     given = _options(arguments)
@@ -96,29 +97,34 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     started = time.time()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Before the target is loaded: each of several processes has its own GPU. They wait long while the first one writes.
+    # Before the target is loaded, because it sets each process's GPU. The others wait while the first process writes.
     processes = PartialState(cpu=device == "cpu", timeout=timedelta(days=1))
-    begun_with = _begun_with(checkpoints)
+    earlier_inputs = _earlier_inputs(checkpoints)
     if arguments.bf16 is None:
-        if last is not None and "bf16" in begun_with:
-            arguments.bf16 = begun_with["bf16"]
+        if last is not None and "bf16" in earlier_inputs:
+            arguments.bf16 = earlier_inputs["bf16"]
         else:
             arguments.bf16 = chosen_bfloat16(processes)
-    host_settings = _host_settings(arguments, recipe, checkpoints, device)
+    training_arguments = _training_arguments(arguments, recipe, checkpoints, device)
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    target_dtype = target_number_type(device, arguments.bf16)
-    source = _source_of(arguments, corpus, tokenizer, target_dtype)
+    # Its cached states are in bfloat16 in both cases.
+    target_dtype = torch.bfloat16 if arguments.bf16 or device == "cuda" else torch.float32
+    source: Source
+    if arguments.data is not None:
+        source = ConversationSource(arguments, tokenizer)
+    else:
+        source = TextSource(arguments, corpus, tokenizer, target_dtype)
     target = load_target(arguments.target, target_dtype)
     inputs = _inputs(target, source) | {"bf16": arguments.bf16}
     if last is not None:
-        _check_resumed(arguments, checkpoints, source, begun_with, inputs)
+        _check_resumed(arguments, checkpoints, source, earlier_inputs, inputs)
 
-    # Whatever can be known before the target writes is found out here: writing takes minutes to hours.
+    # All checks come before the target writes, which takes minutes to hours.
     source.check(target)
-    model, step = recipe.prepare(arguments, target, tokenizer, source.documents)
+    model, step = recipe.prepare(arguments, target, source)
     drafter: Any = model if recipe.as_drafter is None else recipe.as_drafter(model)
-    earlier = None if arguments.start_from is None else go_on_from(drafter, arguments.start_from, target)
+    earlier = None if arguments.start_from is None else initialize_from(drafter, arguments.start_from, target)
     step.reader.read(torch.tensor([[0, 1]], device=target.device))  # raises if the losses cannot use this target
     if drafter is model:
         model.config.target_name_or_path = arguments.target_id or arguments.target
@@ -139,14 +145,14 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     processes.wait_for_everyone()
 
     if processes.is_main_process:
-        _note_inputs(checkpoints, given, inputs, anew=begun_with != inputs)
-    trainer, schedule = _trainer(arguments, host_settings, model, step, train_rows, held_out_rows, last)
+        _save_inputs(checkpoints, given, inputs, new_run=earlier_inputs != inputs)
+    trainer, schedule = _trainer(arguments, training_arguments, model, step, train_rows, held_out_rows, last)
     training_started = time.time()
     trainer.train(resume_from_checkpoint=last)
     losses = _losses(trainer)
     training_minutes = (time.time() - training_started) / 60
     processes.wait_for_everyone()
-    processes.destroy_process_group()  # a process that ends with threads of it still running is aborted now and then
+    processes.destroy_process_group()  # a process whose group threads still run at exit sometimes aborts
     if not trainer.is_world_process_zero():
         return
     if recipe.finish is not None:
@@ -175,7 +181,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     if arguments.license:
         record["license"] = arguments.license
     model.to(torch.bfloat16)
-    if drafter is not model:  # its config has no place for them
+    if drafter is not model:  # its config has no fields for target and tokenizer
         record["target"] = arguments.target_id or arguments.target
         tokenizer.save_pretrained(arguments.output)
     drafter.training_record = record
@@ -187,27 +193,26 @@ def _check_resumed(
     arguments: argparse.Namespace,
     checkpoints: Path,
     source: Source,
-    begun_with: dict[str, Any],
+    earlier_inputs: dict[str, Any],
     inputs: dict[str, Any],
 ) -> None:
-    """Raises ValueError if a run that goes on was begun with other inputs."""
-    if begun_with == inputs:
+    """Raises ValueError if the run to resume had other inputs."""
+    if earlier_inputs == inputs:
         return
-    named = {source.option: f"{source.option} {source.description!r}", "target": f"target {arguments.target!r}"}
-    changed = " or the ".join(words for name, words in named.items() if begun_with.get(name) != inputs[name])
+    named = {source.option: f"--{source.option} {source.description!r}", "target": f"--target {arguments.target!r}"}
+    changed = " and ".join(words for name, words in named.items() if earlier_inputs.get(name) != inputs[name])
+    reason = f"{changed} changed since" if earlier_inputs else f"it has no {INPUTS_FILE}, so its inputs are unknown"
     raise ValueError(
-        f"--resume, but {str(checkpoints)!r} was begun with "
-        + (f"something else in place of the {changed}" if begun_with else f"no {INPUTS_FILE} to tell by")
-        + ": its weights might not be those of a drafter for what is there now. Put back what was there, or leave "
-        "--resume out to begin anew."
+        f"--resume cannot continue the run in {str(checkpoints)!r}: {reason}, and its weights may belong to another "
+        "drafter. Restore the inputs of that run, or leave --resume out to start a new one."
     )
 
 
-def _note_inputs(checkpoints: Path, options: str, inputs: dict[str, Any], *, anew: bool) -> None:
-    """Writes beside the checkpoints what they depend on; those of a run on other inputs go."""
+def _save_inputs(checkpoints: Path, options: str, inputs: dict[str, Any], *, new_run: bool) -> None:
+    """Writes options and inputs next to the checkpoints; deletes the checkpoints of a run on other inputs."""
     checkpoints.mkdir(parents=True, exist_ok=True)
-    if anew:
-        # A later --resume would take them for this run's.
+    if new_run:
+        # Otherwise a later --resume would continue the earlier run.
         for stale in checkpoints.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
             shutil.rmtree(stale)
     (checkpoints / "options.json").write_text(options)
@@ -216,30 +221,32 @@ def _note_inputs(checkpoints: Path, options: str, inputs: dict[str, Any], *, ane
 
 def _trainer(
     arguments: argparse.Namespace,
-    host_settings: TrainingArguments,
+    training_arguments: TrainingArguments,
     model: PreTrainedModel,
     step: TrainingStep,
     train_rows: CachedStates,
     held_out_rows: CachedStates,
     last: str | None,
 ) -> tuple[DrafterTrainer, Schedule]:
-    """The trainer of a run, and how long it goes on; `last` is the checkpoint that it goes on from."""
+    """The trainer and the schedule of a run; `last` is the checkpoint to resume from."""
+    num_steps = arguments.steps
+    if last is not None:  # a resumed run keeps the last estimate of its steps
+        num_steps = TrainerState.load_from_json(f"{last}/trainer_state.json").max_steps
     schedule = Schedule(
         arguments.schedule,
         arguments.warmup,
-        evaluation_steps=-(-len(held_out_rows) // (arguments.batch_size * host_settings.world_size)),
-        # A run that goes on takes the steps that were estimated before it was stopped.
-        num_steps=arguments.steps if last is None else _steps_of(last),
+        evaluation_steps=-(-len(held_out_rows) // (arguments.batch_size * training_arguments.world_size)),
+        num_steps=num_steps,
         minutes=arguments.minutes,
     )
-    host_settings.max_steps = UNBOUNDED if schedule.timed else schedule.num_steps
+    training_arguments.max_steps = UNBOUNDED if schedule.timed else schedule.num_steps
     for name, interval in schedule.intervals.items():
-        setattr(host_settings, name, interval)
+        setattr(training_arguments, name, interval)
     optimizer = _optimizer(arguments, model)
     trainer = DrafterTrainer(
         model,
         step,
-        host_settings,
+        training_arguments,
         train_dataset=train_rows,
         eval_dataset=held_out_rows,
         optimizers=(optimizer, LambdaLR(optimizer, schedule.learning_rate_factor)),
@@ -251,10 +258,10 @@ def _trainer(
 
 
 def _losses(trainer: DrafterTrainer) -> dict[str, float]:
-    """Of the held-out rows at the end of the run."""
+    """Losses and accuracies of the held-out rows at the end of the run."""
     history, last_step = trainer.state.log_history, trainer.state.global_step
-    at_the_end = [entry for entry in history if "eval_loss" in entry and entry["step"] == last_step]
-    evaluation = at_the_end[-1] if at_the_end else trainer.evaluate()
+    final = [entry for entry in history if "eval_loss" in entry and entry["step"] == last_step]
+    evaluation = final[-1] if final else trainer.evaluate()
     return {
         name.removeprefix("eval_"): round(value, 4)
         for name, value in evaluation.items()
@@ -263,14 +270,16 @@ def _losses(trainer: DrafterTrainer) -> dict[str, float]:
 
 
 def _options(arguments: argparse.Namespace) -> str:
-    """JSON of what the drafter's weights depend on."""
-    beside = ("output", "work_dir", "resume", "license", "target_id", "writers")
-    options = {name: value for name, value in vars(arguments).items() if name not in beside}
+    """JSON of the options that the drafter's weights depend on."""
+    ignored = ("output", "work_dir", "resume", "license", "target_id", "writers")
+    options = {name: value for name, value in vars(arguments).items() if name not in ignored}
     return json.dumps(options, indent=2, sort_keys=True, default=str) + "\n"
 
 
-def _host_settings(arguments: argparse.Namespace, recipe: Recipe, checkpoints: Path, device: str) -> TrainingArguments:
-    """The host's arguments, but for the number of steps; it refuses what the device cannot do."""
+def _training_arguments(
+    arguments: argparse.Namespace, recipe: Recipe, checkpoints: Path, device: str
+) -> TrainingArguments:
+    """Without the number of steps. Raises ValueError for what the device does not support."""
     return TrainingArguments(
         output_dir=str(checkpoints),
         per_device_train_batch_size=arguments.batch_size,
@@ -294,58 +303,53 @@ def _optimizer(arguments: argparse.Namespace, drafter: PreTrainedModel) -> torch
     return torch.optim.AdamW(trained, lr=arguments.learning_rate, weight_decay=0.0)
 
 
-def _steps_of(checkpoint: str) -> int:
-    steps: int = json.loads((Path(checkpoint) / "trainer_state.json").read_text())["max_steps"]
-    return steps
-
-
 def _checkpoints(arguments: argparse.Namespace) -> Path:
-    """Where a run with these options keeps its checkpoints; one with others has another folder."""
+    """The folder for the checkpoints of runs with these options."""
     name = hashlib.sha256(_options(arguments).encode()).hexdigest()[:12]
     folder: Path = arguments.work_dir / f"checkpoints-{name}"
     return folder
 
 
 def _inputs(target: PreTrainedModel, source: Source) -> dict[str, Any]:
-    """Fingerprints of what a run reads: at the same path there may be something else the next time."""
+    """Fingerprints of what a run reads, because the contents of a path may change."""
     return {
         source.option: source.identity,
         "target": {"weights": fingerprint(target), "generation_config": settings_of(target.generation_config)},
     }
 
 
-def _begun_with(checkpoints: Path) -> dict[str, Any]:
-    """What the run whose checkpoints these are began with: `_inputs` and its `bf16`; nothing where none was kept."""
+def _earlier_inputs(checkpoints: Path) -> dict[str, Any]:
+    """`_inputs` and `bf16` of the run with these checkpoints; empty if they were not saved."""
     file = checkpoints / INPUTS_FILE
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def check_output(folder: Path) -> None:
-    """Raises ValueError if nothing can be saved in `folder`, since it or what it should lie in is a file."""
+    """Raises ValueError if `folder` or one of its parents is a file."""
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
     if not nearest.is_dir():
         raise ValueError(f"--output {str(folder)!r} cannot be a folder: {str(nearest)!r} is a file. Give another name.")
 
 
 def check_not_sharded() -> None:
-    """Raises ValueError if the launcher was told to shard what is trained, which nothing here would do."""
+    """Raises ValueError if the launcher enables FSDP, which this training does not support."""
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ValueError(
-            "FSDP was asked for (ACCELERATE_USE_FSDP, which accelerate's --use_fsdp sets), but drafters are trained "
-            "whole in each process: on a CPU accelerate does not shard and would not say so, and on accelerators it "
-            "was never tried. Launch with --multi_gpu, without --use_fsdp."
+            "FSDP is enabled (ACCELERATE_USE_FSDP, set by accelerate's --use_fsdp), but each process trains the whole "
+            "drafter: FSDP is untested here on accelerators, and accelerate ignores it on a CPU. Launch with "
+            "--multi_gpu, without --use_fsdp."
         )
 
 
 def _method(argv: Sequence[str]) -> str:
-    # Before the others: which options there are depends on it.
+    # Parsed first, because the other options depend on it.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--method", default="dflash")
     return first.parse_known_args(argv)[0].method
 
 
 def _add_source_arguments(parser: argparse.ArgumentParser, corpus: Corpus | None) -> None:
-    """The options of both sources; those that belong to one are refused with the other by `_check_source`."""
+    """The options of both sources; `_check_source` refuses those of the other source."""
     source = parser.add_argument_group("what to train on")
     one = source.add_mutually_exclusive_group(required=corpus is None)
     default = f"; default: {corpus.description}" if corpus else ""
@@ -353,37 +357,38 @@ def _add_source_arguments(parser: argparse.ArgumentParser, corpus: Corpus | None
     one.add_argument(
         "--data",
         nargs="+",
-        help='conversations that the target answers: JSONL with "messages", ids of such datasets on the Hub; or '
-        "folders of answers that `hf-specdec write` wrote",
+        help='conversations for the target to answer: JSONL files with "messages", Hub ids of such datasets, or '
+        "folders of answers from `hf-specdec write`",
     )
-    source.add_argument("--new-tokens", type=positive_int, help="of a continuation or answer; default: 192 or 384")
+    source.add_argument(
+        "--new-tokens", type=positive_int, help="most tokens of a continuation or answer; default: 192 or 384"
+    )
     text = parser.add_argument_group("with --text")
-    text.add_argument("--rows", type=int, default=6144, help="continuations that the target writes")
+    text.add_argument("--rows", type=int, default=6144, help="number of continuations that the target writes")
     text.add_argument("--write-minutes", type=not_negative_float, default=12.0, help="stop writing after this time")
     text.add_argument(
-        "--writers",
-        type=positive_int,
-        default=None,
-        help="processes; default: as many as torch has threads, one with a GPU",
+        "--writers", type=positive_int, help="processes that write; default: one per torch thread, one with a GPU"
     )
-    text.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
+    text.add_argument(
+        "--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"), help="length of the prompts"
+    )
     text.add_argument("--plain-share", type=float, default=0.1, help="share of rows that are plain text")
     chats = parser.add_argument_group("with --data")
     chats.add_argument("--temperature", type=not_negative_float, default=0.0, help="of the answers; 0 is greedy")
     chats.add_argument(
-        "--max-length", type=positive_int, default=768, help="of a conversation with its answer, in tokens"
+        "--max-length", type=positive_int, default=768, help="most tokens of a conversation with its answer"
     )
 
 
 def _check_source(arguments: argparse.Namespace, defaults: Callable[[str], Any]) -> None:
-    """Refuses options of the other source, and wishes that no text can meet; sets --new-tokens.
+    """Checks the options of the source, and sets the default of --new-tokens.
 
     Args:
         arguments: as parsed.
-        defaults: of an option, by its name.
+        defaults: option name -> default.
 
     Raises:
-        ValueError: names the option.
+        ValueError: an option of the other source is given, or no text can meet the options.
     """
     chats = arguments.data is not None
     others = ("rows", "write_minutes", "writers", "prompt_tokens", "plain_share") if chats else (
@@ -392,7 +397,7 @@ def _check_source(arguments: argparse.Namespace, defaults: Callable[[str], Any])
     for name in others:
         if getattr(arguments, name) != defaults(name):
             raise ValueError(
-                f"--{name.replace('_', '-')} is for --{'text' if chats else 'data'} and does nothing with "
+                f"--{name.replace('_', '-')} is for --{'text' if chats else 'data'} and has no effect with "
                 f"--{'data' if chats else 'text'}: leave it out."
             )
     if arguments.new_tokens is None:
@@ -402,42 +407,22 @@ def _check_source(arguments: argparse.Namespace, defaults: Callable[[str], Any])
         check_plain_share(arguments.plain_share)
 
 
-def _source_of(
-    arguments: argparse.Namespace, corpus: Corpus | None, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
-) -> Source:
-    """Reads what the options name.
-
-    Args:
-        arguments: of the command.
-        corpus: text to use where they name nothing.
-        tokenizer: the target's.
-        dtype: that the target is loaded in.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is of no use; says where and why.
-    """
-    if arguments.data is not None:
-        return ConversationSource(arguments, tokenizer)
-    return TextSource(arguments, corpus, tokenizer, dtype)
-
-
 def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--method", choices=sorted(RECIPES), default="dflash")
     parser.add_argument("--target", required=True, help="folder or Hub id of the model to draft for")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the drafter")
     parser.add_argument(
         "--work-dir",
         type=Path,
         default=Path("build/drafter"),
-        help="caches and checkpoints; where several machines train, a folder that all of them see",
+        help="folder for caches and checkpoints; several machines need a shared one",
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of these options")
-    parser.add_argument("--target-id", help="Hub id of the target, for the drafter's card; default: what --target says")
-    parser.add_argument("--license", help="Hub licence id for the drafter's card")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint with these options")
+    parser.add_argument("--target-id", help="Hub id of the target, for the drafter's card; default: --target")
+    parser.add_argument("--license", help="Hub licence id, for the drafter's card")
     parser.add_argument("--seed", type=seed_number, default=0)
     _add_source_arguments(parser, corpus)
     training = parser.add_argument_group("training")
@@ -445,26 +430,23 @@ def _parser(recipe: Recipe, program: str, corpus: Corpus | None) -> argparse.Arg
         "--minutes",
         type=positive_float,
         default=12.0,
-        help="training time, evaluation and checkpoints included; what comes before is bounded by --write-minutes",
+        help="training time with evaluation and checkpoints; --write-minutes limits the stage before",
     )
-    training.add_argument("--steps", type=positive_int, help="instead of --minutes")
-    training.add_argument("--start-from", type=Path, help="folder of a drafter of this shape to train further")
+    training.add_argument("--steps", type=positive_int, help="number of steps, instead of --minutes")
+    training.add_argument("--start-from", type=Path, help="folder of a drafter of the same shape to train further")
     training.add_argument("--batch-size", type=positive_int, default=8)
     training.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
     training.add_argument("--learning-rate", type=positive_float, default=3e-3)
     training.add_argument("--schedule", choices=["linear", "cosine"], default="linear")
-    training.add_argument("--warmup", type=share_of_all, default=0.04, help="share of the steps")
-    training.add_argument("--clip", type=not_negative_float, default=1.0, help="largest norm of the gradient")
+    training.add_argument(
+        "--warmup", type=share_of_all, default=0.04, help="share of the steps in which the learning rate rises"
+    )
+    training.add_argument("--clip", type=not_negative_float, default=1.0, help="largest gradient norm; 0: no clipping")
     training.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="compute in bfloat16; default: where a trial of this device finds it faster than float32",
+        help="compute in bfloat16; default: if a trial on this device finds it faster than float32",
     )
     recipe.add_arguments(parser.add_argument_group(recipe.name))
     return parser
-
-
-def target_number_type(device: str, bf16: bool) -> torch.dtype:
-    """What the frozen target computes in; its states are kept in bfloat16 in any case."""
-    return torch.bfloat16 if bf16 or device == "cuda" else torch.float32

@@ -27,11 +27,11 @@ from hf_specdec.training.data import datasets_package, documents_hash
 from hf_specdec.training.recipe import Rows
 from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
 
-MODE_DOCUMENTS = 200  # that are looked at to tell the kind of text
+MODE_DOCUMENTS = 200  # documents from which the kind of text is determined
 
 
 class ConversationSource(Source):
-    """Conversations, whose every user message the target answers, and answers that were written before."""
+    """Conversations whose user messages the target answers, and folders of earlier answers."""
 
     option = "data"
 
@@ -45,14 +45,13 @@ class ConversationSource(Source):
             seed=arguments.seed,
         )
         self.work_dir: Path = arguments.work_dir
-        # Folders of answers, and conversations that are still to be answered into one.
-        self.written = [Path(source) for source in arguments.data if is_answers(source)]
-        self.asked = {source: read_conversations(source) for source in arguments.data if not is_answers(source)}
-        answers = [row for folder in self.written for row in read_answers(folder)]
+        self.answered = [Path(source) for source in arguments.data if is_answers(source)]
+        self.unanswered = {source: read_conversations(source) for source in arguments.data if not is_answers(source)}
+        answers = [row for folder in self.answered for row in read_answers(folder)]
         self.documents = [row["prompt_ids"] + row["answer_ids"] for row in answers]
         questions = [
             tokenizer.apply_chat_template([dict(message)], return_dict=False)
-            for conversations in self.asked.values()
+            for conversations in self.unanswered.values()
             for conversation in conversations
             for message in conversation.messages
             if message["role"] == "user"
@@ -61,18 +60,18 @@ class ConversationSource(Source):
 
     @property
     def identity(self) -> list[str]:
-        settings = hashlib.sha256(repr((self.settings, [*self.asked.values()])).encode()).hexdigest()
+        settings = hashlib.sha256(repr((self.settings, [*self.unanswered.values()])).encode()).hexdigest()
         return [documents_hash(self.documents), settings]
 
     def check(self, target: PreTrainedModel) -> None:
-        for folder in self.written:
+        for folder in self.answered:
             check_answers(folder, target, self.tokenizer)
-        if self.asked:
+        if self.unanswered:
             check_width(self.settings.max_length, "--max-length", target)
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
-        folders = list(self.written)
-        for source, conversations in self.asked.items():
+        folders = list(self.answered)
+        for source, conversations in self.unanswered.items():
             name = hashlib.sha256(repr((source, conversations, self.settings)).encode()).hexdigest()[:12]
             folders.append(self.work_dir / f"answers-{name}")
             worker = (processes.process_index, processes.num_processes)
@@ -87,17 +86,17 @@ class ConversationSource(Source):
             )
         processes.wait_for_everyone()
         answers = [row for folder in folders for row in read_answers(folder)]
-        # All turns of a conversation, and all its answers at other temperatures, are on the same side.
+        # All turns of a conversation, and its answers at other temperatures, are in the same split.
         openings = [json.dumps(row["messages"][: _opening_length(row["messages"])]) for row in answers]
-        kept_apart = set(list(dict.fromkeys(openings))[::HELD_OUT])
-        if len(kept_apart) == len(set(openings)):
+        held_out_openings = set(list(dict.fromkeys(openings))[::HELD_OUT])
+        if len(held_out_openings) == len(set(openings)):
             raise ValueError(
-                f"{self.description} holds {len(kept_apart)} conversation, and every {HELD_OUT}th from the first on is "
-                "held out, so that nothing is left to train on: give more."
+                f"{self.description} holds {len(held_out_openings)} conversation. The first and every {HELD_OUT}th "
+                "after it are held out, so nothing is left to train on: give more."
             )
-        sides: tuple[list[Any], list[Any]] = [], []
+        splits: tuple[list[Any], list[Any]] = [], []
         for opening, row in zip(openings, answers, strict=True):
-            sides[opening in kept_apart].append(row)
+            splits[opening in held_out_openings].append(row)
         texts = [self.tokenizer.decode(row["prompt_ids"] + row["answer_ids"]) for row in answers[:MODE_DOCUMENTS]]
         mode = trained_mode(self.tokenizer, texts) | {"chat_template": True}
         ended = sum(row["ended"] for row in answers) / len(answers)
@@ -109,17 +108,17 @@ class ConversationSource(Source):
             "temperatures": sorted({recipe["temperature"] for recipe in recipes}),
         }
         datasets = list(dict.fromkeys(recipe["dataset"] for recipe in recipes if recipe.get("dataset")))
-        train, held_out = (_answer_rows(side) for side in sides)
+        train, held_out = (_answer_rows(split) for split in splits)
         return Written(train, held_out, record, mode, ended, datasets)
 
 
 def _opening_length(messages: Sequence[dict[str, str]]) -> int:
-    """Messages up to the first question."""
-    return 1 + next(place for place, message in enumerate(messages) if message["role"] == "user")
+    """Number of messages up to the first user message."""
+    return 1 + next(index for index, message in enumerate(messages) if message["role"] == "user")
 
 
 def _answer_rows(answers: Sequence[dict[str, Any]]) -> Rows:
-    """Answers behind their conversations, whose tokens nobody has to draft."""
+    """Rows of conversation and answer; only the answer is trained on."""
     rows: Rows = datasets_package().Dataset.from_dict(
         {
             "input_ids": [row["prompt_ids"] + row["answer_ids"] for row in answers],

@@ -1,15 +1,14 @@
 """Training rows: text that the target wrote itself, plain text, and mixtures of both.
 
-A row is one stretch of tokens with three columns: `input_ids`, which may be padded at the end; `first_anchor`, the
-first position a block may start at, which leaves a prompt that nobody has to draft out; and `length`, the tokens before
-the padding. Drafters learn most from the target's own continuations, since that is what they will be asked to foresee.
-The states of the target for these rows are in `features.py`.
+A row is a sequence of tokens with three columns: `input_ids`, which may be padded at the end; `first_anchor`, the
+first position at which a block may start, which excludes the prompt; and `length`, the tokens before the padding.
+Drafters learn most from the target's own continuations, because these are what they have to predict.
+The target's states of these rows are in `features.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -20,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdec.training.features import fingerprint, settings_of
-from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.progress import token_progress
 
 if TYPE_CHECKING:
     import datasets
@@ -37,22 +37,22 @@ def datasets_package() -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(
-            "Training rows are kept in datasets.Dataset, and the package datasets is not installed: "
-            "pip install 'hf_specdec[train]'. Drafting and generation work without it."
+            "Training rows need the package datasets, which is not installed: pip install 'hf_specdec[train]'. "
+            "Drafting and generation work without it."
         ) from error
     return datasets
 
 
 def pack_text(documents: Iterable[Sequence[int]], length: int, *, separator_id: int | None = None) -> datasets.Dataset:
-    """Joins tokenized documents and cuts them into rows of `length` tokens; a rest shorter than a row is dropped.
+    """Concatenates tokenized documents and splits them into rows of `length` tokens; drops an incomplete last row.
 
     Args:
         documents: token ids of each document.
         length: tokens per row.
-        separator_id: put in front of each document, or None for nothing.
+        separator_id: inserted before each document; None for nothing.
 
     Raises:
-        ValueError: the documents do not fill one row.
+        ValueError: the documents have fewer tokens than one row.
     """
     stream: list[int] = []
     for document in documents:
@@ -67,10 +67,10 @@ def pack_text(documents: Iterable[Sequence[int]], length: int, *, separator_id: 
 
 
 def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, seed: int = 0) -> datasets.Dataset:
-    """All rows of `own` plus as many of `plain` as make `plain_share` of the whole, shuffled.
+    """All rows of `own` and as many of `plain` as give them `plain_share` of the mixture, shuffled.
 
     Raises:
-        ValueError: the share is not in [0, 1), `plain` is too small for it, or rows differ in length.
+        ValueError: the share is not in [0, 1), `plain` has too few rows, or rows differ in length.
     """
     wanted = plain_rows(len(own), len(plain), plain_share)
     if wanted == 0:
@@ -85,16 +85,16 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
 
 
 def check_plain_share(plain_share: float) -> None:
-    """Raises ValueError if no mixture has this share of plain text."""
+    """Raises ValueError if the share of plain text is not in [0, 1)."""
     if not 0 <= plain_share < 1:
         raise ValueError(f"plain_share={plain_share} must be at least 0 and less than 1.")
 
 
 def plain_rows(num_own: int, num_plain: int, plain_share: float) -> int:
-    """How many of `num_plain` rows of plain text make `plain_share` of a mixture with `num_own` written ones.
+    """How many of `num_plain` rows of plain text give `plain_share` of a mixture with `num_own` written rows.
 
     Raises:
-        ValueError: the share is not in [0, 1), or more rows than there are.
+        ValueError: the share is not in [0, 1), or needs more than `num_plain` rows.
     """
     check_plain_share(plain_share)
     wanted = round(num_own * plain_share / (1 - plain_share))
@@ -116,17 +116,17 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class _MostFinished(StoppingCriteria):
-    """Ends a batch once a share of its rows has reached the end of text; the rest is cut, which is still its text.
+    """Ends a batch when a share of its rows has ended; the other rows are cut.
 
-    Asked after every token, it also counts them: `progress` gets one per row.
+    It runs after every token, so it also updates `progress`.
     """
 
-    def __init__(self, prompt_length: int, end_ids: Tensor, share: float, progress: TokenProgress) -> None:
+    def __init__(self, prompt_length: int, end_ids: Tensor, share: float, progress: tqdm) -> None:
         self.prompt_length, self.end_ids, self.share = prompt_length, end_ids, share
         self.progress = progress
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.progress.add(len(input_ids))
+        self.progress.update(len(input_ids))
         written = input_ids[:, self.prompt_length :]
         finished = torch.isin(written, self.end_ids.to(written.device)).any(1)
         stop = finished.float().mean() >= self.share
@@ -134,31 +134,31 @@ class _MostFinished(StoppingCriteria):
 
 
 def check_wanted(num_rows: int, prompt_lengths: tuple[int, int]) -> None:
-    """Raises ValueError if no such rows can be written, whatever the documents."""
+    """Raises ValueError if the number of rows or the prompt lengths are not valid."""
     if num_rows < 1:
-        raise ValueError(f"{num_rows} rows of the target's text were asked for; ask for at least 1.")
+        raise ValueError(f"The number of rows to write is {num_rows}, but must be at least 1.")
     shortest, longest = prompt_lengths
     if not 1 <= shortest <= longest:
         raise ValueError(
-            f"Prompts of {shortest} to {longest} tokens were asked for; the shortest must have at least 1 token and no "
-            "more than the longest."
+            f"Prompts of {shortest} to {longest} tokens are not possible: the shortest must have at least 1 token and "
+            "at most as many as the longest."
         )
 
 
 def check_documents(documents: Sequence[Sequence[int]], shortest: int) -> None:
     """Raises ValueError if no document is longer than `shortest` tokens, the shortest prompt.
 
-    A prompt may be a whole document, but the target should not only continue after its end.
+    Some prompts must be shorter than their documents.
     """
     if not any(len(document) > shortest for document in documents):
         raise ValueError(
-            f"None of {len(documents)} documents has more than {shortest} tokens, the shortest prompt; lower "
-            "prompt_lengths."
+            f"None of {len(documents)} documents has more than {shortest} tokens, the length of the shortest prompt: "
+            "give longer documents, or lower prompt_lengths."
         )
 
 
 def documents_hash(documents: Sequence[Sequence[int]]) -> str:
-    """A hash of tokenized documents, to tell whether what was made from them belongs to these."""
+    """A hash of tokenized documents."""
     return hashlib.sha256(json.dumps([list(map(int, d)) for d in documents]).encode()).hexdigest()
 
 
@@ -179,34 +179,35 @@ def write_continuations(
     held_out: bool = False,
     seed: int = 0,
 ) -> datasets.Dataset:
-    """Lets the target continue prompts cut from documents, and keeps what it wrote on disk.
+    """Lets the target continue the beginnings of documents, and writes the rows to disk.
 
-    One batch is one part on disk. A part depends on its number and the recipe alone, so an interrupted call goes on
-    where it stopped, asking for more rows adds parts, and several processes can share the work.
+    One batch is one part on disk. A part depends only on its number and the recipe, so an interrupted call can be
+    continued, a call for more rows adds parts, and several processes can share the work.
 
     Args:
         model: the target.
-        documents: token ids of the documents that prompts are the beginnings of.
+        documents: token ids of the documents whose beginnings are the prompts.
         folder: parent of the cache; a subfolder is named after the recipe (target with its generation config,
-            documents, all that follows here and shapes the text), which is written into it as `recipe.json`.
-        num_rows: rows wanted, rounded up to whole batches.
-        prompt_lengths: shortest and longest prompt in tokens; one length per batch, so that none needs padding.
+            documents, and the following arguments that change the text), and holds it as `recipe.json`.
+        num_rows: rounded up to complete batches.
+        prompt_lengths: shortest and longest prompt in tokens; all prompts of a batch have the same length.
         new_tokens: most tokens to write per prompt.
         temperatures: of the batches, in turn; 0 is greedy.
         batch_size: prompts per batch.
-        finished_share: a batch ends early once this share of its rows has reached the end of text.
-        max_minutes: stop adding parts after this time.
-        cache_implementation: handed to `generate`; "static" writes faster on CPUs.
-        worker: (rank, number of workers); this call writes every n-th part and returns its own parts only.
-        held_out: marks the rows as none to train on, for `training_folders`.
+        finished_share: a batch ends early when this share of its rows has ended.
+        max_minutes: no batch is begun after this time.
+        cache_implementation: passed to `generate`; "static" is faster on CPUs.
+        worker: (rank, number of workers); this call writes every n-th part and returns only its own parts.
+        held_out: marks the rows as held out, for `training_folders`.
         seed: of prompts and sampling.
 
     Returns:
-        Rows of `prompt_lengths[1] + new_tokens` tokens with the columns of this module; none for a worker that is one
-        more than there are batches.
+        Rows of `prompt_lengths[1] + new_tokens` tokens with the columns of this module; no rows if there are fewer
+        batches than workers and this worker has none.
 
     Raises:
-        ValueError: no rows are asked for, no document is long enough for a prompt, or there was no time for any batch.
+        ValueError: `num_rows` or `prompt_lengths` is not valid, no document is long enough for a prompt, or there was
+            no time for any batch.
     """
     datasets = datasets_package()
     check_wanted(num_rows, prompt_lengths)
@@ -234,20 +235,17 @@ def write_continuations(
     missing = [file for file in files if not file.exists()]
     action = "target writes" if workers == 1 else f"target writes (process {rank + 1} of {workers})"
     started = time.monotonic()
-    with TokenProgress(
-        action,
-        len(missing) * batch_size * new_tokens,
-        max_seconds=None if max_minutes is None else 60 * max_minutes,
-        stream=None if rank == 0 else io.StringIO(),  # one shows what all do
-    ) as progress:
+    max_seconds = None if max_minutes is None else 60 * max_minutes
+    total = len(missing) * batch_size * new_tokens
+    with token_progress(action, total, max_seconds=max_seconds, shown=rank == 0) as progress:
         for part in missing:
-            if max_minutes is not None and time.monotonic() - started >= 60 * max_minutes:
+            if max_seconds is not None and time.monotonic() - started >= max_seconds:
                 break
             number = int(part.name.removeprefix("part-"))
             rows = _write_batch(model, documents, lengths, recipe, number, cache_implementation, progress)
             unfinished = own / f"unfinished-{number:06d}-{os.getpid()}"
             datasets.Dataset.from_dict(rows).save_to_disk(unfinished)
-            if part.exists():  # another process was asked for the same part and came first
+            if part.exists():  # another process has written the same part
                 shutil.rmtree(unfinished)
             else:
                 unfinished.rename(part)
@@ -255,14 +253,16 @@ def write_continuations(
     if not files:
         return datasets.Dataset.from_dict({column: [] for column in COLUMNS})
     if not parts:
-        raise ValueError(f"max_minutes={max_minutes} left no time for a single batch of {batch_size} rows.")
+        raise ValueError(
+            f"max_minutes={max_minutes} was too short to write a batch of {batch_size} rows: give more time."
+        )
     return datasets.concatenate_datasets(parts)
 
 
 def training_folders(folder: Path) -> list[Path]:
-    """Where in `folder` the parts lie that `write_continuations` wrote, those of held-out rows left out."""
+    """The subfolders of `folder` with rows of `write_continuations` that are not held out."""
     recipes = sorted(folder.glob("continuations-*/recipe.json"))
-    # Folders from before there was this mark may hold either.
+    # Folders of earlier versions have no such key, and may hold held-out rows.
     return [file.parent for file in recipes if json.loads(file.read_text()).get("held_out") is False]
 
 
@@ -274,7 +274,7 @@ def _write_batch(
     recipe: dict[str, Any],
     number: int,
     cache_implementation: str | None,
-    progress: TokenProgress,
+    progress: tqdm,
 ) -> dict[str, list[Any]]:
     chosen = torch.Generator().manual_seed(recipe["seed"] * 1_000_003 + number)
     shortest, longest = recipe["prompt_lengths"]
@@ -291,7 +291,7 @@ def _write_batch(
     end = model.generation_config.eos_token_id
     end_ids = torch.tensor([] if end is None else [end] if isinstance(end, int) else end, dtype=torch.long)
     stopping = StoppingCriteriaList([_MostFinished(prompt_length, end_ids, recipe["finished_share"], progress)])
-    # generate() draws from the global generator; leave it to the caller as it was found.
+    # generate() draws from the global generator, whose state is restored.
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(recipe["seed"] * 1_000_003 + number)
         written = model.generate(
@@ -305,13 +305,13 @@ def _write_batch(
             disable_compile=True,
             **sampling,
         ).cpu()
-    progress.skip(len(written) * (prompt_length + recipe["new_tokens"] - written.shape[1]))
+    progress.total -= len(written) * (prompt_length + recipe["new_tokens"] - written.shape[1])
     width = recipe["prompt_lengths"][1] + recipe["new_tokens"]
     rows = torch.zeros(len(written), width, dtype=torch.long)
     rows[:, : written.shape[1]] = written
     ended = torch.isin(written[:, prompt_length:], end_ids)
     first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, ended.shape[1])
-    # The end of text itself is something to draft; what generate() pads with after it is not.
+    # The end-of-text token is drafted too; the padding after it is not.
     return {
         "input_ids": rows.tolist(),
         "first_anchor": [prompt_length] * len(rows),

@@ -1,9 +1,9 @@
 """The DFlash training step: random anchors, masked blocks, all blocks of a row in one drafter forward.
 
 A block is what the drafter sees at inference: the anchor (there the root) in slot 0, the mask token in the others, and
-the target's features of the positions before the anchor as context. Slot k is for the token k places after the anchor,
-or k + 1 where the anchor's own slot drafts.
-The blocks of a row share its context and lie behind one another; a mask keeps them apart.
+the target's features of the positions before the anchor as context. Slot k drafts the token k positions after the
+anchor, or k + 1 if the anchor's own slot drafts.
+The blocks of a row share its context and are concatenated; an attention mask separates them.
 Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections 1.5 and A3. The drafter is in
 `hf_specdec/drafters/dflash/`, the losses in `losses.py`, the target's side in `data.py`.
 """
@@ -20,27 +20,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
-from hf_specdec.drafters.dflash.configuration import (
-    DFlashConfig,
-    default_target_layer_ids,
-)
+from hf_specdec.drafters.dflash.configuration import DFlashConfig, default_target_layer_ids
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
 from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import (
-    LK_ETA,
-    LOSS_NAMES,
-    SOFT_LOSSES,
-    LossName,
-    draft_losses,
-    position_weights,
-)
+from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
 from hf_specdec.training.option_types import not_negative_float, positive_int
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, decoder_shape, register_recipe
+from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
 
-# A logit that amounts to no chance; finite, so that comparing two distributions without a token gives 0 and not NaN.
+# A logit of probability 0. It is finite, so that a token that both distributions exclude adds 0 to KL and not NaN.
 NEVER = -1e4
 AnyDFlash = TypeVar("AnyDFlash", bound=DFlashDrafter)
 
@@ -49,11 +40,11 @@ class DFlashStep(TrainingStep):
     """Loss of one batch of rows for a `DFlashDrafter`.
 
     Args:
-        drafter: the drafter in training; its block size, mask token and window rules are used.
+        drafter: the drafter to train; its block size, mask token and window rules are used.
         target: the frozen target it drafts for.
-        num_anchors: blocks per row and step, drawn without replacement; rows with fewer candidates give fewer.
+        num_anchors: blocks per row and step, drawn without replacement; fewer in rows with fewer candidates.
         loss: "ce" with the row's own tokens, or "kl", "tv", "lk" against the target's distributions.
-        gamma: decay length of the position weights; None weighs all positions alike.
+        gamma: decay length of the position weights; None for equal weights.
         eta: of "lk".
 
     Raises:
@@ -75,8 +66,9 @@ class DFlashStep(TrainingStep):
         if other:
             raise ValueError(
                 f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has {', '.join(other)} in its "
-                "dflash_config, from another layout than z-lab's. What is trained here has the target's embeddings and "
-                "head. Train this one where it comes from, or a new one, see hf_specdec.training.dflash.new_drafter."
+                "dflash_config, but this step trains drafters with the target's embeddings and head, as in z-lab's "
+                "layout. Train it with the code that it was made with, or train a new drafter, see "
+                "hf_specdec.training.dflash.new_drafter."
             )
         if loss not in LOSS_NAMES:
             raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
@@ -98,28 +90,28 @@ class DFlashStep(TrainingStep):
 
         hidden = block_hidden(model, self.config, self.embed_tokens, input_ids, states.features, anchors)
         hidden = hidden.unflatten(1, (anchors.shape[1], self.block_size))
-        places = anchors.unsqueeze(-1) + torch.arange(1, 1 + len(self.weights), device=device)
-        labelled = valid.unsqueeze(-1) & (places < batch["length"][:, None, None])
-        places = places.clamp(max=input_ids.shape[1] - 1)
-        before = input_ids.gather(1, (places - 1).flatten(1)).view_as(places)
-        reading = self.reading(hidden, before)
-        rows = torch.arange(input_ids.shape[0], device=device)[:, None, None].expand_as(places)[labelled]
-        places = places[labelled]
+        positions = anchors.unsqueeze(-1) + torch.arange(1, 1 + len(self.weights), device=device)
+        labelled = valid.unsqueeze(-1) & (positions < batch["length"][:, None, None])
+        positions = positions.clamp(max=input_ids.shape[1] - 1)
+        previous_ids = input_ids.gather(1, (positions - 1).flatten(1)).view_as(positions)
+        head_input = self.head_input(hidden, previous_ids)
+        rows = torch.arange(input_ids.shape[0], device=device)[:, None, None].expand_as(positions)[labelled]
+        positions = positions[labelled]
 
-        # The target's distribution for the token at a place comes from the position before it.
-        target_hidden = states.last_hidden[rows, places - 1] if states.last_hidden is not None else None
-        token_ids = input_ids[rows, places]
-        # A target may write the mask token itself, or one that the drafter cannot say; that place counts as missed, and
-        # there is nothing to learn from it.
-        sayable = token_ids != self.config.mask_token_id
+        # The target's distribution of a token comes from the position before it.
+        target_hidden = states.last_hidden[rows, positions - 1] if states.last_hidden is not None else None
+        token_ids = input_ids[rows, positions]
+        # A target may write the mask token, or a token outside the draft vocabulary. Such a position counts as a miss
+        # and has weight 0 in the loss.
+        draftable = token_ids != self.config.mask_token_id
         if self.config.maps_vocabulary:
-            assert self.config.vocab_size is not None, "a draft vocabulary is a part of it"
+            assert self.config.vocab_size is not None, "a config with a draft vocabulary has it"
             token_ids = draft_ids_of(self.drafter.d2t, self.config.vocab_size)[token_ids]
-            sayable &= token_ids >= 0
+            draftable &= token_ids >= 0
             token_ids = token_ids.clamp(min=0)
         losses, hits, agreement = draft_losses(
             self.loss,
-            reading[labelled],
+            head_input[labelled],
             self._draft_head,
             token_ids,
             target_hidden=target_hidden,
@@ -127,38 +119,38 @@ class DFlashStep(TrainingStep):
             eta=self.eta,
             agreement=self.wants_agreement,
         )
-        weights = self.weights.to(device).expand(labelled.shape)[labelled] * sayable
-        # Empty batches (no row with room for a block) give 0, attached to the graph so that backward still works.
+        weights = self.weights.to(device).expand(labelled.shape)[labelled] * draftable
         if agreement is not None:
-            losses = losses + self.further_losses(reading[labelled], agreement)
-        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * reading.sum()
-        correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits & sayable)
+            losses = losses + self.further_losses(head_input[labelled], agreement)
+        # A batch whose rows are all too short for a block gives 0; the second term keeps it attached to the graph.
+        loss = (losses * weights).sum() / weights.sum().clamp(min=1e-9) + 0.0 * head_input.sum()
+        correct = torch.zeros_like(labelled).masked_scatter_(labelled, hits & draftable)
         return StepOutput(loss, correct.detach(), labelled)
 
-    def reading(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[batch, anchors, depth, width], what the draft head and `further_losses` read of the slots that draft.
+    def head_input(self, hidden: Tensor, previous_ids: Tensor) -> Tensor:
+        """[batch, anchors, depth, width], input of the draft head and of `further_losses` for the slots that draft.
 
         Args:
             hidden: [batch, anchors, block, hidden], of all slots.
-            before: [batch, anchors, depth] int64, the row's tokens before them.
+            previous_ids: [batch, anchors, depth] int64, the row's token before each slot that drafts.
         """
         return hidden[:, :, self.config.first_slot :]
 
-    def draft_head(self, reading: Tensor) -> Tensor:
+    def draft_head(self, head_input: Tensor) -> Tensor:
         """[positions, width] -> [positions, draft_vocab] float32 logits."""
-        return self.drafter.draft_logits(reading, self.drafter.head(self.reader.lm_head))
+        return self.drafter.draft_logits(head_input, self.drafter.head(self.reader.lm_head))
 
     @property
     def wants_agreement(self) -> bool:
-        """Whether something is learned from how likely drafts are accepted, by `further_losses`."""
+        """Whether `further_losses` is used; it needs the probability that a draft is accepted."""
         return False
 
-    def further_losses(self, reading: Tensor, agreement: Tensor) -> Tensor:
-        """[positions] float32, what else is learned at each position; see `draft_losses` for `agreement`."""
+    def further_losses(self, head_input: Tensor, agreement: Tensor) -> Tensor:
+        """[positions] float32, added to the loss of each position; see `draft_losses` for `agreement`."""
         raise NotImplementedError
 
-    def _draft_head(self, reading: Tensor) -> Tensor:
-        return self._without_mask(self.draft_head(reading))
+    def _draft_head(self, head_input: Tensor) -> Tensor:
+        return self._without_mask(self.draft_head(head_input))
 
     def _target_head(self, hidden: Tensor) -> Tensor:
         logits = self.reader.head(hidden)
@@ -167,7 +159,7 @@ class DFlashStep(TrainingStep):
         return self._without_mask(logits)
 
     def _without_mask(self, logits: Tensor) -> Tensor:
-        """Until it has learned that the mask is never drafted, a drafter that reads masks answers with masks."""
+        """Excludes the mask token: an untrained drafter, whose input is mask tokens, would predict it."""
         if self.config.maps_vocabulary:
             return logits.masked_fill(self.drafter.target_ids.to(logits.device) == self.config.mask_token_id, NEVER)
         return NeverProposedLogitsProcessor(self.config.mask_token_id, NEVER)(None, logits)
@@ -185,19 +177,19 @@ def new_drafter(
     drafter_class: type[AnyDFlash] = DFlashDrafter,
     **block: Any,
 ) -> AnyDFlash:
-    """A DFlash drafter with random weights that fits a target; attention, rotary and norm settings are the target's.
+    """A DFlash drafter for a target, with random weights; attention, rotary and norm settings are the target's.
 
     Args:
         target: the model to draft for.
         mask_token_id: an id of the target's embedding that text does not use.
         num_layers: draft layers.
-        block_size: slots of a block, root included.
-        target_layer_ids: target layers to read; by default as many as `num_layers`, but at least 4, evenly spaced.
-        intermediate_size: of the MLPs; by default the target's.
-        draft_vocab_size: tokens that it can say, of the target's head those rows: the first ones, until
-            `set_vocabulary` names others; by default all.
-        drafter_class: of the drafter.
-        block: what else is in its `dflash_config`.
+        block_size: slots of a block, including the root's.
+        target_layer_ids: target layers to read; None for evenly spaced ones, `num_layers` but at least 4.
+        intermediate_size: of the MLPs; None for the target's.
+        draft_vocab_size: tokens of the draft vocabulary, whose rows of the target's head are used: the first ones,
+            until `set_vocabulary`; None for all.
+        drafter_class: class of the drafter.
+        block: further keys of its `dflash_config`.
     """
     config = target.config.get_text_config(decoder=True)
     if target_layer_ids is None:
@@ -221,14 +213,14 @@ def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: b
     """Anchor positions of each row, ascending.
 
     Args:
-        first: [batch] int64, first position that may be an anchor; at least 1 is used, since a root always has a
+        first: [batch] int64, first position that may be an anchor; at least 1 is used, because a root always has a
             token before it.
-        length: [batch] int64, tokens of the row; the last cannot be an anchor, nothing follows it.
-        num_anchors: wanted per row.
-        random: draw without replacement from the global generator (whose state checkpoints keep), or space evenly.
+        length: [batch] int64, tokens of the row; the last token is no anchor, because no token follows it.
+        num_anchors: per row.
+        random: draw without replacement from the global generator (its state is part of checkpoints), or space evenly.
 
     Returns:
-        anchors: [batch, num_anchors] int64; where `valid` is False a position that is safe to index, 0.
+        anchors: [batch, num_anchors] int64; 0 if `valid` is False.
         valid: [batch, num_anchors] bool.
 
     Example:
@@ -240,12 +232,12 @@ def choose_anchors(first: Tensor, length: Tensor, num_anchors: int, *, random: b
     order = torch.arange(num_anchors, device=first.device)
     valid = order < candidates
     if random:
-        # On the CPU whatever the device: the anchors of a run do not depend on where it runs.
+        # Always drawn on the CPU, so that the anchors do not depend on the device.
         widest = max(int(candidates.max()), num_anchors)
         draws = torch.rand(len(first), widest).to(first.device)
         draws = draws.masked_fill(torch.arange(widest, device=first.device) >= candidates, 2.0)
         offsets = draws.argsort(1)[:, :num_anchors].sort(1).values
-        # Sorting keeps the drawn candidates in front of the fillers: their indices are the smaller ones.
+        # After sorting, the candidates come before the fillers, whose indices are larger.
     else:
         offsets = torch.where(candidates >= num_anchors, order * candidates // num_anchors, order)
     return torch.where(valid, first + offsets, 0), valid
@@ -262,10 +254,10 @@ def block_hidden(
     """[batch, anchors * block, hidden] of every slot of every block, from one forward of the drafter.
 
     Args:
-        model: the drafter, or what a distributed run wrapped around it.
+        model: the drafter, or its wrapper in a distributed run.
         config: the drafter's.
         embed_tokens: the target's.
-        input_ids: [batch, seq] int64; only the tokens at the anchors are read.
+        input_ids: [batch, seq] int64; only the tokens at the anchors are used.
         features: [batch, seq, taps * hidden], the target's; a block sees those before its anchor.
         anchors: [batch, anchors] int64.
     """
@@ -288,8 +280,8 @@ def block_hidden(
 def block_masks(config: DFlashConfig, anchors: Tensor, context: int, dtype: torch.dtype) -> list[Tensor]:
     """Per draft layer the additive mask [batch, 1, anchors * block, context + anchors * block].
 
-    A slot sees the context before its own anchor and the slots of its own block, within the layer's window and, where
-    the layer is causal, no later slot: the rules of inference, for many blocks at once.
+    A slot sees the context before its own anchor and the slots of its own block, within the layer's window; in a causal
+    layer it sees no later slot. These are the rules of inference, for many blocks at once.
     """
     batch, num_anchors = anchors.shape
     (block_size, _), device = _block(config), anchors.device
@@ -317,7 +309,7 @@ def block_masks(config: DFlashConfig, anchors: Tensor, context: int, dtype: torc
 
 
 def _block(config: DFlashConfig) -> tuple[int, int]:
-    """Block size and mask token id, which a drafter's config has by the time there is a drafter."""
+    """Block size and mask token id; every drafter's config has them."""
     assert config.block_size is not None
     assert config.mask_token_id is not None
     return config.block_size, config.mask_token_id
@@ -331,12 +323,12 @@ def _attention_dtype(parameter: Tensor) -> torch.dtype:
 def default_mask_token(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, documents: Iterable[Sequence[int]]
 ) -> tuple[int, str]:
-    """The id to write into the slots to be filled, which is then never drafted.
+    """The id for the slots to fill, which is then never drafted.
 
-    The tokenizer's mask token; or the first row of the target's embedding behind all tokens; or a special token that
-    has no part to play: none of the tokenizer's named ones, no end of text, in neither the chat template nor the
-    documents. Of several, one that is reserved by its name, then the one with the highest id, since those that were
-    trained with a meaning tend to come first.
+    In this order: the tokenizer's mask token; the first row of the target's embedding that has no token; a special
+    token that is not a named one of the tokenizer, not an end of text, and not in the chat template or the documents.
+    Of several such tokens, one with "reserved" or "unused" in its name is preferred, then the one with the highest id,
+    because tokens with a trained meaning usually have lower ids.
 
     Args:
         tokenizer: the target's.
@@ -344,17 +336,17 @@ def default_mask_token(
         documents: token ids of the training text.
 
     Returns:
-        the id, and in words what it is.
+        the id and its description.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such id.
     """
     rows = target.get_input_embeddings().num_embeddings
     if tokenizer.mask_token_id is not None:
         return tokenizer.mask_token_id, f"{tokenizer.mask_token!r}, the tokenizer's mask token"
     free = 1 + max(tokenizer.get_vocab().values())
     if free < rows:
-        return free, "an embedding row of the target without a token"
+        return free, "an embedding row of the target that has no token"
     ends = target.generation_config.eos_token_id
     taken = {*tokenizer.all_special_ids, *(ends if isinstance(ends, list) else [ends])}
     taken.update(*documents)
@@ -363,33 +355,32 @@ def default_mask_token(
     unused = [(index, text) for index, text in special if index not in taken and text not in template]
     if unused:
         index, text = max(unused, key=lambda each: ("reserved" in each[1] or "unused" in each[1], each[0]))
-        return index, f"{text!r}, a special token that neither the chat template nor the text uses"
+        return index, f"{text!r}, a special token that is not in the chat template or the text"
     raise ValueError(
-        f"DFlash needs a token for the slots to be filled. The tokenizer of target {target.name_or_path!r} has no mask "
+        f"DFlash needs a mask token for the slots to fill. The tokenizer of target {target.name_or_path!r} has no mask "
         f"token, its tokens fill all {rows} rows of the target's embedding, and each of its {len(special)} special "
-        "tokens has a use in the tokenizer, the chat template or the text: name an id that text hardly ever contains "
-        "with --mask-token-id."
+        "tokens is used by the tokenizer, the chat template or the text. Give an id that is rare in text with "
+        "--mask-token-id."
     )
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """The options of drafters that fill a block."""
     add_shape_arguments(group)
-    group.add_argument("--block-size", type=positive_int, default=8, help="the root's slot included")
-    group.add_argument("--mask-token-id", type=int, help="default: one that text does not use; printed")
+    group.add_argument("--block-size", type=positive_int, default=8, help="slots of a block, including the root's")
+    group.add_argument("--mask-token-id", type=int, help="default: an id that text does not use; printed")
     add_vocabulary_argument(group)
     group.add_argument("--anchors", type=positive_int, default=32, help="blocks per row and step")
     group.add_argument("--loss", choices=LOSS_NAMES, default="ce")
     group.add_argument(
-        "--gamma", type=not_negative_float, default=4.0, help="position weights exp(-(k-1)/gamma); 0: all alike"
+        "--gamma", type=not_negative_float, default=4.0, help="position weights exp(-(k-1)/gamma); 0: equal weights"
     )
 
 
 def prepare(
     arguments: argparse.Namespace,
     target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Sequence[int]],
+    source: Source,
     *,
     new: Callable[..., DFlashDrafter] = new_drafter,
     step: type[DFlashStep] = DFlashStep,
@@ -397,19 +388,18 @@ def prepare(
 ) -> tuple[DFlashDrafter, DFlashStep]:
     """`Recipe.prepare` of drafters that fill a block.
 
-    Sets `arguments.mask_token_id` where the command line does not name one, and says which it is.
+    Sets and prints `arguments.mask_token_id` if the option is not given.
 
     Args:
-        arguments: the parsed options, as the three behind it those of `Recipe.prepare`.
-        target: see there.
-        tokenizer: see there.
-        documents: see there.
-        new: makes the drafter, as `new_drafter` does.
-        step: of its training.
-        further: what `new` takes beside the shared options.
+        arguments: the parsed options.
+        target: the model to draft for.
+        source: of the training rows.
+        new: makes the drafter; takes the arguments of `new_drafter`.
+        step: class of the training step.
+        further: arguments of `new` in addition to the shared options.
     """
     if arguments.mask_token_id is None:
-        arguments.mask_token_id, name = default_mask_token(tokenizer, target, documents)
+        arguments.mask_token_id, name = default_mask_token(source.tokenizer, target, source.documents)
         print(f"mask token: {arguments.mask_token_id}, {name}; --mask-token-id chooses another")
     drafter = new(
         target,
@@ -433,13 +423,4 @@ def read_rows(arguments: argparse.Namespace, drafter: DFlashDrafter, target: Pre
 
 
 RECORDED = ("mask_token_id", "draft_vocab_size", "anchors", "loss", "gamma")
-register_recipe(
-    Recipe(
-        "dflash",
-        add_arguments,
-        prepare,
-        read_rows=read_rows,
-        recorded=RECORDED,
-        eval_batch_size=32,
-    )
-)
+register_recipe(Recipe("dflash", add_arguments, prepare, read_rows=read_rows, recorded=RECORDED, eval_batch_size=32))

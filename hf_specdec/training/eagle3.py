@@ -1,9 +1,9 @@
 """The EAGLE-3 training step: the drafter reads its own outputs while it learns, as it will when it drafts.
 
-A pair is a token and the state before it. In the first pass over a row the states are the target's; in each further
-pass the token is the next one of the row and the state the drafter's output of the pass before, so that pass j learns
-what is drafted at depth j. A later pass sees what drafting sees: the pairs of the first pass up to its own, and its own
-chain since. The law to learn is the target's, over the tokens that the drafter can say.
+A pair is a token and the state before it. In the first pass over a row the states are the target's. In each further
+pass the token is the next one of the row and the state is the drafter's output of the previous pass, so that pass j
+learns what is drafted at depth j. A later pass sees what drafting sees: the pairs of the first pass up to its own
+position, and its own chain after that. The labels are the target's probs over the draft vocabulary.
 Source: EAGLE-3, arXiv 2503.01840, Section 3.2 (training-time test); for the weights of the passes SafeAILab/EAGLE. The
 drafter is in `hf_specdec/drafters/eagle3/`, the target's states in `features.py`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
@@ -24,6 +24,7 @@ from hf_specdec.training.features import TargetReader
 from hf_specdec.training.option_types import positive_float, positive_int
 from hf_specdec.training.passes import GradientStore, block_masks
 from hf_specdec.training.recipe import Recipe, Rows, decoder_shape, register_recipe
+from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
@@ -36,13 +37,13 @@ from hf_specdec.training.vocabulary import (
 
 
 class Eagle3Step(TrainingStep):
-    """Loss of one batch of rows for an `Eagle3Drafter`: cross entropy with the target's law, summed over the passes.
+    """Loss of one batch of rows for an `Eagle3Drafter`: cross entropy with the target's probs, summed over the passes.
 
     Args:
-        drafter: the drafter in training.
+        drafter: the drafter to train.
         target: the frozen target it drafts for.
-        passes: depths that are learned.
-        decay: weight of each pass over the one before; 0.8 in the published code.
+        passes: depths to train.
+        decay: weight of each pass relative to the previous one; 0.8 in the published code.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
@@ -53,8 +54,8 @@ class Eagle3Step(TrainingStep):
         check_same_size(drafter, target, "training")
         if drafter.config.own_embeddings:
             raise ValueError(
-                f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has token embeddings of its own, which "
-                "are not trained here. Train a new one, see hf_specdec.training.eagle3.new_drafter."
+                f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has token embeddings of its own, and this "
+                "step does not train them. Train a new drafter, see hf_specdec.training.eagle3.new_drafter."
             )
         if passes < 1:
             raise ValueError(f"passes={passes} must be at least 1.")
@@ -62,41 +63,41 @@ class Eagle3Step(TrainingStep):
             raise ValueError(f"decay={decay!r} must be above 0 and at most 1.")
         self.drafter, self.passes, self.decay = drafter, passes, decay
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
-        self.table = target.get_input_embeddings().weight  # the table itself: classes that scale it are not asked
+        self.table = target.get_input_embeddings().weight  # unscaled, also for targets that scale it
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
         states = self.reader.of_batch(batch)
         assert states.last_hidden is not None
         drafter, input_ids = self.drafter, batch["input_ids"]
         dtype, (_, width) = next(model.parameters()).dtype, input_ids.shape
-        # Of this moment: rows or earlier weights bring another vocabulary.
+        # Read at each step: the training rows, or --start-from, replace the vocabulary after construction.
         ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size, device=drafter.device))
         with torch.no_grad():
-            sayable = ids if drafter.config.maps_vocabulary else None
-            target_law, labels = self.reader.law(states.last_hidden, sayable, whole=not training)
-        # Place t holds the token after position t, from which somebody drafts if it was written and something follows.
+            target_ids = ids if drafter.config.maps_vocabulary else None
+            target_probs, labels = self.reader.draft_probs(states.last_hidden, target_ids, whole=not training)
+        # The token after each position; drafting starts there if the target wrote it and another token follows.
         starts = torch.arange(1, width + 1, device=input_ids.device)
         counted = starts >= batch["first_anchor"].unsqueeze(1)
         positions = torch.arange(width, device=input_ids.device)
         stored = GradientStore(drafter.config.num_hidden_layers)
         masks = block_masks(width, 1, [1] * (self.passes - 1), device=input_ids.device)
-        flowing, losses, correct, labelled = drafter.fuse(states.features.to(dtype)), [], [], []
+        recurrent, losses, correct, labelled = drafter.fuse(states.features.to(dtype)), [], [], []
         for depth, mask in enumerate(masks):
             following = (starts + depth).clamp(max=width - 1)
             outputs = model(
                 nn.functional.embedding(input_ids[:, following], self.table).to(dtype),
-                flowing,
+                recurrent,
                 (positions + depth).expand(len(input_ids), -1),
                 mask=mask,
                 is_causal=mask is None,
                 cache=stored,
             )
-            flowing = drafter.recurrent(outputs)
-            # The law of what follows the token that this pass has read.
-            law, label = target_law[:, following], labels[:, following]
+            recurrent = drafter.recurrent(outputs)
+            # Of the token after the one that this pass has read.
+            probs, label = target_probs[:, following], labels[:, following]
             seen = counted & (starts + depth + 1 < batch["length"].unsqueeze(1))
             logits = drafter.logits(outputs[seen])
-            values = -(law[seen] * logits.log_softmax(-1)).sum(-1)
+            values = -(probs[seen] * logits.log_softmax(-1)).sum(-1)
             losses.append(self.decay**depth * values.sum() / seen.sum().clamp(min=1))
             hits = torch.zeros_like(seen).masked_scatter_(seen, logits.detach().argmax(-1) == label[seen])
             correct.append(hits)
@@ -111,13 +112,13 @@ def new_drafter(
     target_layer_ids: Sequence[int] | None = None,
     intermediate_size: int | None = None,
 ) -> Eagle3Drafter:
-    """An EAGLE-3 drafter of one layer with random weights that fits a target; norm and head begin as the target's.
+    """A one-layer EAGLE-3 drafter for a target, with random weights; norm and head start as the target's.
 
     Args:
         target: the model to draft for.
-        draft_vocab_size: tokens that it can say: the first ones, until `set_vocabulary` names others; None for all.
-        target_layer_ids: target layers to read; EAGLE's three where None.
-        intermediate_size: of the MLP; by default the target's.
+        draft_vocab_size: tokens of the draft vocabulary: the first ones, until `set_vocabulary`; None for all.
+        target_layer_ids: target layers to read; None for EAGLE's three.
+        intermediate_size: of the MLP; None for the target's.
     """
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
@@ -130,31 +131,28 @@ def new_drafter(
         )
     )
     drafter.check_target(target)
-    _begin_with_head(drafter, target)
+    _copy_head(drafter, target)
     return drafter
 
 
 @torch.no_grad()
-def _begin_with_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
-    """The drafter's head becomes the rows of the target's head that it can say, behind the target's final norm."""
-    sayable = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
-    drafter.lm_head.weight.copy_(head_weights(target, sayable))
+def _copy_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
+    """Copies the target's final norm and the rows of its head for the draft vocabulary."""
+    target_ids = drafter.to_target_ids(torch.arange(drafter.config.draft_vocab_size))
+    drafter.lm_head.weight.copy_(head_weights(target, target_ids))
     copy_final_norm(drafter.norm.weight, target)
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
     add_vocabulary_argument(group, DRAFT_VOCAB_SIZE)
     group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: EAGLE's three")
-    group.add_argument("--intermediate-size", type=positive_int, help="default: the target's")
-    group.add_argument("--passes", type=positive_int, default=7, help="depths that are learned")
-    group.add_argument("--decay", type=positive_float, default=0.8, help="weight of each pass over the one before")
+    group.add_argument("--intermediate-size", type=positive_int, help="of the MLP; default: the target's")
+    group.add_argument("--passes", type=positive_int, default=7, help="depths to train")
+    group.add_argument("--decay", type=positive_float, default=0.8, help="weight of each pass relative to the previous")
 
 
 def _prepare(
-    arguments: argparse.Namespace,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Sequence[int]],
+    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
 ) -> tuple[Eagle3Drafter, Eagle3Step]:
     drafter = new_drafter(
         target,
@@ -168,7 +166,7 @@ def _prepare(
 def _read_rows(arguments: argparse.Namespace, drafter: Eagle3Drafter, target: PreTrainedModel, rows: Rows) -> None:
     if drafter.config.maps_vocabulary:
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
-        _begin_with_head(drafter, target)
+        _copy_head(drafter, target)
 
 
 register_recipe(

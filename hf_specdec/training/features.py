@@ -1,8 +1,8 @@
-"""The frozen target's side of training: hidden states of the tapped layers, on the fly or cached to disk.
+"""The frozen target's side of training: hidden states of the tapped layers, computed on the fly or cached on disk.
 
-A drafter trains on what the target computed for text that is already there, so one plain forward over whole rows gives
-everything. `TargetReader` runs it; `cache_states` writes its results once and `CachedStates` reads them back row by
-row, for runs that pass over the same text several times. Rows are kept without their padding.
+The text of a row is given, so one target forward over whole rows computes all states. `TargetReader` runs it.
+`cache_states` writes the states once and `CachedStates` reads them back row by row, for several passes over the same
+text. Rows are stored without their padding.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows
-from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.progress import token_progress
 
 if TYPE_CHECKING:
     from hf_specdec.training.recipe import Rows
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What a drafter's training reads of the target for a batch of rows.
+    """The target's states of a batch of rows.
 
     Attributes:
-        features: [batch, seq, taps * hidden], outputs of the tapped layers joined in the order asked for.
-        last_hidden: [batch, seq, hidden], input of the target's head, or None unless asked for.
+        features: [batch, seq, taps * hidden], outputs of the tapped layers, concatenated in the reader's order.
+        last_hidden: [batch, seq, hidden], input of the target's head; None if the reader does not read it.
     """
 
     features: Tensor
@@ -51,10 +51,10 @@ class TargetReader:
     """Runs the frozen target over rows of tokens.
 
     Args:
-        model: the target; it is put in evaluation mode and its parameters stop requiring gradients.
-        layers: 0-based decoder layers to read, in the order in which to join them; -1 is what enters the first, and
-            their number what leaves the decoder, past its final norm.
-        last_hidden: also read what enters the head, which the losses that compare distributions need.
+        model: the target; sets evaluation mode and turns off the gradients of its parameters.
+        layers: 0-based decoder layers to read, in the order of concatenation; -1 is the input of the first layer, and
+            the number of layers is the output of the decoder after its final norm.
+        last_hidden: also read the input of the head; the losses that compare distributions need it.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], *, last_hidden: bool = False) -> None:
@@ -67,37 +67,36 @@ class TargetReader:
         self._head_checked = False
 
     def only(self, layers: Sequence[int | None]) -> TargetReader:
-        """A reader of these layers of the same target; None among them is what enters the head."""
+        """A reader of these layers of the same target; None stands for the input of the head."""
         other = copy.copy(self)
         other.layers = tuple(layer for layer in layers if layer is not None)
         other.wants_last_hidden = None in layers
         return other
 
     def of_batch(self, batch: Mapping[str, Tensor]) -> TargetStates:
-        """The cached states that the batch carries, or those of a forward over its `input_ids`.
+        """The cached states in the batch, or the states of a forward over its `input_ids`.
 
         Raises:
-            ValueError: the batch carries features without the last hidden states that are needed here.
+            ValueError: the batch has features but not the last hidden states that this reader needs.
         """
         if "features" not in batch:
             return self.read(batch["input_ids"])
         if self.wants_last_hidden and "last_hidden" not in batch:
             raise ValueError(
-                "The cached states hold no last_hidden, which this loss needs; cache them again with a reader made "
-                'with last_hidden=True, or train with loss="ce".'
+                "This loss needs last_hidden, but the cached states have none: cache them again with a TargetReader "
+                'made with last_hidden=True, or train with loss="ce".'
             )
         return TargetStates(batch["features"], batch.get("last_hidden"))
 
     @torch.no_grad()
     def read(self, input_ids: Tensor) -> TargetStates:
-        """States at every position of [batch, seq] rows. Padding belongs at the end, where causality hides it."""
+        """States at every position of [batch, seq] rows. Padding must be at the end, where no token attends to it."""
         taken: dict[int, Tensor] = {}
-
         handles = []
         try:
             for index in dict.fromkeys(self.layers):
                 handles.append(tap_layer(self.model, index, functools.partial(taken.__setitem__, index)))
-            # The decoder alone: logits of every position are the most expensive thing that nobody reads.
+            # The decoder without the head: the logits of all positions would be expensive and are not used.
             last_hidden = decoder_states(self.model, input_ids)
         finally:
             for handle in handles:
@@ -114,16 +113,17 @@ class TargetReader:
         """The target's logits: [positions, hidden] -> [positions, vocab] float32."""
         return self._logits(self.lm_head, hidden)
 
-    def law(self, hidden: Tensor, target_ids: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """What the target says over a draft vocabulary.
+    def draft_probs(self, hidden: Tensor, target_ids: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """The target's probs over a draft vocabulary, and its most probable token.
 
         Args:
-            hidden: [..., hidden], what enters its head.
+            hidden: [..., hidden], input of the target's head.
             target_ids: [draft_vocab] int64, ascending; None for the whole vocabulary.
-            whole: its choice is among all tokens, which costs as much as its whole head; else among those.
+            whole: take the most probable of all tokens, which computes the whole head; False: of `target_ids` only.
 
         Returns:
-            probs [..., draft_vocab] float32, and its choice [...] int64 in draft ids, -1 where that is none of them.
+            probs [..., draft_vocab] float32, and the most probable token [...] int64 as a draft id, -1 if it is not in
+            the draft vocabulary.
         """
         if target_ids is None:
             logits = self.head(hidden)
@@ -133,45 +133,45 @@ class TargetReader:
             logits = self._logits(HeadRows(self.lm_head, target_ids), hidden)
             return logits.softmax(-1), logits.argmax(-1)
         logits = self.head(hidden)
-        choice, logits = logits.argmax(-1), logits[..., target_ids]
-        place = torch.searchsorted(target_ids, choice).clamp(max=len(target_ids) - 1)
-        return logits.softmax(-1), place.where(target_ids[place] == choice, -1)
+        best_ids, logits = logits.argmax(-1), logits[..., target_ids]
+        draft_ids = torch.searchsorted(target_ids, best_ids).clamp(max=len(target_ids) - 1)
+        return logits.softmax(-1), draft_ids.where(target_ids[draft_ids] == best_ids, -1)
 
     def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
         logits = head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
         return self._soft_cap(None, logits)
 
     def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
-        """Raises ValueError, once, if the target does more to its logits than its head and a soft cap."""
+        """Raises ValueError if the target's logits are not its head's, with a soft cap if set. Checks once."""
         if self._head_checked:
             return
         logits = self.model(input_ids=input_ids, use_cache=False).logits.float()
         apart = (self.head(hidden) - logits).abs().max().item()
-        # Two kernels of a low-precision head may round differently; a missing scale is off by far more.
+        # Two kernels of a low-precision head may round differently; a missing scale differs by much more.
         if apart > 0.05 * logits.abs().max().item() + 1e-3:
             raise ValueError(
                 f"The logits of target {type(self.model).__name__} differ by {apart:.3g} from its head applied to its "
-                'last hidden state, so it transforms them in a way unknown here; train with loss="ce".'
+                'last hidden state: it transforms them in a way that is not supported. Train with loss="ce".'
             )
         self._head_checked = True
 
 
 def settings_of(config: PreTrainedConfig | GenerationConfig) -> dict[str, Any]:
-    """What a config says of the model, without where it came from and what it was loaded with."""
-    beside = ("_name_or_path", "architectures", "dtype", "transformers_version")
+    """A config without the keys that depend on where and how it was loaded."""
+    ignored = ("_name_or_path", "architectures", "dtype", "transformers_version")
     settings: dict[str, Any] = json.loads(
         config.to_json_string(use_diff=False),
-        object_hook=lambda fields: {name: value for name, value in fields.items() if name not in beside},
+        object_hook=lambda fields: {name: value for name, value in fields.items() if name not in ignored},
     )
     return settings
 
 
 def fingerprint(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
-    """A short hash of a model's config and of a sample of every weight, to tell whether a cache belongs to it.
+    """A short hash of a model's config and of a sample of every weight; caches are named after it.
 
     Args:
-        model: of which the hash is.
-        dtype: the hash that it would have in this number type; None for its own.
+        model: the model to hash.
+        dtype: hash the weights as converted to this dtype; None for the model's own.
     """
     dtype = dtype or model.dtype
     settings = json.dumps(settings_of(model.config), sort_keys=True)
@@ -195,21 +195,21 @@ def cache_states(
     dtype: torch.dtype = torch.bfloat16,
     worker: tuple[int, int] = (0, 1),
 ) -> CachedStates:
-    """Writes the target's states of every row to `folder`, or finds them there, and returns the rows with them.
+    """Writes the target's states of every row that are not yet in `folder`, and returns the rows with their states.
 
-    A file holds one layer for some rows, and is named after these: drafters that read some of the same layers share
-    them, and where rows were added only those are read. Files appear one by one under their final name, so an
-    interrupted run goes on where it stopped. Each target has a folder of its own in `folder`.
+    A file holds one layer of some rows and is named after them: drafters that read the same layers share its files, and
+    only added rows are computed. A file gets its final name when it is complete, so an interrupted run can be
+    continued. Each target has its own subfolder.
 
     Args:
         reader: the target's.
-        rows: a map-style dataset of the columns in `data.py`.
+        rows: a map-style dataset with the columns of `data.py`.
         folder: parent of the cache.
-        batch_size: rows per target forward, those of a file in the order of their length.
+        batch_size: rows per target forward; the rows of a file are sorted by length.
         rows_per_file: rows per safetensors file.
         dtype: of the states on disk.
-        worker: (rank, number of workers); this call writes every n-th file. What it returns can be read once all have
-            written theirs.
+        worker: (rank, number of workers); this call writes every n-th file. The result can be read when all workers
+            have written their files.
     """
     token_ids = [list(row["input_ids"][: int(row["length"])]) for row in rows]
     parts = [token_ids[start : start + rows_per_file] for start in range(0, len(token_ids), rows_per_file)]
@@ -220,8 +220,7 @@ def cache_states(
     rank, workers = worker
     missing = {number: lacking for number in range(rank, len(parts), workers) if (lacking := cached.missing(number))}
     total = sum(len(ids) for number in missing for ids in parts[number])
-    stream = None if rank == 0 else io.StringIO()  # one process tells of its share
-    with TokenProgress("target states", total, stream=stream) as progress:
+    with token_progress("target states", total, shown=rank == 0) as progress:
         for number, layers in missing.items():
             found = _read_rows(reader.only(layers), parts[number], batch_size, dtype, progress)
             for layer, states in found.items():
@@ -233,37 +232,37 @@ def cache_states(
 
 
 def _read_rows(
-    reader: TargetReader, token_ids: Sequence[list[int]], batch_size: int, dtype: torch.dtype, progress: TokenProgress
+    reader: TargetReader, token_ids: Sequence[list[int]], batch_size: int, dtype: torch.dtype, progress: tqdm
 ) -> dict[int | None, dict[str, Tensor]]:
-    """Per layer, None for what enters the head, the states [tokens, hidden] of each row, by its place as a string."""
+    """Per layer (None: input of the head) the states [tokens, hidden] of each row, by the row's index as a string."""
     found: dict[int | None, dict[str, Tensor]] = {}
-    order = sorted(range(len(token_ids)), key=lambda place: len(token_ids[place]))
+    order = sorted(range(len(token_ids)), key=lambda index: len(token_ids[index]))
     for first in range(0, len(order), batch_size):
-        batch = {place: torch.tensor(token_ids[place]) for place in order[first : first + batch_size]}
+        batch = {index: torch.tensor(token_ids[index]) for index in order[first : first + batch_size]}
         padded = nn.utils.rnn.pad_sequence(list(batch.values()), batch_first=True)
         states = reader.read(padded.to(reader.model.device))
         parts = states.features.chunk(max(1, len(reader.layers)), dim=-1)
-        read: dict[int | None, Tensor] = dict(zip(reader.layers, parts, strict=False))  # without layers: one empty part
+        read: dict[int | None, Tensor] = dict(zip(reader.layers, parts, strict=False))  # no layers: one empty part
         if states.last_hidden is not None:
             read[None] = states.last_hidden
         for layer, values in read.items():
             of_layer = found.setdefault(layer, {})
-            for row, (place, ids) in zip(values.to("cpu", dtype), batch.items(), strict=True):
-                of_layer[str(place)] = row[: len(ids)].clone()
-        progress.add(sum(map(len, batch.values())))
+            for row, (index, ids) in zip(values.to("cpu", dtype), batch.items(), strict=True):
+                of_layer[str(index)] = row[: len(ids)].clone()
+        progress.update(sum(map(len, batch.values())))
     return found
 
 
 class CachedStates(Dataset):
-    """Rows with the target's states next to their tokens; states are read from disk when a row is asked for.
+    """Rows with their tokens and the target's states; the states of a row are read from disk on access.
 
     Args:
-        rows: with the columns in `data.py`; padding is left out of the rows that are given.
+        rows: with the columns of `data.py`; their padding is removed on access.
         folder: of the files.
-        layers: whose states are `features`, joined in this order.
+        layers: layers of `features`, in the order of concatenation.
         last_hidden: whether rows have `last_hidden`.
-        rows_per_file: in which the files were written.
-        names: of the files, after their rows.
+        rows_per_file: rows per file.
+        names: one per file, a hash of its rows.
     """
 
     def __init__(
@@ -281,12 +280,12 @@ class CachedStates(Dataset):
         self._open: dict[Path, Any] = {}
 
     def file(self, layer: int | None, number: int) -> Path:
-        """Of the rows with this number of a file; a layer of None is what enters the head."""
+        """The file of a layer with this number; a layer of None is the input of the head."""
         kind = "last-hidden" if layer is None else f"layer-{layer}"
         return self.folder / f"{kind}-{self.names[number]}.safetensors"
 
     def missing(self, number: int) -> list[int | None]:
-        """The layers that have no file of this number."""
+        """The layers that have no file with this number."""
         wanted: list[int | None] = [*dict.fromkeys(self.layers), *([None] if self.last_hidden else [])]
         return [layer for layer in wanted if not self.file(layer, number).exists()]
 
@@ -301,13 +300,13 @@ class CachedStates(Dataset):
         return row | ({"last_hidden": self._read(None, index)} if self.last_hidden else {})
 
     def _read(self, layer: int | None, index: int) -> Tensor:
-        number, place = divmod(index, self.rows_per_file)
+        number, row = divmod(index, self.rows_per_file)
         file = self.file(layer, number)
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
-        states: Tensor = self._open[file].get_tensor(str(place))  # the file is mapped: only this row is read
+        states: Tensor = self._open[file].get_tensor(str(row))  # the file is mapped: only this row is read
         return states
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open files do not travel to the processes of a DataLoader.
+        # Open files cannot be pickled for the worker processes of a DataLoader.
         return self.__dict__ | {"_open": {}}

@@ -1,15 +1,15 @@
-"""Training H-RAD: data from running the pair, classes brought to balance, and a small network fitted to them.
+"""Training H-RAD: runs the pair to collect examples, balances the classes, and trains a small network.
 
-`python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does all of it for any pair, with
---data in place of --text for an assistant:
+`python examples/train_hrad.py --target T --draft-model D --text T.jsonl --output O` does this for any pair; use --data
+instead of --text for an assistant model:
 
-1. The pair generates in turn, with drafts of a fixed length; every draft gives one example: the target's last K layers
-   at the last verified token and the embedding of the token after it, and whether none, some or all of the draft was
-   kept.
-2. Rare classes are filled up by SMOTE on standardised features.
-3. The network trains with the paper's settings until it stops getting better on prompts it has not seen.
+1. The pair generates without parallel drafting, with drafts of a fixed length. Every draft gives one example: the
+   target's last K layers at the last verified token and the embedding of the token after it, and whether none, a part
+   or all of the draft was accepted.
+2. Rare classes get synthetic examples by SMOTE on standardised features.
+3. The network trains with the paper's settings until its loss on held-out prompts stops improving.
 
-Source: SpecBranch, Section 5.1 and Appendix E.4. What H-RAD is used for is in `drafters/specbranch/`.
+Source: SpecBranch, Section 5.1 and Appendix E.4. H-RAD is used in `drafters/specbranch/`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
@@ -45,7 +46,7 @@ from hf_specdec.drafters.specbranch.modeling import last_layers
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.command import check_output
 from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
-from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import check_width
 from hf_specdec.training.text import Corpus, read_text
 
@@ -54,11 +55,11 @@ CLASSES = ("all reject", "partial", "all accept")
 
 @dataclass(frozen=True)
 class Examples:
-    """What H-RAD learns from.
+    """Training examples of H-RAD.
 
     Attributes:
         inputs: [examples, (K + 1) * hidden] float32, features and embedding (SpecBranch, Eq. 4).
-        classes: [examples] int64: 0 nothing of the draft was accepted, 1 a part, 2 all of it.
+        classes: [examples] int64: 0 none of the draft was accepted, 1 a part, 2 all of it.
     """
 
     inputs: Tensor
@@ -67,17 +68,17 @@ class Examples:
 
 @dataclass(frozen=True)
 class Settings:
-    """How H-RAD is trained; the defaults are those of SpecBranch, Appendix E.4.
+    """Hyperparameters of the training of H-RAD; the defaults are those of SpecBranch, Appendix E.4.
 
     Attributes:
-        epochs: at most.
-        patience: epochs without a better loss on held-out prompts after which training stops.
+        epochs: upper bound.
+        patience: epochs without a lower held-out loss after which training stops.
         batch_size: examples per step.
-        learning_rate: of AdamW; halved after two epochs without a better loss.
+        learning_rate: of AdamW; halved after two epochs without a lower loss.
         weight_decay: of AdamW.
         label_smoothing: of the cross entropy.
-        neighbours: of SMOTE; fewer where a class has fewer examples.
-        clip: norm that gradients are clipped to.
+        neighbours: of SMOTE; fewer if a class has fewer examples.
+        clip: maximal gradient norm.
     """
 
     epochs: int = 20
@@ -90,24 +91,24 @@ class Settings:
     clip: float = 1.0
 
 
-_Notes: TypeAlias = list[tuple[Tensor, int]]  # per draft the input of H-RAD and the class
+_Examples: TypeAlias = list[tuple[Tensor, int]]  # per draft the input of H-RAD and the class
 
 
 class _Recorder(TreeCandidateGenerator):
-    """Hands everything on, and notes of every draft what H-RAD would have read before it and what became of it."""
+    """Delegates to `drafting`, and records an example per draft: the input that H-RAD would get, and the class."""
 
     def __init__(
         self,
         drafting: TreeCandidateGenerator,
         embeddings: nn.Module,
         length: int,
-        notes: _Notes,
-        progress: TokenProgress,
+        examples: _Examples,
+        progress: tqdm,
     ) -> None:
         self.drafting = drafting
         self.embeddings = embeddings
         self.length = length
-        self.notes = notes
+        self.examples = examples
         self.progress = progress
         self.features: Tensor | None = None
 
@@ -118,12 +119,13 @@ class _Recorder(TreeCandidateGenerator):
         return self.drafting.verify(target, tree, state)
 
     def observe(self, committed: Committed) -> None:
-        self.progress.add(sum(committed.num_committed))
+        if committed.tree is not None:  # not the prefill
+            self.progress.update(sum(committed.num_committed))
         if committed.tree is not None and self.features is not None:
             inputs = torch.cat([self.features, self.embeddings(committed.tree.token_ids[:, 0])], dim=-1).float().cpu()
-            for row, (count, kept) in enumerate(zip(committed.num_committed, committed.num_accepted, strict=True)):
+            for row, (count, accepted) in enumerate(zip(committed.num_committed, committed.num_accepted, strict=True)):
                 if count:
-                    self.notes.append((inputs[row], 0 if kept == 0 else 2 if kept == self.length else 1))
+                    self.examples.append((inputs[row], 0 if accepted == 0 else 2 if accepted == self.length else 1))
         self.features = last_features(committed)
         self.drafting.observe(committed)
 
@@ -132,13 +134,13 @@ class _Recorder(TreeCandidateGenerator):
 
 
 class _RecordingDrafter(SpecBranchDrafter):
-    """Drafts in turn with the target, always `max_depth` tokens, and keeps the notes of all calls.
+    """Always drafts `max_depth` tokens, and keeps the examples of all calls.
 
-    Not their recorders: with them the caches of all calls would stay.
+    It does not keep the recorders, which hold the caches of their calls.
     """
 
-    notes: _Notes
-    progress: TokenProgress
+    examples: _Examples
+    progress: tqdm
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return last_layers(model, self.config.num_feature_layers)
@@ -146,7 +148,7 @@ class _RecordingDrafter(SpecBranchDrafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         embeddings = target.model.get_input_embeddings()
         drafting = super().candidate_generator(target)
-        return _Recorder(drafting, embeddings, self.options.max_depth, self.notes, self.progress)
+        return _Recorder(drafting, embeddings, self.options.max_depth, self.examples, self.progress)
 
 
 def collect(
@@ -159,39 +161,36 @@ def collect(
     max_minutes: float | None = None,
     batch_size: int = 8,
 ) -> Examples:
-    """Runs the pair over prompts, greedily and in turn, and notes what became of every draft.
+    """Runs the pair over prompts, greedily and without parallel drafting, and records an example per draft.
 
     Args:
         target: the target.
         draft_model: the draft model.
         prompts: token ids.
-        draft_length: tokens of every draft; the speed ratio is what it will be bounded by.
+        draft_length: tokens of every draft; about the speed ratio, which will bound it when drafting.
         new_tokens: to generate per prompt.
-        max_minutes: after which no further prompt is begun.
-        batch_size: prompts run together.
+        max_minutes: no batch of prompts is begun after this time.
+        batch_size: prompts per batch.
 
     Raises:
-        ValueError: no draft was made.
+        ValueError: nothing was drafted.
     """
     recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
-    recorder.notes = []
+    recorder.examples = []
     recorder.attach(draft_model)
     recorder.set_options(parallel=False, lengths="fixed", max_depth=draft_length, speed_ratio=float(draft_length))
     started = time.monotonic()
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-    with TokenProgress(
-        "the pair writes",
-        len(prompts) * new_tokens,
-        max_seconds=None if max_minutes is None else 60 * max_minutes,
-    ) as recorder.progress:
+    max_seconds = None if max_minutes is None else 60 * max_minutes
+    with token_progress("the pair writes", len(prompts) * new_tokens, max_seconds=max_seconds) as recorder.progress:
         for batch in batches:
-            if max_minutes is not None and time.monotonic() - started > 60 * max_minutes:
+            if max_seconds is not None and time.monotonic() - started > max_seconds:
                 break
             longest = max(map(len, batch))
             padding = [longest - len(prompt) for prompt in batch]
             ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, batch, strict=True)])
             mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
-            before = recorder.progress.done
+            before = recorder.progress.n
             target.generate(
                 ids.to(target.device),
                 attention_mask=mask.to(target.device),
@@ -199,13 +198,13 @@ def collect(
                 max_new_tokens=new_tokens,
                 do_sample=False,
             )
-            # Texts that ended, and the token that prefill gave.
-            recorder.progress.skip(len(batch) * new_tokens - (recorder.progress.done - before))
-    if not recorder.notes:
+            # Texts may end early, and the token of the prefill is not counted.
+            recorder.progress.total -= len(batch) * new_tokens - (recorder.progress.n - before)
+    if not recorder.examples:
         raise ValueError(
             f"{len(prompts)} prompts gave no example: give prompts, and more than {new_tokens} new tokens."
         )
-    inputs, classes = zip(*recorder.notes, strict=True)
+    inputs, classes = zip(*recorder.examples, strict=True)
     return Examples(torch.stack(inputs), torch.tensor(classes))
 
 
@@ -224,10 +223,10 @@ def _config(target: PreTrainedModel, draft_model: PreTrainedModel, *, h_rad: boo
 
 
 def balance(examples: Examples, neighbours: int, seed: int) -> Examples:
-    """Fills up rare classes with synthetic examples between neighbouring ones (SMOTE, Chawla et al. 2002).
+    """Adds synthetic examples to rare classes, between neighbouring ones (SMOTE, Chawla et al. 2002).
 
-    On standardised features, which are then brought back to their scale. A class with a single example has no
-    neighbours and stays as it is.
+    SMOTE runs on standardised features; the results are scaled back. A class with a single example has no neighbours
+    and is not changed.
 
     Raises:
         ImportError: imbalanced-learn is not installed.
@@ -251,23 +250,23 @@ def _smote() -> Any:
         from imblearn.over_sampling import SMOTE
     except ImportError as error:
         raise ImportError(
-            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting needs none of it."
+            "Training H-RAD needs imbalanced-learn: pip install 'hf_specdec[train]'. Drafting works without it."
         ) from error
     return SMOTE
 
 
 def standard(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and spread of every feature, [features] each; a spread is never 0."""
+    """Mean and standard deviation of every feature, [features] each; the latter is at least 1e-6."""
     return inputs.mean(0), inputs.std(0, correction=0).clamp(min=1e-6)
 
 
 def fit(h_rad: HRAD, examples: Examples, held_out: Examples, settings: Settings, seed: int = 0) -> list[float]:
-    """Trains `h_rad` in place and leaves it with the weights that did best on `held_out`.
+    """Trains `h_rad` in place; it ends with the weights of the lowest loss on `held_out`.
 
     Args:
-        h_rad: fresh.
-        examples: as collected; balanced here.
-        held_out: of other prompts, as collected: its loss decides on learning rate and end.
+        h_rad: untrained.
+        examples: as collected; this function balances them.
+        held_out: as collected, from other prompts: its loss decides on the learning rate and on early stopping.
         settings: see `Settings`.
         seed: of SMOTE, sampling and dropout.
 
@@ -300,7 +299,7 @@ def fit(h_rad: HRAD, examples: Examples, held_out: Examples, settings: Settings,
             optimizer.step()
         h_rad.eval()
         with torch.no_grad():
-            # Every class counts the same, as it does in training.
+            # All classes have the same weight, as in training.
             parts = [
                 criterion(h_rad(held_out.inputs[held_out.classes == kind]), held_out.classes[held_out.classes == kind])
                 for kind in held_out.classes.unique()
@@ -326,7 +325,7 @@ def confusion(h_rad: HRAD, examples: Examples) -> Tensor:
 
 
 def confusion_table(matrix: Tensor) -> str:
-    """A confusion matrix to print, with the share of each class that was recognised.
+    """A confusion matrix to print, with the recall of each class.
 
     Example:
         >>> print(confusion_table(torch.tensor([[8, 2, 0], [1, 1, 2], [0, 0, 5]])))
@@ -350,13 +349,13 @@ def main(
 
     Args:
         argv: the options.
-        program: what the user typed before them; part of the record.
-        corpus: text to use without --text; None makes --text required.
+        program: the command without the options, for the drafter's record.
+        corpus: default of --text; None makes --text or --data required.
 
     Raises:
         ImportError: imbalanced-learn is not installed.
-        OSError: a model or a file is not there.
-        ValueError: too little text, or models, examples and options that do not fit each other.
+        OSError: a model or a file does not exist.
+        ValueError: there is too little text, or models, examples and options do not fit each other.
     """
     parser = argparse.ArgumentParser(prog=program, description="Train H-RAD for a target and a draft model.")
     parser.add_argument("--target", required=True, help="folder or Hub id")
@@ -364,35 +363,35 @@ def main(
     source = parser.add_mutually_exclusive_group(required=corpus is None)
     source.add_argument("--text", type=Path, help='.jsonl with a field "text", or .txt')
     source.add_argument(
-        "--data", nargs="+", help="conversations, or folders of answers: what the target was asked is the prompt"
+        "--data", nargs="+", help="conversations, or folders of answers: their user messages are the prompts"
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(
-        "--refer-to", help="how the checkpoint names the draft model: a Hub id, or a path from --output"
+        "--refer-to", help="name of the draft model in the checkpoint: a Hub id, or a path relative to --output"
     )
     parser.add_argument("--with-draft-model", action="store_true", help="save the draft model inside the checkpoint")
-    parser.add_argument("--push-to-hub", metavar="REPO", help="publish it too")
-    parser.add_argument("--license", help="Hub licence id for the drafter's card")
-    parser.add_argument("--prompt-tokens", type=positive_int, default=48, help="with --text")
-    parser.add_argument("--new-tokens", type=positive_int, default=128)
+    parser.add_argument("--push-to-hub", metavar="REPO", help="also publish it")
+    parser.add_argument("--license", help="Hub licence id, for the drafter's card")
+    parser.add_argument("--prompt-tokens", type=positive_int, default=48, help="length of the prompts, with --text")
+    parser.add_argument("--new-tokens", type=positive_int, default=128, help="tokens to generate per prompt")
     parser.add_argument("--num-prompts", type=positive_int, default=400)
     parser.add_argument(
-        "--draft-length", type=positive_int, default=8, help="of the drafts that are judged; about the speed ratio"
+        "--draft-length", type=positive_int, default=8, help="tokens of every draft; about the speed ratio"
     )
     parser.add_argument(
         "--min-confidence",
         type=share_of_all,
         default=0.4,
-        help="epsilon of this pair, the default of the drafting option",
+        help="epsilon of this pair, saved as the default of the drafting option",
     )
-    parser.add_argument("--max-minutes", type=positive_float, help="of running the pair")
-    parser.add_argument("--examples", type=Path, help="keep what running the pair gave here, or use what is there")
+    parser.add_argument("--max-minutes", type=positive_float, help="time limit of running the pair")
+    parser.add_argument("--examples", type=Path, help="file of the collected examples: used if it exists, else written")
     parser.add_argument("--epochs", type=positive_int, default=Settings.epochs)
     parser.add_argument("--learning-rate", type=positive_float, default=Settings.learning_rate)
     parser.add_argument("--seed", type=seed_number, default=0)
     arguments = parser.parse_args(argv)
     check_output(arguments.output)
-    _smote()  # better missed now than after the pair has run
+    _smote()  # fails before the pair runs
     set_seed(arguments.seed)
     started = time.monotonic()
 
@@ -406,8 +405,8 @@ def main(
         prompts = asked_prompts(arguments.data, tokenizer, arguments.num_prompts, arguments.seed)
         if len(prompts) < 2:
             raise ValueError(
-                f"{' '.join(arguments.data)} holds {len(prompts)} conversation, but one is trained on and another held "
-                "out: give more."
+                f"{' '.join(arguments.data)} holds {len(prompts)} conversation, but 2 are needed, to train on and to "
+                "hold out: give more."
             )
     else:
         texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
@@ -416,7 +415,7 @@ def main(
         if len(prompts) < 2:
             raise ValueError(
                 f"{len(documents)} documents gave {len(prompts)} prompts of --prompt-tokens {arguments.prompt_tokens} "
-                f"tokens (--num-prompts {arguments.num_prompts}), but one is trained on and another held out: give "
+                f"tokens (--num-prompts {arguments.num_prompts}), but 2 are needed, to train on and to hold out: give "
                 "more or longer documents, or shorter prompts."
             )
     for model in (target, draft_model):
@@ -434,7 +433,8 @@ def main(
         if examples.inputs.shape[1] != len(h_rad.mean):
             raise ValueError(
                 f"The examples in {str(arguments.examples)!r} have {examples.inputs.shape[1]} features each, but the "
-                f"H-RAD of this pair reads {len(h_rad.mean)}: they were collected from another pair. Name another file."
+                f"H-RAD of this pair reads {len(h_rad.mean)}: they were collected from another pair. Give another file "
+                "with --examples."
             )
     else:
         both = ((prompts[:split], 1 / 8), (prompts[split:], 7 / 8))
@@ -498,13 +498,13 @@ def _read_examples(file: Path) -> tuple[Examples, Examples]:
 
 
 def asked_prompts(sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, most: int, seed: int) -> list[list[int]]:
-    """At most `most` prompts, chosen at random: what the target is asked, in its chat template.
+    """At most `most` random prompts from conversations, in the target's chat template.
 
     Args:
-        sources: folders of answers (`chat.write_answers`), whose every turn is a prompt, or conversations
-            (`chat.read_conversations`), whose first question is one.
+        sources: folders of answers (`chat.write_answers`), with a prompt per turn, or conversations
+            (`chat.read_conversations`), with one prompt up to the first user message.
         tokenizer: the target's.
-        most: prompts.
+        most: number of prompts.
         seed: of the choice.
     """
     check_template(tokenizer)
@@ -514,15 +514,15 @@ def asked_prompts(sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, mo
             found += [row["prompt_ids"] for row in read_answers(Path(source))]
             continue
         for conversation in read_conversations(source):
-            first = next(place for place, each in enumerate(conversation.messages) if each["role"] == "user")
-            asked = list(conversation.messages[: first + 1])
-            found.append(list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)))
+            first = next(index for index, each in enumerate(conversation.messages) if each["role"] == "user")
+            messages = list(conversation.messages[: first + 1])
+            found.append(list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)))
     chosen = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
     return [found[index] for index in chosen.tolist()]
 
 
 def cut_prompts(documents: Sequence[Sequence[int]], prompt_tokens: int, most: int, seed: int) -> list[list[int]]:
-    """At most `most` prompts of `prompt_tokens` tokens, each cut from a document at a random place."""
+    """At most `most` prompts of `prompt_tokens` tokens, each from a random position of a document."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     for index in torch.randperm(len(documents), generator=generator).tolist():

@@ -1,8 +1,8 @@
-"""Losses of draft positions, and the one place that turns draft hidden states into them chunk by chunk.
+"""Losses of draft positions, and their computation from draft hidden states in chunks.
 
-The four losses are plain formulas on logits, one value per position. `draft_losses` applies one of them behind the
-target's head without ever holding the logits of all positions: memory is bounded by a number of elements, whatever the
-number of positions and the vocabulary. Which positions count, and for which token, is the business of a method's step.
+The four losses are functions of logits with one value per position. `draft_losses` applies a head and one of them
+without holding the logits of all positions: memory has a fixed bound for any number of positions and any vocabulary.
+The step of a method decides which positions count, and for which token.
 Sources: the survey among our papers (003), section "LK Losses - Train for Acceptance and Not KL", for `tv` and `lk`;
 Samarin et al., arXiv 2602.23881, for the schedule of `lk`; DFlash, arXiv 2602.06036, Eq. 4, for the position weights.
 """
@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 LossName = Literal["ce", "kl", "tv", "lk"]
 LOSS_NAMES: tuple[str, ...] = get_args(LossName)
-SOFT_LOSSES: tuple[str, ...] = ("kl", "tv", "lk")  # they need the target's logits, not only its token
+SOFT_LOSSES: tuple[str, ...] = ("kl", "tv", "lk")  # they need the target's logits
 LK_ETA = 3.0
-MAX_CHUNK_ELEMENTS = 1 << 24  # logits held at once, 64 MB in float32
+MAX_CHUNK_ELEMENTS = 1 << 24  # logits in memory at a time, 64 MB in float32
 
 
 def position_weights(block_size: int, gamma: float | None) -> Tensor:
@@ -30,8 +30,8 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
     (arXiv 2602.06036), Eq. 4; its authors use gamma 7, 5, 4 for blocks of 16, 10, 8.
 
     Args:
-        block_size: slots of a block, root included.
-        gamma: decay length in positions; None weighs all alike.
+        block_size: slots of a block, including the root's.
+        gamma: decay length in positions; None for equal weights.
 
     Returns:
         [block_size - 1] float32, 1 at the first.
@@ -46,7 +46,7 @@ def position_weights(block_size: int, gamma: float | None) -> Tensor:
     if gamma is None:
         return torch.ones(block_size - 1)
     if not gamma > 0:
-        raise ValueError(f"gamma={gamma!r} must be positive, or None to weigh all positions alike.")
+        raise ValueError(f"gamma={gamma!r} must be positive, or None for equal weights.")
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
@@ -65,8 +65,8 @@ def kl_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 def tv_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Total variation distance: twice [positions, vocab] -> [positions], from 0 to 1.
 
-    It is 1 - alpha, where alpha = sum over tokens of min(target_probs, draft_probs) is the chance that speculative
-    sampling accepts a token drawn from the drafter.
+    It is 1 - alpha, where alpha = sum over tokens of min(target_probs, draft_probs) is the probability that
+    speculative sampling accepts a token drawn from the drafter.
     """
     difference = target_logits.float().softmax(-1) - draft_logits.float().softmax(-1)
     return 0.5 * difference.abs().sum(-1)
@@ -75,9 +75,9 @@ def tv_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 def lk_loss(draft_logits: Tensor, target_logits: Tensor, eta: float = LK_ETA) -> Tensor:
     """The acceptance-aware hybrid: lambda * KL + (1 - lambda) * TV with lambda = exp(-eta * alpha).
 
-    Mostly KL, whose gradient is useful everywhere, while acceptance is low; mostly TV, which is the objective itself,
-    once it is high. Samarin et al. (arXiv 2602.23881) for the schedule, with their best eta as default; alpha is each
-    position's own and carries no gradient.
+    At low acceptance it is mostly KL, whose gradient is useful everywhere; at high acceptance mostly TV, the objective
+    itself. The schedule and the default eta, their best one, are from Samarin et al. (arXiv 2602.23881); alpha is per
+    position and has no gradient.
     """
     tv = tv_loss(draft_logits, target_logits)
     share = torch.exp(-eta * (1 - tv.detach()))
@@ -98,34 +98,34 @@ def draft_losses(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss, greedy hit and agreement of every position.
 
-    At most `max_chunk_elements` logits of a model are held. Where that takes several chunks, the logits of each are
-    computed again for its gradient.
+    At most `max_chunk_elements` logits of a model are in memory. With several chunks, the backward pass computes the
+    logits of each chunk again.
 
     Args:
         loss: one of "ce", "kl", "tv", "lk".
         draft_hidden: [positions, hidden], input of the head.
-        draft_head: [chunk, hidden] -> [chunk, vocab] logits; parameters of it that want a gradient get one.
-        token_ids: [positions] int64, the token that belongs at each position: the label of "ce", and what a hit is.
+        draft_head: [chunk, hidden] -> [chunk, vocab] logits; its parameters may require gradients.
+        token_ids: [positions] int64, the token of each position: the label of "ce", and of the greedy hit.
         target_hidden: [positions, hidden], the target's head input at the same positions; for "kl", "tv" and "lk".
         target_head: [chunk, hidden] -> [chunk, vocab], the target's logits.
         eta: of "lk".
-        agreement: whether to compute how likely a drawn draft is accepted.
-        max_chunk_elements: bound on chunk * vocab; one position is always taken.
+        agreement: whether to compute the probability that a sampled draft is accepted.
+        max_chunk_elements: bound on chunk * vocab; a chunk has at least one position.
 
     Returns:
-        Per position the loss, [positions] float32 with gradient; whether the draft's likeliest token is the token,
-        [positions] bool; and where `agreement` asks for it, how likely a drawn draft is accepted, [positions] float32:
-        1 - TV, or with "ce" the hit.
+        Per position the loss, [positions] float32 with gradient; whether the drafter's most probable token is the
+        token, [positions] bool; and with `agreement` the probability that a sampled draft is accepted, [positions]
+        float32: 1 - TV, or with "ce" the hit.
 
     Raises:
-        ValueError: the loss is unknown, or the target's side that it needs is missing.
+        ValueError: the loss is unknown, or `target_hidden` or `target_head` is missing.
     """
     if loss not in LOSS_NAMES:
         raise ValueError(f"loss={loss!r} is not known; choose one of {list(LOSS_NAMES)}.")
     if loss in SOFT_LOSSES and (target_hidden is None or target_head is None):
         raise ValueError(
-            f"loss={loss!r} compares distributions, so it needs target_hidden and target_head; "
-            'with the tokens alone use loss="ce".'
+            f"loss={loss!r} compares distributions, so it needs target_hidden and target_head. "
+            'With tokens only, use loss="ce".'
         )
 
     def of_chunk(hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -145,7 +145,7 @@ def draft_losses(
         return values.float(), hits, agreed
 
     positions = draft_hidden.shape[0]
-    with torch.no_grad():  # the vocabulary is the head's to know; one position tells it
+    with torch.no_grad():  # one position, to learn the vocabulary size from the head
         vocab = draft_head(draft_hidden[:1]).shape[-1] if positions else 1
     length = max(1, max_chunk_elements // vocab)
     if positions <= length:

@@ -1,6 +1,6 @@
-"""Which number type a device trains in: a trial, since not every processor that takes bfloat16 computes in it.
+"""Chooses the dtype of training on a device by a trial.
 
-A CPU without bfloat16 instructions still runs bfloat16, some 100 times slower than float32.
+A CPU without bfloat16 instructions emulates bfloat16, about 100 times slower than float32.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-SIZE = 256  # of the matrices in the trial; float32 fills a core's vector units from here on
-LEAST_GAIN = 1.25  # what float32's precision is given up for
+SIZE = 256  # of the matrices in the trial; the smallest size at which float32 fills a core's vector units
+LEAST_GAIN = 1.25  # speedup from which bfloat16 is chosen despite its lower precision
 
 
 def chosen_bfloat16(processes: PartialState) -> bool:
-    """The same answer for all processes of a run, by the trial of the first one, which says it in a line."""
+    """Whether to train in bfloat16. The first process decides by a trial, and prints it, for all processes."""
     bf16, reason = computes_bfloat16(processes.device.type)
     (bf16,) = broadcast_object_list([bf16])
     number_type, other = ("bfloat16", "--no-bf16") if bf16 else ("float32", "--bf16")
-    processes.print(f"number type: {number_type}, since {reason}; {other} chooses the other", flush=True)
+    processes.print(f"dtype: {number_type}, because {reason}; {other} overrides this", flush=True)
     return bf16
 
 
@@ -30,10 +30,10 @@ def computes_bfloat16(device: str, trial: Callable[[], float] | None = None) -> 
 
     Args:
         device: "cpu" or "cuda".
-        trial: of a CPU: how many times as fast as in float32 it is in bfloat16; `bfloat16_gain` by default.
+        trial: measures a CPU's speed in bfloat16 relative to float32; `bfloat16_gain` by default.
 
     Returns:
-        the answer and its reason, to print.
+        the decision, and its reason to print.
     """
     if device == "cuda":
         chosen = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -45,10 +45,10 @@ def computes_bfloat16(device: str, trial: Callable[[], float] | None = None) -> 
 def bfloat16_gain(seconds: float = 0.25) -> float:
     """Time of a matrix product on the CPU in float32, divided by its time in bfloat16.
 
-    On one thread, and the shortest of many: other processes, which delay a thread now and then, do not change it.
+    The shortest time of many on one thread, so that other processes do not change the result.
 
     Args:
-        seconds: that are tried in each number type, three products at least.
+        seconds: duration of the trial per dtype; at least three products are computed.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""MuonWithAdamW: the optimizer that trains small drafters in the fewest steps here.
+"""MuonWithAdamW: of the optimizers that we tried, it trains small drafters in the fewest steps.
 
-Muon is computed here and not by torch.optim.Muon, whose iteration is always in bfloat16: on a CPU without bfloat16
-instructions that takes more than 95% of a step.
+torch.optim.Muon is not used because its iteration is always in bfloat16: on a CPU without bfloat16 instructions that
+takes more than 95% of a step.
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), kellerjordan.github.io; the
 size of a step as in Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
 """
@@ -19,13 +19,13 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of X, (X X^T) X and (X
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is brought close to an orthogonal matrix.
+    """Momentum with an approximately orthogonalized update.
 
     Args:
         parameters: matrices.
-        learning_rate: for updates whose root mean square is that of AdamW's.
-        dtype: that the iteration is computed in.
-        momentum: share of the earlier gradients in Nesterov's momentum.
+        learning_rate: updates are scaled to the root mean square of AdamW's.
+        dtype: of the iteration.
+        momentum: weight of the earlier gradients in Nesterov's momentum.
         weight_decay: decoupled, as in AdamW.
     """
 
@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.05,
     ) -> None:
         super().__init__(parameters, {"lr": learning_rate, "momentum": momentum, "weight_decay": weight_decay})
-        self.dtype = dtype  # of this run, not of the checkpoint: it may go on on another device
+        self.dtype = dtype  # not saved in checkpoints: a run may be resumed on another device
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -59,9 +59,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """U V^T of the singular value decomposition U S V^T, roughly: singular values between 0.7 and 1.2 in place of 1.
+    """Approximately U V^T of the singular value decomposition U S V^T: singular values between 0.7 and 1.2, not 1.
 
-    Five Newton-Schulz iterations, whose coefficients lift small singular values quickly.
+    Five Newton-Schulz iterations, whose coefficients increase small singular values quickly.
 
     Args:
         matrix: [rows, columns].
@@ -77,7 +77,7 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """
     wide = matrix.to(dtype)
     if matrix.shape[0] > matrix.shape[1]:
-        wide = wide.T  # the product with its transpose is the smaller one
+        wide = wide.T  # gives the smaller product with its transpose
     wide = wide / wide.norm().clamp(min=1e-7)
     of_matrix, of_third, of_fifth = NEWTON_SCHULZ
     for _ in range(5):
@@ -92,9 +92,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the hidden matrices, AdamW for embeddings, norms and biases, under one learning-rate schedule.
 
     Args:
-        model: all its parameters that want gradients are trained.
-        learning_rate: of both parts; Muon's steps are scaled to match the size of AdamW's.
-        dtype: that Muon's iteration is computed in; one that the device computes fast, see `number_type.py`.
+        model: all its parameters with `requires_grad` are trained.
+        learning_rate: of both parts; Muon's steps are scaled to the size of AdamW's.
+        dtype: of Muon's iteration; should be fast on the device, see `number_type.py`.
     """
 
     def __init__(self, model: torch.nn.Module, learning_rate: float, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -107,7 +107,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if others:
             self.parts.append(torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0))
         super().__init__(self._groups_of_parts(), {})
-        # The schedule writes into these groups, so they must be the very dictionaries the parts read.
+        # The learning-rate scheduler writes into these groups: they must be the same dictionaries as the parts'.
         self.param_groups = self._groups_of_parts()
 
     def _groups_of_parts(self) -> list[dict[str, Any]]:

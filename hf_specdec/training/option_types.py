@@ -1,6 +1,6 @@
-"""Types of the training commands' options: numbers that cannot be meant are refused before anything is loaded.
+"""Types of the training commands' options: numbers out of range are refused before anything is loaded.
 
-argparse puts the option's name before what they say; where the text is no number, it names the type.
+argparse adds the option's name to the message; if the text is not a number, it names the type.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ def positive_int(text: str) -> int:
 
 
 def seed_number(text: str) -> int:
-    """What `set_seed` of transformers takes."""
+    """A seed for `set_seed` of transformers."""
     return _checked(int(text), text, lambda value: 0 <= value < 2**32, f"between 0 and {2**32 - 1}")
 
 
 def positive_float(text: str) -> float:
-    """A rate or a time that is not nothing."""
+    """A rate or a time above 0."""
     return _checked(float(text), text, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 def not_negative_float(text: str) -> float:
-    """A number that 0 switches off."""
+    """A number whose feature 0 disables."""
     return _checked(float(text), text, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 
 
 def share_of_all(text: str) -> float:
-    """A part of a whole, which may be all of it."""
+    """A share from 0 to 1."""
     return _checked(float(text), text, lambda value: 0 <= value <= 1, "between 0 and 1")
 
 

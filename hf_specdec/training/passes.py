@@ -1,7 +1,7 @@
-"""Several passes over the same row in one training step: what each sees of the ones before.
+"""Several passes over the same row in one training step: which positions of earlier passes each one attends to.
 
-SpecBlock chains blocks, EAGLE-3 reads its own outputs: in both a later pass goes on from every place of the row at
-once, and must see at each of them what drafting from there would see.
+SpecBlock chains blocks and EAGLE-3 reads its own outputs: in both a later pass continues from all positions of the row
+at once, and at each position it must see what drafting from there would see.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ def block_masks(
     cross_position: bool = False,
     device: torch.device | None = None,
 ) -> list[Tensor | None]:
-    """Per chained block what its slots see: [1, 1, positions * slots, blocks so far * positions * slots] bool.
+    """Attention masks per chained block: [1, 1, positions * slots, blocks so far * positions * slots] bool.
 
-    The rules of drafting (Figure 3), for all positions at once: of the first block all slots of earlier positions; of
-    every block before, the slots up to the cut at the same position; of the own block, slots up to itself. None for
-    the first block, whose order is plainly causal.
+    The rules of drafting (Figure 3), for all positions at once. A slot sees all slots of earlier positions in the first
+    block; in every previous block, the slots up to the cut at the same position; in its own block, the slots up to
+    itself. None for the first block, which is causal.
 
     Args:
         positions: starts of a row.
         slots: K.
-        cuts: slots kept of every block but the last.
-        cross_position: a later block also sees its own slots at earlier positions, which drafting never does.
+        cuts: slots kept of every block except the last.
+        cross_position: a later block also sees its own slots at earlier positions; in drafting it never does.
         device: of the masks.
     """
     order = torch.arange(positions * slots, device=device)
-    place, slot = order // slots, order % slots
-    earlier = place.unsqueeze(1) > place
-    same = place.unsqueeze(1) == place
+    position, slot = order // slots, order % slots
+    earlier = position.unsqueeze(1) > position
+    same = position.unsqueeze(1) == position
     own = same & (slot.unsqueeze(1) >= slot)
     if cross_position:
         own = own | earlier
@@ -49,7 +49,7 @@ def block_masks(
 
 
 class GradientStore:
-    """Keys and values of earlier blocks, joined with their gradients: what training has in place of a cache."""
+    """Concatenates keys and values of earlier blocks, with gradients; training uses it as the cache."""
 
     def __init__(self, num_layers: int) -> None:
         self.layers = [_GradientLayer() for _ in range(num_layers)]

@@ -1,16 +1,16 @@
-"""Recipe: what a method adds to the training command, `command.py`: its options, its new drafter and its step.
+"""Recipe: what a method adds to the training command in `command.py`: its options, its new drafter and its step.
 
-A method registers its recipe at the foot of its module under `training/`; the command knows none by name.
+A method registers its recipe at the foot of its module under `training/`; the command names no method.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specdec.drafters.publishing import PublishedDrafter
@@ -18,9 +18,12 @@ from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
+if TYPE_CHECKING:
+    from hf_specdec.training.source import Source
+
 
 class Rows(Protocol):
-    """Rows with the columns in `data.py`, whether in a list, a `datasets.Dataset` or cached with their states."""
+    """Rows with the columns of `data.py`: a list, a `datasets.Dataset`, or rows cached with the target's states."""
 
     def __len__(self) -> int: ...
 
@@ -35,27 +38,23 @@ class Recipe:
 
     Attributes:
         name: of the method.
-        add_arguments: adds the method's options to the command, names of the shared ones excluded.
-        prepare: from the parsed options, the target, its tokenizer and the tokenized documents to train on, makes an
-            untrained drafter and its step. It runs before any row is written, and raises ValueError for all that does
-            not fit.
-        recorded: names of the options that the drafter's record keeps beside the shared ones.
-        eval_batch_size: rows per evaluation batch; None takes the training batch size.
-        adapting: makes the step with which a drafter learns while it serves, from the drafter and its target; None
-            where the method has none.
-        read_rows: from the parsed options, the drafter, the target and the training rows, sets what only these tell,
-            such as the tokens of a draft vocabulary; not asked where training goes on from an earlier drafter.
-        finish: from the trained drafter, the target and held-out rows, sets what is measured rather than trained; the
-            drafter is saved afterwards.
-        as_drafter: from the trained model, the drafter that is saved; None where the model is one.
+        add_arguments: adds the method's options to the command; the shared ones are there already.
+        prepare: makes an untrained drafter and its step from the parsed options, the target and the source of the
+            rows. It is called before any row is written, and raises ValueError if something does not fit.
+        recorded: names of the options that the drafter's record keeps in addition to the shared ones.
+        eval_batch_size: rows per evaluation batch; None for the training batch size.
+        adapting: makes the step that trains a drafter while it serves, from the drafter and its target; None if the
+            method has no such step.
+        read_rows: sets what depends on the training rows, such as the tokens of a draft vocabulary, from the parsed
+            options, the drafter, the target and the rows. Not called with --start-from.
+        finish: sets what is measured and not trained, from the trained drafter, the target and the held-out rows. It
+            is called before the drafter is saved.
+        as_drafter: makes the drafter to save from the trained model; None if the model is the drafter.
     """
 
     name: str
     add_arguments: Callable[[argparse._ArgumentGroup], None]
-    prepare: Callable[
-        [argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, Sequence[Sequence[int]]],
-        tuple[PreTrainedModel, TrainingStep],
-    ]
+    prepare: Callable[[argparse.Namespace, PreTrainedModel, Source], tuple[PreTrainedModel, TrainingStep]]
     recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
@@ -68,7 +67,7 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def register_recipe(recipe: Recipe) -> None:
-    """Makes a method known to the training command.
+    """Adds a method to the training command.
 
     Raises:
         ValueError: another recipe has this name.
@@ -78,16 +77,20 @@ def register_recipe(recipe: Recipe) -> None:
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe of a method; an unknown name is answered with the nearest one and the list."""
+    """The recipe of a method.
+
+    Raises:
+        ValueError: the name is unknown; gives the nearest name and the list.
+    """
     if name not in RECIPES:
         raise unknown_name("method to train", name, RECIPES)
     return RECIPES[name]
 
 
 def decoder_shape(target: PreTrainedModel, intermediate_size: int | None) -> dict[str, Any]:
-    """Fields of a drafter's config that make its decoder layers like the target's, as far as drafters can be like it.
+    """Config fields that give a drafter's decoder layers the target's shape, as far as drafters support it.
 
-    Targets that do without attention, or without rotary positions, get drafters with the usual ones.
+    Drafters for targets without attention or without rotary positions have common defaults there.
 
     Args:
         target: the model to draft for.
@@ -114,9 +117,9 @@ def decoder_shape(target: PreTrainedModel, intermediate_size: int | None) -> dic
 
 
 def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
-    """The target's rotary settings, of its layers with full attention, where drafters can have them.
+    """The rotary settings of the target's full-attention layers, if drafters support them.
 
-    Where a target turns a part of each head alone, drafters turn whole heads by the same base, as published ones do.
+    For a target with a partial rotary factor, drafters rotate whole heads with the same base, as published ones do.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
@@ -128,6 +131,6 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
 
 def add_shape_arguments(group: argparse._ArgumentGroup) -> None:
     """The options of drafters that are a stack of decoder layers over tapped states of the target."""
-    group.add_argument("--layers", type=positive_int, default=2)
+    group.add_argument("--layers", type=positive_int, default=2, help="decoder layers of the drafter")
     group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: evenly spaced ones")
-    group.add_argument("--intermediate-size", type=positive_int, help="default: the target's")
+    group.add_argument("--intermediate-size", type=positive_int, help="of the MLPs; default: the target's")

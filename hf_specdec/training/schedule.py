@@ -1,7 +1,7 @@
-"""How long a run takes and how its learning rate moves: a number of steps, or as many as fit into a time.
+"""Length and learning rate of a run: a number of steps, or as many steps as fit into a time.
 
-The host knows the first alone. Where a time is given, the number of steps is estimated from those that were taken,
-again and again, so that a machine that is slower or faster than at the beginning changes it.
+transformers.Trainer supports only the first. For a given time, the number of steps is estimated repeatedly from the
+measured time per step, so that it follows the speed of the machine.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from accelerate.utils import broadcast_object_list
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 ScheduleName = Literal["linear", "cosine"]
-UNBOUNDED = 10**9  # steps, where the time ends the run
-FIRST_GUESS = 1000  # steps, before there was one to measure
+UNBOUNDED = 10**9  # max_steps of the Trainer if the time ends the run
+FIRST_GUESS = 1000  # steps, before the first one was measured
 
 
 class Schedule(TrainerCallback):
-    """Ends the run and gives the learning rate of every step.
+    """Sets the number of steps and the learning rate of every step.
 
-    Time counts from the first step to the end of the last evaluation, checkpoints included.
+    The time is counted from the first step to the end of the last evaluation, including checkpoints.
 
     Args:
-        name: how the learning rate falls after the warm-up: to 0 at the last step.
-        warmup: share of the steps in which it rises from 0.
-        evaluation_steps: training steps that have as many rows as an evaluation.
+        name: shape of the decay after the warm-up, to 0 at the last step.
+        warmup: share of the steps in which the learning rate rises from 0.
+        evaluation_steps: number of training steps with as many rows as one evaluation.
         num_steps: of the run; None for as many as fit into `minutes`.
-        minutes: of the run, where `num_steps` is None.
-        clock: gives the time in seconds.
+        minutes: of the run, if `num_steps` is None.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Schedule(TrainerCallback):
         self._next_estimate = 1
         self._evaluation_s: float | None = None
         self._evaluating_s = 0.0
-        self._told = False
+        self._printed = False
 
     @property
     def intervals(self) -> dict[str, int]:
-        """Steps between logs, checkpoints and evaluations; the latter take less than a tenth of the time."""
+        """Steps between logs, checkpoints and evaluations; evaluations take less than a tenth of the time."""
         return {
             "logging_steps": max(1, min(50, self.num_steps // 10)),
             "save_steps": max(1, self.num_steps // 10),
@@ -62,7 +62,7 @@ class Schedule(TrainerCallback):
         }
 
     def learning_rate_factor(self, step: int) -> float:
-        """Share of the highest learning rate, for `torch.optim.lr_scheduler.LambdaLR`.
+        """Factor of the maximal learning rate, for `torch.optim.lr_scheduler.LambdaLR`.
 
         Example:
             >>> schedule = Schedule("linear", 0.2, evaluation_steps=1, num_steps=10)
@@ -93,9 +93,9 @@ class Schedule(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._step_ended = self.clock()
-        # Not after the last step, which the host has found to be so before.
+        # Not after the last step: the Trainer has already decided to stop.
         if self.timed and self._next_estimate <= state.global_step < self.num_steps:
-            # One that estimates more steps than the others would wait for them for ever.
+            # All processes must take the same number of steps: they synchronise in each.
             (steps,) = broadcast_object_list([self._estimate(state)])
             self._set_steps(state, steps)
             self._next_estimate = state.global_step + max(1, min(state.global_step, steps // 20))
@@ -113,22 +113,22 @@ class Schedule(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if self.timed:
-            logs.pop("train_samples_per_second", None)  # the host computes it from the steps it was given
+            logs.pop("train_samples_per_second", None)  # the Trainer computes it from max_steps
 
     def _estimate(self, state: TrainerState) -> int:
         """Steps of the whole run."""
         done, elapsed = state.global_step, self._step_ended - self._started
         if done == 1:
-            self._first_s = elapsed  # the first step is slower, and counts only while there is no other
+            self._first_s = elapsed  # the first step is slower: used only until there are others
             each = elapsed
         else:
             each = (elapsed - self._evaluating_s - self._first_s) / (done - 1)
-        # Until an evaluation was timed: half of what takes the gradients of as many rows.
+        # Before the first evaluation: assume half the time of the gradients of as many rows.
         evaluation = self._gradients_s * self.evaluation_steps / 2 if self._evaluation_s is None else self._evaluation_s
-        left = self.limit_s - elapsed - evaluation  # the last one
-        steps = done + max(1, round(left / (each + evaluation / self.intervals["eval_steps"])))
-        if done >= 4 and not self._told and state.is_world_process_zero:
-            self._told = True
+        remaining = self.limit_s - elapsed - evaluation  # the last evaluation
+        steps = done + max(1, round(remaining / (each + evaluation / self.intervals["eval_steps"])))
+        if done >= 4 and not self._printed and state.is_world_process_zero:
+            self._printed = True
             print(f"{each:.3g} s per step: about {steps} steps in {self.limit_s / 60:g} minutes", flush=True)
         return steps
 
@@ -139,7 +139,7 @@ class Schedule(TrainerCallback):
 
 
 class StepsProgress(ProgressCallback):
-    """The host's bar, whose total follows `Schedule`."""
+    """The Trainer's progress bar, with the total steps of `Schedule`."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.training_bar is not None:

@@ -1,7 +1,7 @@
-"""Source: where training rows come from, plain text that the target continues or conversations that it answers.
+"""Source: the origin of training rows, plain text that the target continues or conversations that it answers.
 
-Either way a drafter learns what its target writes. A source reads and checks all that can be known before the target
-writes, then gives the rows (columns in `data.py`) and says what a drafter's record keeps of them. The two are in
+In both cases a drafter learns what its target writes. A source reads its input and checks it before the target writes,
+then returns the rows (columns in `data.py`) and the facts about them for the drafter's record. The two sources are in
 `text.py` and `conversations.py`.
 """
 
@@ -31,8 +31,8 @@ class Written:
         rows: to train on.
         held_out: rows to evaluate on.
         record: facts about the rows, for the drafter's record.
-        mode: what the record says of the kind of text, see `trained_mode`.
-        share_ended: of the written texts those that reached their end, from 0 to 1.
+        mode: the kind of text, for the drafter's record, see `trained_mode`.
+        share_ended: share of the written texts that end with an end-of-text token, from 0 to 1.
         datasets: Hub ids of the conversations' datasets, for the drafter's card.
     """
 
@@ -44,76 +44,77 @@ class Written:
     datasets: Sequence[str] = ()
 
     def summary(self, minutes: float) -> str:
-        """What was written in these minutes, in a line or two."""
-        said = (
+        """One or two lines to print: what was written in these minutes."""
+        text = (
             f"{self.record['rows_written_by_target']} rows with {self.record['tokens_written_by_target'] / 1e3:.0f}k "
             f"tokens written by the target in {minutes:.1f} min; {self.share_ended:.0%} of them reached the end of text"
         )
         if self.share_ended == 0:
-            said += "\nA target that never ends a text loops, and a drafter trained on loops is good at nothing else."
-        return said
+            text += "\nNo text has an end: the target probably repeats itself, and such text trains a poor drafter."
+        return text
 
 
 class Source(ABC):
     """Text or conversations for one target.
 
     Attributes:
-        option: the command's option that names it, without dashes.
-        description: what was given there.
+        option: the command's option that gives it, without dashes.
+        description: the value of that option.
+        tokenizer: the target's.
         documents: token ids of the text that is known before the target writes.
     """
 
     option: str
     description: str
+    tokenizer: PreTrainedTokenizerBase
     documents: list[list[int]]
 
     @property
     @abstractmethod
     def identity(self) -> list[str]:
-        """Hashes that tell these rows from others."""
+        """Hashes of the input and its settings."""
 
     @abstractmethod
     def check(self, target: PreTrainedModel) -> None:
-        """Raises ValueError for what cannot work with this target, before it writes."""
+        """Raises ValueError if the source does not fit this target; called before the target writes."""
 
     @abstractmethod
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
-        """Lets the target write what is not there yet."""
+        """Lets the target write the rows that are not on disk yet."""
 
 
 def trained_mode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> dict[str, bool]:
-    """What the record says of the kind of text, for the warning that a prompt of another kind gets.
+    """The kind of text, for the drafter's record: a prompt of another kind gets a warning.
 
     Args:
         tokenizer: the target's.
         documents: the training text, as it is tokenized.
 
     Returns:
-        `chat_template`: whether most documents are in the target's chat template. With it, where most of them tell,
-        `thinking`: whether the target answers them with thinking. Nothing where the template cannot be asked.
+        `chat_template`: whether most documents are in the target's chat template. If so, and if the mode of most of
+        them is known, `thinking`: whether the target thinks in them. Empty if the template gives no mode.
     """
-    modes = [text_mode(tokenizer, document) for document in documents]
-    asked = [mode for mode in modes if mode is not None]
-    if not asked:
+    modes = [mode for document in documents if (mode := text_mode(tokenizer, document)) is not None]
+    if not modes:
         return {}
-    record = {"chat_template": 2 * sum(is_chat for is_chat, _ in asked) > len(asked)}
-    thinking = [thinks for _, thinks in asked if thinks is not None]
-    if record["chat_template"] and 2 * len(thinking) > len(asked):
+    record = {"chat_template": 2 * sum(is_chat for is_chat, _ in modes) > len(modes)}
+    thinking = [thinks for _, thinks in modes if thinks is not None]
+    if record["chat_template"] and 2 * len(thinking) > len(modes):
         record["thinking"] = 2 * sum(thinking) > len(thinking)
     return record
 
 
 def check_width(width: int, options: str, model: PreTrainedModel) -> None:
-    """Raises ValueError if texts of `width` tokens, which `options` set, are longer than the model's positions."""
+    """Raises ValueError if texts of `width` tokens, set by `options`, exceed the model's max_position_embeddings."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and width > most:
         raise ValueError(
-            f"Texts have up to {width} tokens, {options}, but {model.name_or_path!r} has max_position_embeddings "
-            f"{most}. Give less."
+            f"Texts have up to {width} tokens ({options}), but {model.name_or_path!r} has max_position_embeddings "
+            f"{most}: give less."
         )
 
 
 def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The frozen target, on the GPU where there is one."""
+    """The frozen target, on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return whole_target(path, dtype=dtype).to(device).eval()

@@ -1,7 +1,7 @@
 """The SpecBound training step: all exit heads at once, on hidden states that the frozen target computed once.
 
-A position's label is what the target itself says there: its likeliest token ("ce"), or its whole distribution ("kl"),
-so every position of any text teaches something. Source: SpecBound, Section 3.1 and Appendix C. The heads are in
+The label of a position is the target's most probable token there ("ce") or its distribution ("kl"), so every position
+of any text has a label. Source: SpecBound, Section 3.1 and Appendix C. The heads are in
 `hf_specdec/drafters/specbound/`, the target's states in `features.py`.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_specdec.drafters.specbound.adapters import sample_of
 from hf_specdec.drafters.specbound.configuration import HEAD_KINDS, PAPER_DEPTH_SHARE, SpecBoundConfig
@@ -23,6 +23,7 @@ from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LossName, ce_loss, kl_loss
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
 
@@ -33,11 +34,11 @@ class SpecBoundStep(TrainingStep):
     """Loss of one batch of rows for a `SpecBoundDrafter`: the mean over heads and positions.
 
     Args:
-        drafter: the drafter in training.
+        drafter: the drafter to train.
         target: the frozen target it drafts for.
         num_positions: positions per row and step, drawn with replacement; evenly spaced in evaluation.
-        loss: "ce" with the target's likeliest token, or "kl" to its distribution. Of a reduced vocabulary only the
-            part that the heads can say is compared; positions whose label is outside are left out of "ce".
+        loss: "ce" with the target's most probable token, or "kl" from its distribution. With a draft vocabulary, "kl"
+            compares its tokens only, and "ce" skips positions whose label is outside.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
@@ -53,7 +54,7 @@ class SpecBoundStep(TrainingStep):
         if num_positions < 1:
             raise ValueError(f"num_positions={num_positions} must be at least 1.")
         self.layers: list[int] = drafter.config.exit_layers
-        # `layer` layers passed is the output of the 0-based layer before.
+        # The state after `layer` layers is the output of the 0-based layer `layer - 1`.
         self.reader = TargetReader(target, [layer - 1 for layer in self.layers], last_hidden=True)
         self.slices = LayerSlices(target)
         self.loss, self.num_positions = loss, num_positions
@@ -64,10 +65,10 @@ class SpecBoundStep(TrainingStep):
         assert states.last_hidden is not None
         features, last_hidden = states.features, states.last_hidden
         first, length = (batch[name].unsqueeze(1) for name in ("first_anchor", "length"))
-        # The position before the first written token is the first that a draft may start from.
+        # A draft may start from the position before the first written token at the earliest.
         first = (first - 1).clamp(min=0)
         if training:
-            # On the CPU whatever the device: the positions of a run do not depend on where it runs.
+            # Always drawn on the CPU, so that the positions do not depend on the device.
             where = torch.rand(len(first), self.num_positions).to(first.device)
         else:
             where = (torch.arange(self.num_positions, device=first.device) + 0.5) / self.num_positions
@@ -77,7 +78,7 @@ class SpecBoundStep(TrainingStep):
             head_input = _at(last_hidden, places).to(self.slices.lm_head.weight.dtype)  # past the final norm
             target_logits = self.slices.shape_logits(self.slices.lm_head(head_input)).float()
             labels = target_logits.argmax(-1)
-            ids = self.drafter.draft_ids  # of this moment: earlier weights bring their own vocabulary
+            ids = self.drafter.draft_ids  # read at each step: --start-from replaces the vocabulary
             if ids is not None:
                 ids = ids.to(labels.device)
                 target_logits = target_logits[..., ids]
@@ -99,7 +100,7 @@ class SpecBoundStep(TrainingStep):
         return StepOutput(torch.stack(losses).mean(), correct, torch.ones_like(correct))
 
     def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
-        """How often each head's likeliest token is the target's: `accuracy_layer_4`, ..."""
+        """How often each head has the target's most probable token: `accuracy_layer_4`, ..."""
         heads = len(self.layers)
         correct, labelled = correct.reshape(-1, heads) & labelled.reshape(-1, heads), labelled.reshape(-1, heads)
         hits, counts = correct.sum(0).tolist(), labelled.sum(0).tolist()
@@ -116,7 +117,7 @@ def _at(states: Tensor, places: Tensor) -> Tensor:
 
 
 def default_exit_layers(num_target_layers: int) -> list[int]:
-    """Three exits, evenly spaced down to the paper's depth bound.
+    """Three exits, evenly spaced up to the paper's depth bound.
 
     Example:
         >>> default_exit_layers(32)
@@ -135,14 +136,14 @@ def new_drafter(
     lora_rank: int = 64,
     vocabulary: Tensor | None = None,
 ) -> SpecBoundDrafter:
-    """Untrained exit heads for a target: "lora" ones say what the target's own head says.
+    """Untrained exit heads for a target. They start with the output of the target's own head.
 
     Args:
-        target: the model that will draft for itself.
-        exit_layers: layers passed at the exits; three shallow ones where None.
-        head: "lora" or "full"; full ones begin as copies of the target's head.
+        target: the model that drafts for itself.
+        exit_layers: number of layers before each exit; None for three shallow exits.
+        head: "lora" or "full"; full ones start as copies of the target's head.
         lora_rank: of "lora".
-        vocabulary: [draft_vocab] int64, ascending target ids that the heads can say; None for all.
+        vocabulary: [draft_vocab] int64, ascending target ids of the draft vocabulary; None for all.
     """
     config = target.config.get_text_config(decoder=True)
     depth = config.num_hidden_layers
@@ -175,7 +176,7 @@ def new_drafter(
 
 @torch.no_grad()
 def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
-    """Full heads begin as the rows of the target's head that they can say."""
+    """Copies the rows of the target's head for the draft vocabulary to the full heads."""
     rows = target.get_output_embeddings().weight
     for exit_head in drafter.heads.values():
         weight: Tensor = exit_head.weight  # type: ignore[assignment]
@@ -183,7 +184,7 @@ def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
 
 
 def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--exit-layers", type=positive_int, nargs="+", help="layers passed; default: three shallow ones")
+    group.add_argument("--exit-layers", type=positive_int, nargs="+", help="layers before each exit; default: three")
     group.add_argument("--head", choices=HEAD_KINDS, default="lora")
     group.add_argument("--lora-rank", type=positive_int, default=64)
     add_vocabulary_argument(group)
@@ -192,13 +193,10 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _prepare(
-    arguments: argparse.Namespace,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Sequence[int]],
+    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
 ) -> tuple[SpecBoundDrafter, SpecBoundStep]:
     size = checked_vocabulary_size(arguments.draft_vocab_size, target)
-    vocabulary = None if size is None else torch.arange(size)  # which tokens these are, the rows tell
+    vocabulary = None if size is None else torch.arange(size)  # replaced by `_read_rows`
     drafter = new_drafter(
         target,
         exit_layers=arguments.exit_layers,
@@ -218,9 +216,9 @@ def _read_rows(arguments: argparse.Namespace, drafter: SpecBoundDrafter, target:
 
 
 def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) -> None:
-    """Calibrates on prompts that no head was trained on."""
+    """Calibrates on held-out prompts."""
     if target.device.type == "cpu":
-        target.float()  # what a CPU decodes in, whatever the weights were saved as
+        target.float()  # the default dtype of decoding on a CPU
     prompts = [list(row["input_ids"][: int(row["first_anchor"])]) for row, _ in zip(held_out, range(24), strict=False)]
     print(drafter.eval().calibrate(prompts, target))
 

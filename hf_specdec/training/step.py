@@ -1,4 +1,4 @@
-"""TrainingStep: what a method must give `DrafterTrainer`, and the acceptance metrics that all methods share."""
+"""TrainingStep: what a method implements for `DrafterTrainer`, and the acceptance metrics that all methods share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StepOutput:
 
     Attributes:
         loss: scalar with gradient.
-        correct: [batch, blocks, depth] bool, whether the drafter's likeliest token at depth 1, 2, ... was right.
-        labelled: the same shape, where there was a token to be right about.
-        logits: [positions, draft_vocab] of the positions that count, or None unless `TrainingStep.keep_logits`.
+        correct: [batch, blocks, depth] bool, whether the drafter's most probable token at depth 1, 2, ... is right.
+        labelled: [batch, blocks, depth] bool, whether the position has a label.
+        logits: [positions, draft_vocab] at the positions of the loss, or None unless `AdaptiveStep.keep_logits`.
     """
 
     loss: Tensor
@@ -33,9 +33,9 @@ class TrainingStep(ABC):
     """One training step of one drafting method. Holds the target, which it never trains.
 
     Attributes:
-        reader: reads the target's states of a batch, or takes them from it where they were cached.
-        num_updates: optimizer steps taken so far, those of a resumed run included; for losses that follow a schedule.
-        generator: of random choices; None for torch's own, whose state checkpoints keep.
+        reader: computes the target's states of a batch, or takes cached ones from it.
+        num_updates: optimizer steps so far, including those of a resumed run; for losses that follow a schedule.
+        generator: of random choices; None for torch's global one, whose state is part of the checkpoints.
     """
 
     reader: TargetReader
@@ -47,22 +47,22 @@ class TrainingStep(ABC):
         """Runs the drafter once on a batch.
 
         Args:
-            model: the drafter, or what a distributed run wrapped around it; call it, not the drafter itself.
-            batch: of the columns in `data.py`, on the drafter's device.
-            training: random choices are allowed; without it the result depends on the batch alone.
+            model: the drafter, or its wrapper in a distributed run; call this and not the drafter itself.
+            batch: the columns of `data.py`, on the drafter's device.
+            training: whether random choices are allowed; if False the result depends on the batch alone.
         """
 
     def metrics(self, correct: Tensor, labelled: Tensor) -> dict[str, float]:
-        """What logs and evaluation report of many batches, whose `correct` and `labelled` were joined."""
+        """The metrics of logs and evaluation, from the concatenated `correct` and `labelled` of many batches."""
         return acceptance_metrics(correct, labelled)
 
 
 class AdaptiveStep(TrainingStep):
-    """A step with which a drafter can also learn while it serves, see `hf_specdec/adaptation/`.
+    """A step that can also train a drafter while it serves, see `hf_specdec/adaptation/`.
 
     Attributes:
-        heads: how the names of the heads' parameters begin.
-        keep_logits: whether `StepOutput.logits` are wanted.
+        heads: prefixes of the names of the heads' parameters.
+        keep_logits: whether to return `StepOutput.logits`.
     """
 
     heads: tuple[str, ...]
@@ -70,24 +70,25 @@ class AdaptiveStep(TrainingStep):
 
     @abstractmethod
     def head_logits(self, model: nn.Module, states: Tensor) -> Tensor:
-        """[positions, hidden] what the drafter's trunk made of each position -> [positions, draft_vocab] logits."""
+        """The trunk's output [positions, hidden] -> logits [positions, draft_vocab]."""
 
     @abstractmethod
-    def head_law(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the target says where [positions, target_hidden] entered its head: all that the heads learn from.
+    def head_labels(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The labels of the heads, from the input [positions, target_hidden] of the target's head.
 
         Returns:
-            its choice [positions] int64, over the whole vocabulary, and its law [positions, draft_vocab] float32.
+            the target's most probable token [positions] int64, over the whole vocabulary, and its probs
+            [positions, draft_vocab] float32.
         """
 
     @abstractmethod
-    def head_loss(self, model: nn.Module, states: Tensor, law: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Loss of the heads alone at positions that were drafted while serving; no gradient flows into the trunk.
+    def head_loss(self, model: nn.Module, states: Tensor, labels: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Loss of the heads alone at positions that were drafted while serving; the trunk gets no gradient.
 
         Args:
             model: the drafter.
-            states: [positions, hidden], as `draft_states` of the method's candidate generator gave them.
-            law: of the target at the same positions, from `head_law`.
+            states: [positions, hidden], from `draft_states` of the method's candidate generator.
+            labels: of the same positions, from `head_labels`.
 
         Returns:
             the loss, scalar, and the logits [positions, draft_vocab].
@@ -95,7 +96,7 @@ class AdaptiveStep(TrainingStep):
 
     @abstractmethod
     def draft_ids(self, token_ids: Tensor) -> Tensor:
-        """Target ids -> ids in the draft vocabulary, any shape; -1 for tokens that the drafter cannot say."""
+        """Target ids -> ids in the draft vocabulary, any shape; -1 for tokens outside the draft vocabulary."""
 
 
 def acceptance_metrics(correct: Tensor, labelled: Tensor) -> dict[str, float]:
@@ -103,11 +104,11 @@ def acceptance_metrics(correct: Tensor, labelled: Tensor) -> dict[str, float]:
 
     Args:
         correct: [..., depth] bool, as in `StepOutput`.
-        labelled: [..., depth] bool. Blocks that the end of the text cuts short count for accuracies only.
+        labelled: [..., depth] bool. Blocks that the end of the text cuts off count for the accuracies only.
 
     Returns:
         `accuracy_1`, `accuracy_2`, ... per depth, and `accepted_length`: 1 (the bonus token) plus the mean number of
-        leading hits of a block, which is tau of a greedy chain whose roots are spread as the anchors are.
+        leading hits per block. This is tau of a greedy chain whose roots are distributed like the anchors.
 
     Example:
         >>> import torch

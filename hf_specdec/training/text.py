@@ -1,4 +1,4 @@
-"""Training on plain text: the target continues beginnings of documents; some documents are trained on as they are."""
+"""Training on plain text: the target continues the beginnings of documents; some rows are the documents themselves."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from hf_specdec.training.data import (
 )
 from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, load_target, trained_mode
 
-DOCUMENT_LENGTH = 2000  # characters of a .txt file
-ROWS_PER_BATCH = 128  # that the target continues
+DOCUMENT_LENGTH = 2000  # characters per document of a .txt file
+ROWS_PER_BATCH = 128  # prompts per batch of continuations
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on where no --text is given.
+    """Text to train on if neither --text nor --data is given.
 
     Attributes:
         description: for the drafter's record.
-        read: gives training and held-out documents.
+        read: returns training and held-out documents.
     """
 
     description: str
@@ -48,7 +48,7 @@ class Corpus:
 
 
 class TextSource(Source):
-    """Beginnings of documents, which the target continues, and a share of the documents themselves."""
+    """Beginnings of documents that the target continues, and a share of rows of the documents themselves."""
 
     option = "text"
 
@@ -80,7 +80,7 @@ class TextSource(Source):
             check_documents(documents, arguments.prompt_tokens[0])
         if arguments.plain_share:
             self.plain = pack_text(self.train_ids, width, separator_id=self.tokenizer.eos_token_id)
-            # As many as are written, in whole batches, if the time suffices.
+            # For the most rows that may be written; batches are complete.
             plain_rows(-(-arguments.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(self.plain), arguments.plain_share)
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
@@ -97,7 +97,7 @@ class TextSource(Source):
         wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
         with processes.main_process_first():
             if not processes.is_main_process:
-                workers, wanted["max_minutes"] = 1, 0.0  # read what is there
+                workers, wanted["max_minutes"] = 1, 0.0  # only read the rows of the main process
             own = _continuations(target, (arguments.target, self.dtype), self.train_ids, workers, settings | wanted)
             held_out = write_continuations(
                 target, self.held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
@@ -117,7 +117,7 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
     """Training and held-out documents of a .jsonl file with a field "text", or of a .txt file; every 50th held out.
 
     Raises:
-        ValueError: the file is not UTF-8, a line is no JSON object with a text, or there is but one document, or none.
+        ValueError: the file is not UTF-8, a line is not a JSON object with a text, or there are fewer than 2 documents.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
             "first, for example with iconv."
         ) from error
     if file.suffix == ".jsonl":
-        # Not splitlines(): JSON may hold what else that takes for the end of a line.
+        # Not splitlines(), which also splits at characters that JSON strings may contain.
         lines = enumerate(text.split("\n"), 1)
         documents = [_document(line, f"Line {number} of {str(file)!r}") for number, line in lines if line.strip()]
     else:
@@ -136,14 +136,14 @@ def read_text(file: Path) -> tuple[list[str], list[str]]:
     if len(documents) < 2:
         raise ValueError(
             f"{str(file)!r} holds {len(documents)} documents (lines of .jsonl, {DOCUMENT_LENGTH} characters of .txt), "
-            "and the first is held out, so that nothing is left to train on: give more text."
+            "and the first is held out, so nothing is left to train on: give more text."
         )
     held_out = documents[::HELD_OUT]
     return [document for index, document in enumerate(documents) if index % HELD_OUT], held_out
 
 
 def _document(line: str, place: str) -> str:
-    """The text of a line of JSON; `place` is for errors."""
+    """The text of a line of JSON; `place` is the file and line for errors."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -157,13 +157,13 @@ def _document(line: str, place: str) -> str:
 def _write_share(
     rank: int, workers: int, target: tuple[str, torch.dtype], documents: Path, settings: dict[str, Any]
 ) -> None:
-    """One of several processes that write continuations: on CPUs two with one thread beat one with two."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not inherited from `_ctrl_c_ignored`
-    signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # in order: what the progress bar holds is given back
+    """A process that writes continuations. On CPUs two processes with one thread write faster than one with two."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in case it is not inherited from `_ignoring_sigint`
+    signal.signal(signal.SIGTERM, lambda *ended: sys.exit(1))  # so that the progress bar releases its semaphore
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def end_with_parent() -> None:  # a writer whose main process was killed must not go on for minutes
+    def end_with_parent() -> None:  # if the main process is killed, its writers must end too
         parent.join()
         os._exit(1)
 
@@ -174,12 +174,12 @@ def _write_share(
 
 
 @contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Ctrl-C does nothing to processes started here: it reaches their parent too, which ends them.
+def _ignoring_sigint() -> Iterator[None]:
+    """Processes started here ignore SIGINT: their parent gets it too and ends them.
 
-    From their first instruction on: while they import, they could not yet say so themselves.
+    They inherit this, so that it also holds while they import.
     """
-    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -198,11 +198,11 @@ def _continuations(
 ) -> Any:
     """The target's continuations of the documents' beginnings, written by `workers` processes.
 
-    `source` is the path and the number type that each of several processes loads the target from.
+    `source` is path and dtype of the target, for several processes.
     """
     if workers > 1:
         context = multiprocessing.get_context("spawn")
-        # Through a file: a pipe that nobody reads would block this process should a writer fail to start.
+        # A file and not a pipe, which would block this process if a writer fails to start.
         file = settings["folder"] / "documents.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(documents))
@@ -211,17 +211,17 @@ def _continuations(
             for rank in range(workers)
         ]
         try:
-            with _ctrl_c_ignored():
+            with _ignoring_sigint():
                 for share in shares:
                     share.start()
             for share in shares:
                 share.join()
-        finally:  # stopped from the keyboard, some still write
+        finally:  # after Ctrl-C some still write
             for share in shares:
                 if share.is_alive():
                     share.terminate()
                     share.join()
         if any(share.exitcode for share in shares):
             raise SystemExit("A process that wrote continuations failed; its error is above.")
-        settings = settings | {"max_minutes": 0.0}  # read what is there
+        settings = settings | {"max_minutes": 0.0}  # only read the rows
     return write_continuations(target, documents, **settings)

@@ -1,8 +1,8 @@
 """DrafterTrainer: a `transformers.Trainer` that trains a drafter while its target stays frozen.
 
-Progress bar, checkpoints, resuming, mixed precision, several processes and `push_to_hub` are the host's. What differs:
+Progress bar, checkpoints, resuming, mixed precision, distributed runs and `push_to_hub` are the Trainer's. Differences:
 the loss comes from a method's `TrainingStep`, the target is neither wrapped nor saved, and logs and evaluation report
-how much of the draft would have been accepted.
+how much of a draft would be accepted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class DrafterTrainer(Trainer):
     """Trains a drafter with the step of its method.
 
     Args:
-        drafter: a drafter that is a `PreTrainedModel`; what checkpoints hold.
+        drafter: a drafter that is a `PreTrainedModel`; checkpoints hold its weights.
         step: made for this drafter and its target; the target is moved to the training device.
-        args: the host's. `remove_unused_columns` is switched off: the step names the columns, not the forward; so is
-            `ddp_find_unused_parameters` unless it is set: every step uses every parameter.
-        **kwargs: handed to `transformers.Trainer` (datasets, callbacks, optimizers, ...). `data_collator` and
+        args: of the Trainer. Sets `remove_unused_columns=False`, because the step and not the drafter's forward reads
+            the columns, and `ddp_find_unused_parameters=False` if it is None, because every step uses all parameters.
+        **kwargs: passed to `transformers.Trainer` (datasets, callbacks, optimizers, ...). `data_collator` and
             `compute_metrics` default to this library's.
     """
 
@@ -40,7 +40,7 @@ class DrafterTrainer(Trainer):
         args = args if args is not None else TrainingArguments()
         args.remove_unused_columns = False
         if args.ddp_find_unused_parameters is None:
-            # The host would look for them, which allows one forward per step: exit heads and chained blocks take more.
+            # The search allows only one forward per step, but exit heads and chained blocks need several.
             args.ddp_find_unused_parameters = False
         kwargs.setdefault("data_collator", collate)
         kwargs.setdefault("compute_metrics", self._metrics_of_prediction)
@@ -56,7 +56,7 @@ class DrafterTrainer(Trainer):
     ) -> Any:
         self.step.num_updates = self.state.global_step
         output = self.step(model, inputs, training=model.training)
-        if model.training and self.args.logging_strategy != IntervalStrategy.NO:  # no log would take it away
+        if model.training and self.args.logging_strategy != IntervalStrategy.NO:  # `log` empties the list
             self._pending.append((output.correct, output.labelled))
         return (output.loss, output) if return_outputs else output.loss
 
@@ -67,7 +67,7 @@ class DrafterTrainer(Trainer):
             output = self.step(model, self._prepare_inputs(inputs), training=False)
         if prediction_loss_only:
             return output.loss, None, None
-        # Where batches differ in their number of blocks the host fills up with -100, which as a bool would be True.
+        # Batches with fewer blocks are padded with -100, which would be True as a bool.
         return output.loss, output.correct.to(torch.int8), output.labelled.to(torch.int8)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -79,17 +79,17 @@ class DrafterTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Rows of much the same length share a batch, so that little is spent on padding."""
+        """Batches rows of similar length, to reduce padding."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
         lengths = getattr(dataset, "lengths", None)
         if not lengths or len(set(lengths)) == 1:
             return super()._get_train_sampler(train_dataset)
-        # All processes must draw the same order, of which each takes its share.
+        # All processes must draw the same order, because each takes a part of it.
         order = torch.Generator().manual_seed(self.args.seed)
         return LengthGroupedSampler(self.args.train_batch_size, dataset, lengths=lengths, generator=order)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # Checkpoints are read back by the host, which knows the main weight file alone: nothing may lie beside it.
+        # The Trainer reads only the main weight file of a checkpoint, so all weights must be in it.
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         if state_dict is None and folder.name.startswith(PREFIX_CHECKPOINT_DIR):
             state_dict = self.model.state_dict()

@@ -1,7 +1,7 @@
-"""The draft vocabulary: the tokens that a drafter can say, the most frequent ones of what its target writes.
+"""The draft vocabulary: the tokens that a drafter can draft, the most frequent ones in the target's text.
 
-A head over the whole vocabulary is most of what a small drafter costs. Source: FR-Spec, as SpecBlock (Section 4.1) and
-EAGLE-3 use it.
+A head over the whole vocabulary is most of the cost of a small drafter. Source: FR-Spec, as used by SpecBlock (Section
+4.1) and EAGLE-3.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ DRAFT_VOCAB_SIZE = 32000  # of published drafters that have a draft vocabulary
 
 
 def add_vocabulary_argument(group: argparse._ArgumentGroup, most: int | None = None) -> None:
-    """The option --draft-vocab-size; `most` is what the method takes at most where it is not given, None for all."""
+    """Adds --draft-vocab-size; `most` limits the default, None for all tokens."""
     default = "all" if most is None else f"all, but at most {most}"
     group.add_argument(
         "--draft-vocab-size",
         type=positive_int,
-        help=f"most frequent tokens that the drafter can say; default: {default}",
+        help=f"number of most frequent tokens that the drafter can draft; default: {default}",
     )
 
 
 def checked_vocabulary_size(size: int | None, target: PreTrainedModel, most: int | None = None) -> int | None:
-    """The size; None for the whole vocabulary.
+    """The size of the draft vocabulary; None for the whole vocabulary.
 
     Args:
-        size: that was asked for, if any.
+        size: the value of --draft-vocab-size, if given.
         target: the model to draft for.
-        most: what is taken at most where none was asked for.
+        most: upper bound of the default size; None for no bound.
 
     Raises:
-        ValueError: there are not as many tokens.
+        ValueError: `size` is more than the target's vocabulary.
     """
     rows = target.get_input_embeddings().num_embeddings
     if size is not None and size > rows:
@@ -53,21 +53,21 @@ def checked_vocabulary_size(size: int | None, target: PreTrainedModel, most: int
 
 
 def head_weights(target: PreTrainedModel, target_ids: Tensor) -> Tensor:
-    """[tokens, hidden] rows of the target's head: what a head over a draft vocabulary begins as."""
+    """[tokens, hidden] rows of the target's head, to initialise a head over a draft vocabulary."""
     rows: Tensor = target.get_output_embeddings().weight
     return rows[target_ids.to(rows.device)]
 
 
 @torch.no_grad()
 def copy_final_norm(goal: Tensor, target: PreTrainedModel) -> None:
-    """`goal` becomes the weight of the target's norm before its head, if it has one of this size and name."""
+    """Copies the weight of the target's final norm to `goal`, if the target has one of this name and shape."""
     weight = getattr(getattr(decoder_of(target)[0], "norm", None), "weight", None)
     if isinstance(weight, Tensor) and weight.shape == goal.shape:
         goal.copy_(weight)
 
 
 def choose_vocabulary(rows: Rows, size: int, target: PreTrainedModel) -> Tensor:
-    """[size] int64: `frequent_tokens` of the rows; says how much of the text they cover."""
+    """[size] int64: `frequent_tokens` of the rows; prints the share of the text that they cover."""
     vocab_size = target.get_input_embeddings().num_embeddings
     vocabulary, coverage = frequent_tokens(rows, size, vocab_size)
     print(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of what the target wrote", flush=True)
@@ -78,9 +78,9 @@ def frequent_tokens(rows: Iterable[Mapping[str, Any]], size: int, vocab_size: in
     """The most frequent tokens of what the target wrote.
 
     Args:
-        rows: with the columns of `data.py`; neither prompts nor padding are counted.
-        size: tokens wanted.
-        vocab_size: of the target. Ids that never occur fill up in order of their number.
+        rows: with the columns of `data.py`; prompts and padding are not counted.
+        size: number of tokens to choose.
+        vocab_size: of the target. If too few ids occur, the lowest ids that do not occur are added.
 
     Returns:
         ids [size] int64, ascending, and the share of the text's tokens that they cover, from 0 to 1.

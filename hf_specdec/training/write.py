@@ -1,8 +1,8 @@
 """The command `hf-specdec write`: training text for drafters, from conversations that the target answers.
 
-What it writes is JSONL with the answered `messages` and their token ids; `hf-specdec train --data` takes the folder,
-for as many drafters as are wanted. Where no conversations are at hand, --questions has the target make them up. A
-stopped run goes on where it was; several processes (`torchrun`, `accelerate launch`) share the conversations.
+It writes JSONL with the answered `messages` and their token ids. `hf-specdec train --data` reads the folder, for any
+number of drafters. Without conversations, --questions lets the target generate them. The same command continues a
+stopped run; several processes (`torchrun`, `accelerate launch`) share the conversations.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
 
     Args:
         argv: the options; `--help` lists them.
-        program: what the user typed before them.
+        program: the command without the options, for `--help`.
 
     Raises:
         OSError: the conversations or the target cannot be read.
-        ValueError: a conversation, an option or the tokenizer is of no use; says which.
+        ValueError: a conversation, an option or the tokenizer is not valid; says which.
     """
     arguments = _parser(program).parse_args(argv)
     check_output(arguments.output)
     conversations = [] if arguments.data is None else read_conversations(arguments.data)
-    # The one that is done first waits for the others, hours where many long answers are left.
+    # The first process to finish waits for the others, up to hours.
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     check_template(tokenizer)  # before the target is loaded
@@ -69,17 +69,12 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
 
 
 def summary(folder: Path) -> str:
-    """What lies in a folder of answers, in one line."""
-    num_answers = num_tokens = num_ended = 0
-    for file in sorted(folder.glob("answers-*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            num_answers += 1
-            num_tokens += len(row["answer_ids"])
-            num_ended += row["ended"]
-    return (
-        f"{folder}: {num_answers:,} answers of {num_tokens:,} tokens; {num_ended / max(1, num_answers):.0%} are whole"
-    )
+    """One line to print about the answers in a folder."""
+    files = folder.glob("answers-*.jsonl")
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    num_tokens = sum(len(row["answer_ids"]) for row in rows)
+    ended = sum(row["ended"] for row in rows) / max(1, len(rows))
+    return f"{folder}: {len(rows):,} answers of {num_tokens:,} tokens; {ended:.0%} are complete"
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -87,16 +82,18 @@ def _parser(program: str) -> argparse.ArgumentParser:
         prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--target", required=True, help="folder or Hub id of the model that answers")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--data", help='JSONL with "messages", or the id of such a dataset on the Hub')
-    asked.add_argument("--questions", type=positive_int, help="have the target make up as many questions itself")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", help='JSONL with "messages", or the Hub id of such a dataset')
+    source.add_argument("--questions", type=positive_int, help="number of questions that the target generates itself")
     parser.add_argument("--output", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--temperature", type=not_negative_float, default=0.0, help="0 is greedy")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=384, help="of one answer")
-    parser.add_argument("--max-length", type=positive_int, default=768, help="of a conversation with its answer")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=384, help="most tokens of an answer")
+    parser.add_argument(
+        "--max-length", type=positive_int, default=768, help="most tokens of a conversation with its answer"
+    )
     parser.add_argument("--batch-size", type=positive_int, default=32, help="conversations per forward and file")
     parser.add_argument("--seed", type=seed_number, default=0, help="of sampling")
     parser.add_argument(
-        "--bf16", action=argparse.BooleanOptionalAction, help="number type of the target; default: what is faster here"
+        "--bf16", action=argparse.BooleanOptionalAction, help="dtype of the target; default: the faster one here"
     )
     return parser

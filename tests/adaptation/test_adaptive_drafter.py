@@ -281,7 +281,7 @@ def test_good_weights_are_those_that_served_a_good_window(target: PreTrainedMode
 
     def at_the_end_of_a_good_window(value: float) -> None:
         torch.nn.init.constant_(drafter.norm.weight, value)
-        learner.keep()
+        learner.mark_good()
 
     for value in (1.0, 2.0, 3.0):
         at_the_end_of_a_good_window(value)
@@ -289,7 +289,7 @@ def test_good_weights_are_those_that_served_a_good_window(target: PreTrainedMode
     learner.revert()
     assert drafter.norm.weight.unique().tolist() == [2.0]  # the window that ended with 3.0 began with it
     assert learner.learning.norm.weight.unique().tolist() == [2.0]
-    learner.keep()
+    learner.mark_good()
     learner.revert()
     assert drafter.norm.weight.unique().tolist() == [2.0]
 
@@ -384,7 +384,7 @@ def test_an_update_that_is_no_number_is_refused(target: PreTrainedModel, drafter
     else:
         broken = norm.weight.register_hook(lambda gradient: gradient * torch.nan)
     serve(target, adaptive, prompts(1))
-    message = {"loss": "loss is nan at gradient step 1 of 1", "weight": "weights are not finite after the last"}
+    message = {"loss": "at gradient step 1 of 1 the loss is nan", "weight": "weights are not finite after the last"}
     with pytest.raises(RuntimeError, match=f"An update of the drafter failed: FloatingPointError: {message[what]}"):
         adaptive.wait()
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
@@ -552,7 +552,7 @@ def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: Pret
     assert adaptive.method == "specblock"
     with pytest.raises(ValueError, match="tree_budget=0 must be an integer"):
         adaptive.set_options(tree_budget=0)
-    with pytest.raises(ValueError, match="tree_budget='auto' decodes some rounds plainly"):
+    with pytest.raises(ValueError, match="tree_budget='auto' skips drafting in some rounds"):
         adaptive.set_options(tree_budget="auto")
     adaptive.options.num_blocks = 1
     assert adaptive.options is drafter.options
@@ -561,14 +561,14 @@ def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: Pret
 
 
 def test_what_cannot_learn_or_serve_says_so(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    with pytest.raises(ValueError, match="A DFlashDrafter cannot learn while it serves; drafters that can: specblock"):
+    with pytest.raises(ValueError, match="A DFlashDrafter does not support adaptation; methods that do: specblock"):
         AdaptiveDrafter(make_dflash(target), target)
     adaptive = AdaptiveDrafter(drafter, target)
     other = fresh_target("llama", "sdpa", torch.float64)
     with pytest.raises(ValueError, match="learns from target .* passed to another one"):
         other.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
     adaptive.close()
-    with pytest.raises(ValueError, match="was closed: pass its .drafter as assistant_model"):
+    with pytest.raises(ValueError, match="is closed: pass its .drafter as assistant_model"):
         target.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import re
 
@@ -19,7 +18,7 @@ from hf_specdec.training.chat import (
     write_answers,
     write_questions,
 )
-from hf_specdec.training.progress import TokenProgress
+from hf_specdec.training.progress import token_progress
 from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
 
@@ -51,9 +50,9 @@ def conversations(tmp_path, *talks):
 
 
 def answered(target, prompts, room, temperature, seed=0):
-    with TokenProgress("answers", sum(room), stream=io.StringIO()) as progress:
+    with token_progress("answers", sum(room)) as progress:
         written = answers(target, prompts, room, temperature, torch.Generator().manual_seed(seed), progress)
-    assert progress.done == sum(map(len, written))
+    assert progress.n == sum(map(len, written))
     return written
 
 
@@ -124,7 +123,7 @@ def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenize
     written = second.stat().st_mtime_ns
     assert written_rows(write_answers(target, tokenizer, data, tmp_path / "parts", settings)) == whole
     assert second.stat().st_mtime_ns == written, "what is there is not written again"
-    with pytest.raises(ValueError, match=r"written otherwise: temperature 0.9, now 0.0. Give what they were"):
+    with pytest.raises(ValueError, match=r"written with other settings: temperature 0.9, now 0.0. To continue,"):
         write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=2))
 
 
@@ -143,7 +142,7 @@ def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_pat
     (tmp_path / "talks.jsonl").write_text(json.dumps(talk("x = 1", "why")) + "\n")
     arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--max-new-tokens", "4"]
     main([*arguments, "--data", str(tmp_path / "talks.jsonl"), "--no-bf16"])
-    assert re.search(r"out: 2 answers of \d tokens; \d+% are whole", capsys.readouterr().out)
+    assert re.search(r"out: 2 answers of \d tokens; \d+% are complete", capsys.readouterr().out)
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
     assert (recipe["dtype"], recipe["temperature"]) == ("float32", 0.0)
     with pytest.raises(FileNotFoundError, match=r"no file '.*none.jsonl'. Give a JSONL file, or the id of a dataset"):
@@ -164,7 +163,7 @@ def test_a_target_makes_up_its_questions_and_answers_them(tokenizer, tmp_path, c
     arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--questions", "100",
                  "--max-new-tokens", "4", "--no-bf16"]  # fmt: skip
     main(arguments)
-    assert "target asks" in capsys.readouterr().err
+    assert "target writes questions" in capsys.readouterr().err
     files = sorted((tmp_path / "out/questions").glob("*.jsonl"))
     assert [file.name for file in files] == ["questions-0-000000.jsonl", "questions-0-000001.jsonl"]
     asked = read_questions(tmp_path / "out/questions", 100)
@@ -188,7 +187,7 @@ def test_questions_follow_the_target(tokenizer, tmp_path):
     probs = target(torch.tensor([opening])).logits[0, -1].softmax(-1)
     ordered, ids = probs.sort(descending=True)
     kept = ids[ordered.cumsum(0) - ordered < 0.95]
-    with TokenProgress("asks", 10_000, stream=io.StringIO()) as progress:
+    with token_progress("asks", 10_000, shown=False) as progress:
         draw = torch.Generator().manual_seed(0)
         drawn = answers(target, [opening] * 10_000, [1] * 10_000, 1.0, draw, progress, top_p=0.95)
     counts = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=len(probs))
@@ -199,12 +198,12 @@ def test_questions_follow_the_target(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     ("template", "lacks"),
-    [("{{ messages[0]['content'] }}[/q]", "beginning"), ("[q]{{ messages[0]['content'] }}", "end")],
+    [("{{ messages[0]['content'] }}[/q]", "before"), ("[q]{{ messages[0]['content'] }}", "after")],
 )
 def test_a_template_without_marks_around_a_question_is_refused(target, tokenizer, tmp_path, template, lacks):
     asking = copy.deepcopy(tokenizer)
     asking.chat_template = template
-    with pytest.raises(ValueError, match=f"a question has no {lacks} of its own"):
+    with pytest.raises(ValueError, match=f"has no tokens {lacks} a question"):
         write_questions(target, asking, 4, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

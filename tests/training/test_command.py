@@ -27,7 +27,7 @@ from hf_specdec import load_drafter
 from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import main
 from hf_specdec.training.specblock import new_drafter
-from hf_specdec.training.start_from import go_on_from
+from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.text import read_text
 from tests.targets import HYBRIDS, fresh_target, make_target, one_prompt, tiny_tokenizer
 
@@ -46,7 +46,7 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
     earlier.set_options(tree_budget=7)
     earlier.save_pretrained(tmp_path)
     drafter = new_drafter(target, torch.arange(32))
-    record = go_on_from(drafter, tmp_path, target)
+    record = initialize_from(drafter, tmp_path, target)
     assert drafter.options.tree_budget == 7
     for name, tensor in earlier.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
@@ -56,8 +56,8 @@ def test_training_goes_on_from_the_weights_and_the_vocabulary_of_an_earlier_draf
 
 def test_an_earlier_drafter_of_another_shape_raises(target: PreTrainedModel, tmp_path: Path) -> None:
     new_drafter(target, torch.arange(0, 64, 2), layer_wise_shift=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"shift_proj\.0\.weight is missing there .* \(1 such differences\)"):
-        go_on_from(new_drafter(target, torch.arange(32)), tmp_path, target)
+    with pytest.raises(ValueError, match=r"shift_proj\.0\.weight is missing there .* \(1 differences\)"):
+        initialize_from(new_drafter(target, torch.arange(32)), tmp_path, target)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_earlier_drafter_whose_weights_mean_something_else_raises(
     dflash.new_drafter(target, **settings).save_pretrained(tmp_path)
     drafter = dflash.new_drafter(target, **settings | {field: here})
     with pytest.raises(ValueError, match=re.escape(f"{field} is {there} there and {here} here")):
-        go_on_from(drafter, tmp_path, target)
+        initialize_from(drafter, tmp_path, target)
 
 
 @pytest.mark.parametrize("settings", [{}, {"head": "full"}, {"vocabulary": torch.arange(0, 64, 2)}])
@@ -84,7 +84,7 @@ def test_training_goes_on_from_exit_heads_that_lie_in_files_of_their_own(
             parameter.normal_()
     earlier.save_pretrained(tmp_path)
     drafter = specbound.new_drafter(target, **shape)
-    go_on_from(drafter, tmp_path, target)
+    initialize_from(drafter, tmp_path, target)
     for name, tensor in earlier.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
 
@@ -97,14 +97,14 @@ def test_training_goes_on_with_the_vocabulary_that_lies_beside_the_weights(
     ids = torch.arange(0, 64, 2)
     torch.save({"d2t": ids - torch.arange(32), "t2d": torch.arange(64) % 2 == 0}, tmp_path / "vocab_mapping.pt")
     drafter = new_drafter(target, torch.arange(32))
-    go_on_from(drafter, tmp_path, target)
+    initialize_from(drafter, tmp_path, target)
     assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
 
 
 def test_an_earlier_drafter_of_another_method_raises(target: PreTrainedModel, tmp_path: Path) -> None:
     new_drafter(target, torch.arange(0, 64, 2)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds a SpecBlockDrafter, but a SpecBoundDrafter is to be trained"):
-        go_on_from(specbound.new_drafter(target, exit_layers=[1]), tmp_path, target)
+    with pytest.raises(ValueError, match=r"holds a SpecBlockDrafter, but --method trains a SpecBoundDrafter"):
+        initialize_from(specbound.new_drafter(target, exit_layers=[1]), tmp_path, target)
 
 
 def test_documents_of_a_jsonl_file_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_text_that_cannot_be_read_is_told_with_file_and_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rows", "0"], "^0 rows of the target's text were asked for"),
-        (["--prompt-tokens", "6", "4"], "^Prompts of 6 to 4 tokens were asked for"),
+        (["--rows", "0"], "^The number of rows to write is 0, but must be at least 1"),
+        (["--prompt-tokens", "6", "4"], "^Prompts of 6 to 4 tokens are not possible"),
         (["--plain-share", "1"], r"^plain_share=1\.0 must be at least 0 and less than 1"),
         (["--output", __file__], r"^--output '.*test_command\.py' cannot be a folder: '.*test_command\.py' is a file"),
         (["--output", f"{__file__}/new"], r"^--output '.*new' cannot be a folder: '.*test_command\.py' is a file"),
@@ -206,13 +206,16 @@ def test_too_little_plain_text_is_refused_before_the_target_writes(place: Path) 
         (["--mask-token-id", "64"], "writes mask_token_id 64, but target .* has only 64 embeddings"),
         ([], r"target 'target' has no mask token, its tokens fill all 64 rows .* --mask-token-id"),
         (["--mask-token-id", "1", "--start-from", "earlier"], "block_size is 3 there and 8 here"),
-        (["--mask-token-id", "1", "--new-tokens", "5000"], "Texts have up to 5016 tokens, .* max_position_embeddings "),
+        (
+            ["--mask-token-id", "1", "--new-tokens", "5000"],
+            r"Texts have up to 5016 tokens \(.* together\), but .* has max_position_embeddings ",
+        ),
         (["--mask-token-id", "1", "--text", "held_out.jsonl"], "None of 1 documents has more than 8 tokens"),
         (["--method", "specblock", "--window", "2"], "window=2 must be at least 6"),
         (["--method", "specbound", "--exit-layers", "9"], r"exit layers \[9\] must be from 1 to 3"),
         (
             ["--method", "specbound", "--start-from", "earlier"],
-            "holds a DFlashDrafter, but a SpecBoundDrafter is to be",
+            "holds a DFlashDrafter, but --method trains a SpecBoundDrafter",
         ),
     ],
 )
@@ -230,7 +233,7 @@ def test_what_does_not_fit_is_refused_before_the_target_writes(place: Path, opti
 
 def test_losses_that_cannot_use_the_target_are_refused_before_it_writes(place: Path) -> None:
     make_target("granite", dtype=torch.float32).save_pretrained(place / "target")  # divides its logits by 3
-    with pytest.raises(ValueError, match="GraniteForCausalLM differ by .* it transforms them in a way unknown here"):
+    with pytest.raises(ValueError, match="GraniteForCausalLM differ by .* it transforms them in a way that is not sup"):
         train("--loss", "kl", "--steps", "2", "--output", "drafter")
     assert not (place / "work").exists()
 
@@ -293,8 +296,8 @@ def test_the_number_type_is_what_the_device_is_fast_in_unless_one_is_asked_for(
     assert optimizers[0].parts[0].dtype == dtype  # of Muon's iteration
     # Drafter and target. The checkpoint is in bfloat16; where that is slow, the target must not compute in it either.
     assert computed == {dtype}
-    said = f"number type: {'bfloat16' if bf16 else 'float32'}, since of a trial; --{'no-' if bf16 else ''}bf16 chooses"
-    assert (said in capsys.readouterr().out) == (not options)
+    line = f"dtype: {'bfloat16' if bf16 else 'float32'}, because of a trial; --{'no-' if bf16 else ''}bf16 overrides"
+    assert (line in capsys.readouterr().out) == (not options)
 
 
 def test_a_run_goes_on_in_its_number_type_whatever_a_new_trial_finds(
@@ -315,9 +318,9 @@ def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, cha
         write_text(place, first=3)
     else:
         make_target("llama", dtype=torch.float32, initializer_range=0.2).save_pretrained(place / "target")
-    named = {"text": r"text 'text\.jsonl'", "target": "target 'target'"}[changed]
+    named = {"text": r"--text 'text\.jsonl'", "target": "--target 'target'"}[changed]
     with pytest.raises(
-        ValueError, match=rf"'work/checkpoints-\w+' was begun with something else in place of the {named}:"
+        ValueError, match=rf"cannot continue the run in 'work/checkpoints-\w+': {named} changed since, .* --resume out"
     ):
         train("--steps", "2", "--output", "other", "--resume")
     train("--steps", "2", "--output", "other")  # anew
@@ -328,7 +331,7 @@ def test_a_run_whose_text_or_target_changed_is_not_gone_on_with(place: Path, cha
 def test_a_run_that_does_not_tell_its_text_and_target_is_not_gone_on_with(place: Path) -> None:
     train("--steps", "2", "--output", "drafter")
     next(place.glob("work/checkpoints-*/inputs.json")).unlink()
-    with pytest.raises(ValueError, match=r"was begun with no inputs\.json to tell by: .* leave --resume out"):
+    with pytest.raises(ValueError, match=r": it has no inputs\.json, so its inputs are unknown, .* leave --resume out"):
         train("--steps", "2", "--output", "drafter", "--resume")
 
 
@@ -398,7 +401,7 @@ def test_drafters_are_trained_for_targets_of_every_kind_of_layer(method: str, fa
     target = make_target(family, HYBRIDS[family][2][-1], dtype=torch.float32)
     target.save_pretrained(place / "target")
     if method == "causal_lm" and family in ALONE_OF_NO_USE:
-        with pytest.raises(ValueError, match=f"cannot be taken into .* of its kind: {ALONE_OF_NO_USE[family]}"):
+        with pytest.raises(ValueError, match=f"do not make a model that drafts: {ALONE_OF_NO_USE[family]}"):
             main([*COMMON, "--method", method, "--steps", "2", "--output", "drafter"])
         assert not (place / "work").exists()
         return

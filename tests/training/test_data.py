@@ -77,13 +77,14 @@ def test_greedy_rows_are_the_targets_own_continuations(target, documents, tmp_pa
 
 
 def test_progress_is_told_in_tokens_while_a_batch_is_under_way(target, documents, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0)
-    line = r"target {}: {} of {} tokens, [\d.,]+ tokens/s, 0:0\d left"
+    bar = progress.tqdm
+    monkeypatch.setattr(progress, "tqdm", lambda **settings: bar(**settings | {"mininterval": 0, "miniters": 1}))
+    line = r"target {}: .* {}/{} \[.*\]"
 
     def expect(work, first, total, run):
         result = run()
-        lines = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(line.format(work, first, total), lines[0]), lines
+        lines = [each.strip() for each in re.split(r"[\r\n]", capsys.readouterr().err) if each.strip()]
+        assert re.fullmatch(line.format(work, first, total), lines[1]), lines
         assert re.fullmatch(line.format(work, total, total), lines[-1]), lines
         run()
         assert not capsys.readouterr().err, "nothing is left to do"
@@ -196,7 +197,7 @@ def test_states_at_minus_one_enter_the_first_layer_and_those_past_the_last_leave
 
 
 def test_writing_stops_when_its_time_is_over(target, documents, tmp_path):
-    with pytest.raises(ValueError, match=r"max_minutes=0 left no time for a single batch of 4 rows"):
+    with pytest.raises(ValueError, match=r"max_minutes=0 was too short to write a batch of 4 rows"):
         write(target, documents, tmp_path, max_minutes=0)
     with pytest.raises(ValueError, match=r"None of 20 documents has more than 40 tokens"):
         write(target, documents, tmp_path, prompt_lengths=(40, 50))
@@ -208,9 +209,9 @@ def test_a_worker_more_than_there_are_batches_has_nothing_to_do(target, document
 
 
 def test_wishes_that_no_text_can_meet_are_refused(target, documents, tmp_path):
-    with pytest.raises(ValueError, match=r"^0 rows of the target's text were asked for; ask for at least 1"):
+    with pytest.raises(ValueError, match=r"^The number of rows to write is 0, but must be at least 1"):
         write(target, documents, tmp_path, num_rows=0)
-    with pytest.raises(ValueError, match=r"Prompts of 7 to 4 tokens were asked for; the shortest must have"):
+    with pytest.raises(ValueError, match=r"Prompts of 7 to 4 tokens are not possible: the shortest must have"):
         write(target, documents, tmp_path, prompt_lengths=(7, 4))
     assert not list(tmp_path.iterdir())
 

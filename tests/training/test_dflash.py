@@ -229,7 +229,7 @@ def test_cached_states_give_the_loss_of_states_on_the_fly():
     states = step.reader.read(batch["input_ids"])
     cached = batch | {"features": states.features, "last_hidden": states.last_hidden}
     torch.testing.assert_close(step(drafter, cached, training=False).loss, step(drafter, batch, training=False).loss)
-    with pytest.raises(ValueError, match=r"cached states hold no last_hidden"):
+    with pytest.raises(ValueError, match=r"needs last_hidden, but the cached states have none"):
         step(drafter, batch | {"features": states.features}, training=False)
 
 
@@ -276,7 +276,7 @@ def test_target_that_scales_its_logits_is_refused_for_soft_losses():
     target = fresh_target("granite")
     drafter = new_drafter(target, mask_token_id=1, block_size=4).double()
     batch = batch_of(random_ids(2, 14))
-    with pytest.raises(ValueError, match=r"logits of target GraniteForCausalLM differ by .* train with loss=\"ce\""):
+    with pytest.raises(ValueError, match=r"logits of target GraniteForCausalLM differ by .* Train with loss=\"ce\""):
         DFlashStep(drafter, target, loss="kl")(drafter, batch, training=True)
     DFlashStep(drafter, target, loss="ce")(drafter, batch, training=True)
 
@@ -294,7 +294,9 @@ def test_arguments_out_of_range_raise():
 @pytest.mark.parametrize("field", ["own_embeddings", "own_head"])
 def test_drafters_of_other_layouts_are_refused(field):
     target, drafter = make_pair(dflash_config={field: True})
-    with pytest.raises(ValueError, match=rf"has {field} in its dflash_config, from another layout .* or a new one"):
+    with pytest.raises(
+        ValueError, match=rf"has {field} in its dflash_config, but this step trains .* train a new drafter"
+    ):
         DFlashStep(drafter, target)
 
 
@@ -317,9 +319,9 @@ def mask_token(text: list[int], *, vocab: int = VOCAB, mask: str | None = None, 
     ("text", "settings", "expected", "said"),
     [
         ([], {"mask": "<file>"}, FIRST + 4, "'<file>', the tokenizer's mask token"),
-        ([], {"vocab": VOCAB - 4}, VOCAB - 4, "an embedding row of the target without a token"),
-        ([], {}, FIRST + 3, "'<|reserved_3|>', a special token that neither the chat template nor the text uses"),
-        ([FIRST + 3], {}, FIRST + 6, "'<script>', a special token that neither the chat template nor the text uses"),
+        ([], {"vocab": VOCAB - 4}, VOCAB - 4, "an embedding row of the target that has no token"),
+        ([], {}, FIRST + 3, "'<|reserved_3|>', a special token that is not in the chat template or the text"),
+        ([FIRST + 3], {}, FIRST + 6, "'<script>', a special token that is not in the chat template or the text"),
         ([FIRST + 3], {"template": "{{ '<script>' }}"}, FIRST + 5, "'<tool>', a special token that"),
     ],
 )
@@ -330,5 +332,5 @@ def test_a_mask_token_is_found_that_nothing_else_uses(text, settings, expected, 
 
 
 def test_no_token_without_a_use_raises_and_names_the_option():
-    with pytest.raises(ValueError, match=r"each of its 8 special tokens has a use .* --mask-token-id"):
+    with pytest.raises(ValueError, match=r"each of its 8 special tokens is used by .* --mask-token-id"):
         mask_token([FIRST + 3, FIRST + 6], template="<tool> <file>")

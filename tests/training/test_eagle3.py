@@ -120,5 +120,5 @@ def test_drafters_that_cannot_be_trained_are_refused(target: PreTrainedModel) ->
     with pytest.raises(ValueError, match=r"decay=1\.5 must be above 0 and at most 1"):
         Eagle3Step(drafter, target, decay=1.5)
     drafter.config.own_embeddings = True
-    with pytest.raises(ValueError, match="has token embeddings of its own, which are not trained here"):
+    with pytest.raises(ValueError, match="has token embeddings of its own, and this step does not train them"):
         Eagle3Step(drafter, target)

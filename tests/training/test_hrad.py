@@ -160,8 +160,11 @@ def run_command(folder: Path, *options: str) -> PreTrainedModel:
     ("options", "message"),
     [
         (["--prompt-tokens", "13"], "19 documents gave 0 prompts of --prompt-tokens 13 tokens"),
-        (["--num-prompts", "1"], r"gave 1 prompts .* \(--num-prompts 1\), but one is trained on and another held out"),
-        (["--new-tokens", "5000"], "Texts have up to 5004 tokens, .* has max_position_embeddings "),
+        (["--num-prompts", "1"], r"gave 1 prompts .* \(--num-prompts 1\), but 2 are needed"),
+        (
+            ["--new-tokens", "5000"],
+            r"Texts have up to 5004 tokens \(.* together\), but .* has max_position_embeddings ",
+        ),
         (["--examples", "examples.safetensors"], "have 40 features each, but the H-RAD of this pair reads "),
     ],
 )
@@ -183,7 +186,7 @@ def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = run_command(tmp_path)
-    assert re.search(r"the pair writes: (\d+) of \1 tokens, .* tokens/s, 0:00 left\n", capsys.readouterr().err)
+    assert re.search(r"the pair writes: 100%.* (\d+)/\1 \[", capsys.readouterr().err)
     drafter = load_drafter(tmp_path / "drafter", target, parallel=False, lengths="fixed")
     assert drafter.config.draft_model == "../draft"
     assert drafter.training_record["epochs"] == 2
@@ -237,6 +240,6 @@ def test_prompts_are_what_an_assistant_is_asked(tmp_path: Path) -> None:
     )  # fmt: skip
     assert load_drafter(tmp_path / "drafter", target).training_record["epochs"] == 1
     (tmp_path / "talks.jsonl").write_text(json.dumps(talk("x")) + "\n")
-    with pytest.raises(ValueError, match=r"talks.jsonl holds 1 conversation, but one is trained on and another held"):
+    with pytest.raises(ValueError, match=r"talks.jsonl holds 1 conversation, but 2 are needed"):
         main(["--target", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft"), "--output", "no",
               "--data", str(tmp_path / "talks.jsonl")])  # fmt: skip

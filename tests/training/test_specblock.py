@@ -156,7 +156,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
     outputs: list[Any] = []
     drafter.register_forward_hook(lambda module, args, output: outputs.append(output))
     everywhere = torch.ones_like(ids, dtype=torch.bool)
-    _, probs = step.target_law(states.last_hidden)
+    _, probs = step.target_labels(states.last_hidden)
     cuts = [2, 3]
     with torch.no_grad():
         step.chain(drafter, states.features, ids, probs, everywhere, everywhere, training=True, cuts=cuts)
@@ -187,7 +187,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
                 mask=generator._path_mask(starts, generator.cache.longest, generator.cache.lengths),
                 cache=generator.cache,
             )
-            generator.cache.hold(3)
+            generator.cache.continue_round(3)
             torch.testing.assert_close(hidden[:, 0], outputs[block].hidden[:, root - 1], rtol=1e-4, atol=1e-5)
 
 
@@ -398,7 +398,7 @@ def test_an_option_out_of_range_raises(target: PreTrainedModel, settings: dict[s
 
 
 def test_a_rank_head_of_other_classes_cannot_be_trained(target: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="rank head has 3 classes, but labels have 4"):
+    with pytest.raises(ValueError, match="rank head has 3 classes, but the labels have 4"):
         SpecBlockStep(make_specblock(target, rank_classes=3), target)
 
 

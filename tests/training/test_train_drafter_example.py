@@ -124,6 +124,6 @@ def test_two_processes_have_the_losses_of_one_on_as_many_rows(tiny, tmp_path, la
 
 def test_sharding_is_refused_before_anything_is_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"FSDP was asked for .* trained whole in each process"):
+    with pytest.raises(ValueError, match=r"FSDP is enabled .* each process trains the whole drafter"):
         main(arguments(tiny, tmp_path))
     assert not (tmp_path / "work").exists()

@@ -1,6 +1,6 @@
-"""The losses of one SpecBlock block: draft and rank loss under the valid-prefix mask.
+"""The losses of one SpecBlock block: draft and rank loss with the valid-prefix mask.
 
-Source: SpecBlock, Section 3.3; where the published code does otherwise, an argument says so. `step.py` chains blocks.
+Source: SpecBlock, Section 3.3; arguments select the variants of the published code. `step.py` chains blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SlotWeights = Literal["alike", "by_count"]
 
 
 def smoothed_classes(num_classes: int) -> Tensor:
-    """Row t: the soft label of bucket t. Mass falls with distance, faster towards better buckets (published code).
+    """Row t: the soft label of bucket t. It decays with distance, faster towards better buckets (published code).
 
     Example:
         >>> smoothed_classes(2)
@@ -38,10 +38,10 @@ class BlockLosses:
     Attributes:
         draft: [slots] float32, Eq. 6 of each slot.
         rank: scalar float32.
-        correct: [batch, positions, slots] bool, whether a slot's likeliest token is the target's likeliest in the
-            draft vocabulary; False past the end.
-        valid: [batch, positions, slots + 1] bool, Eq. 5: valid[..., k] is whether slots before k were all right.
-        rank_classes: [batch, positions, slots] int64, true buckets; -1 where the rank loss does not count them.
+        correct: [batch, positions, slots] bool, whether a slot's most probable token is the target's most probable one
+            in the draft vocabulary; False beyond the end.
+        valid: [batch, positions, slots + 1] bool, Eq. 5: valid[..., k] is whether all slots before k are right.
+        rank_classes: [batch, positions, slots] int64, true buckets; -1 for slots outside the rank loss.
     """
 
     draft: Tensor
@@ -72,20 +72,20 @@ def block_losses(
         logits: [batch, positions, slots, draft_vocab] float32.
         rank_logits: [batch, positions, slots, classes] float32.
         target_probs: [batch, rows, draft_vocab] float32, the target's over the draft vocabulary. Slot k of position i
-            belongs to row i + offset + k; rows past the end may be missing.
-        position_mask: [batch, rows] bool, rows that can be learned: real text, best token in the draft vocabulary.
+            belongs to row i + offset + k; rows beyond the end may be missing.
+        position_mask: [batch, rows] bool, rows that are trained: text whose best token is in the draft vocabulary.
         start_mask: [batch, positions] bool, positions that count as starts.
         offset: tokens that earlier blocks of the chain have drafted.
-        valid_prefix: apply the mask of Eq. 5; without it every slot counts (Table 2).
-        slot_weights: "alike" has every slot's mean in the sum, Eq. 6. "by_count" divides the sums of all slots by the
-            positions of the first: in a small batch a late slot has a handful of valid positions, or none, and their
-            mean is mostly noise, as loud as the first slot's hundreds.
-        top_k: the draft loss looks at the target's likeliest tokens only, with their probabilities as they are.
-        rank_loss: "paper" is cross-entropy on the positions of the draft loss. "published" has smoothed labels, weighs
-            1 + distance and once more the distance to worse buckets than said, and follows a mask of its own, which
-            ends a path where the rank head was wrong.
-        rank_budget: with it, a bucket of a slot counts as this many examples at most.
-        length: of the text whose first `positions` positions these are; no longer than they where None.
+        valid_prefix: apply the mask of Eq. 5; False: every slot counts (Table 2).
+        slot_weights: "alike" sums the means of the slots, Eq. 6. "by_count" divides the sums of all slots by the
+            number of positions of the first: in a small batch a late slot has few valid positions, and their mean is
+            noise with the same weight as the first slot's.
+        top_k: the draft loss uses the target's most probable tokens only, with unchanged probabilities.
+        rank_loss: "paper" is cross-entropy on the positions of the draft loss. "published" has smoothed labels and
+            the weight 1 + distance, plus the distance again if the true bucket is worse than the predicted one; its
+            mask ends a path where the rank head is wrong.
+        rank_budget: a bucket of a slot counts as at most this many examples; None for no limit.
+        length: of the text that starts with these `positions` positions; None for `positions`.
     """
     _, positions, slots, _ = logits.shape
     missing = positions + offset + slots - target_probs.shape[1]
@@ -100,44 +100,44 @@ def block_losses(
     rank_path = path
     valid, draft, correct, classes = [path], [], [], []
     rank_sum, rank_count = logits.new_zeros(()), logits.new_zeros(())
-    # Not indexed slot by slot: each index would fill a gradient as large as all logits with zeros.
-    for slot, (at_slot, said) in enumerate(zip(logits.unbind(2), rank_logits.unbind(2), strict=True)):
+    # unbind and not an index per slot: the gradient of each index would be a zero tensor as large as all logits.
+    for slot, (slot_logits, slot_rank_logits) in enumerate(zip(logits.unbind(2), rank_logits.unbind(2), strict=True)):
         rows = slice(offset + slot, offset + slot + positions)
-        # The last positions have no room for later slots.
-        room = torch.arange(positions, device=logits.device) < (length or positions) - slot
-        there = position_mask[:, rows] & room
+        # The last positions have no tokens for later slots.
+        inside = torch.arange(positions, device=logits.device) < (length or positions) - slot
+        counted = position_mask[:, rows] & inside
         probs = target_probs[:, rows]
-        logprobs = at_slot.log_softmax(-1)
+        logprobs = slot_logits.log_softmax(-1)
         if top_k is None:
             entropy = -(probs * logprobs).sum(-1)
         else:
-            likeliest = probs.topk(top_k, dim=-1)
-            entropy = -(likeliest.values * logprobs.gather(-1, likeliest.indices)).sum(-1)
-        mask = there & path
+            top = probs.topk(top_k, dim=-1)
+            entropy = -(top.values * logprobs.gather(-1, top.indices)).sum(-1)
+        mask = counted & path
         if slot == 0 or slot_weights == "alike":
             normaliser = mask.sum().clamp(min=1)
         draft.append((entropy * mask).sum() / normaliser)
         token_ids = best_ids[:, rows]
-        right = at_slot.argmax(-1) == token_ids
-        correct.append(right & room)
+        right = slot_logits.argmax(-1) == token_ids
+        correct.append(right & inside)
 
-        truth = rank_classes(at_slot.detach(), token_ids)
-        mask = there & (path if rank_loss == "paper" else rank_path)
-        rank_entropy = -(labels[truth] * said.log_softmax(-1)).sum(-1)
+        truth = rank_classes(slot_logits.detach(), token_ids)
+        mask = counted & (path if rank_loss == "paper" else rank_path)
+        rank_entropy = -(labels[truth] * slot_rank_logits.log_softmax(-1)).sum(-1)
         weight = mask.float()
         if rank_budget is not None:
             seen = torch.stack([(mask & (truth == kind)).sum() for kind in range(len(labels))])
             weight = weight * (rank_budget / seen.clamp(min=1)).clamp(max=1)[truth]
         if rank_loss == "published":
-            distance = truth - said.argmax(-1)
+            distance = truth - slot_rank_logits.argmax(-1)
             rank_entropy = rank_entropy * (1 + distance.abs() + distance.clamp(min=0))
         rank_sum = rank_sum + (rank_entropy * weight).sum()
         rank_count = rank_count + weight.sum()
         classes.append(truth.where(mask, -1))
 
         if valid_prefix:
-            path = path & (right | ~room)
-            rank_path = rank_path & ((said.argmax(-1) == truth) | ~room)
+            path = path & (right | ~inside)
+            rank_path = rank_path & ((slot_rank_logits.argmax(-1) == truth) | ~inside)
         valid.append(path)
     return BlockLosses(
         torch.stack(draft),

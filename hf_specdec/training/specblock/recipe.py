@@ -1,4 +1,4 @@
-"""From options and training rows to a new SpecBlock drafter and its step: the draft vocabulary, shapes, the warm start.
+"""Makes a new SpecBlock drafter and its step from options and training rows: draft vocabulary, shapes, warm start.
 
 Source: SpecBlock, Section 4.1 and Appendix A.1; the vocabulary is chosen as in FR-Spec. The step is in `step.py`.
 """
@@ -11,13 +11,14 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, decoder_shape, register_recipe
+from hf_specdec.training.source import Source
 from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
 from hf_specdec.training.specblock.step import SpecBlockStep
 from hf_specdec.training.vocabulary import (
@@ -42,20 +43,20 @@ def new_drafter(
     layer_wise_shift: bool = True,
     warm_start: bool = False,
 ) -> SpecBlockDrafter:
-    """A SpecBlock drafter with random weights that fits a target; its layers have the target's shape.
+    """A SpecBlock drafter for a target, with random weights; its layers have the target's shape.
 
     Args:
         target: the model to draft for.
-        vocabulary: [draft_vocab] int64, ascending target ids that it can say; see `frequent_tokens`.
+        vocabulary: [draft_vocab] int64, ascending target ids of the draft vocabulary; see `frequent_tokens`.
         num_layers: L.
         block_size: K.
-        target_layer_ids: target layers to read; the published three where None.
-        intermediate_size: of the MLPs; by default the target's.
-        prefix_broadcast: see `SpecBlockConfig`; off is an ablation of Table 2.
-        layer_wise_shift: likewise.
-        warm_start: begin with the target's final norm and the rows of its head that the drafter can say, and with
-            projections that pass states on: means of the taps and of condition, token and query, a slot's own state in
-            place of the shift. The paper trains all from scratch (A.1), which short trainings cannot afford.
+        target_layer_ids: target layers to read; None for the published three.
+        intermediate_size: of the MLPs; None for the target's.
+        prefix_broadcast: see `SpecBlockConfig`; False is an ablation of Table 2.
+        layer_wise_shift: see `SpecBlockConfig`; False is an ablation of Table 2.
+        warm_start: start with the target's final norm, the rows of its head for the draft vocabulary, and projections
+            that average their inputs: the taps; condition, token and query; for the shift a slot's own state. The
+            paper trains everything from scratch (A.1), which takes longer.
     """
     if target_layer_ids is None:
         target_layer_ids = default_target_layer_ids(target.config.get_text_config(decoder=True).num_hidden_layers)
@@ -69,7 +70,7 @@ def new_drafter(
         target_layer_ids=list(target_layer_ids),
         num_hidden_layers=num_layers,
         draft_head_dim=head_dim,
-        # Norms per head, as in Qwen3; others have none, or one over all heads.
+        # Norms per head, as in Qwen3; other families have none, or one over all heads.
         qk_norm=query_norm is not None and list(query_norm.weight.shape) == [head_dim],
         prefix_broadcast=prefix_broadcast,
         layer_wise_shift=layer_wise_shift,
@@ -79,7 +80,7 @@ def new_drafter(
     drafter.set_vocabulary(vocabulary)
     drafter.check_target(target)
     if warm_start:
-        _pass_states_on(drafter)
+        _average_inputs(drafter)
         _copy_head(drafter, target)
         copy_final_norm(drafter.norm.weight, target)
     return drafter
@@ -87,18 +88,18 @@ def new_drafter(
 
 @torch.no_grad()
 def _copy_head(drafter: SpecBlockDrafter, target: PreTrainedModel) -> None:
-    """The drafter's head becomes the rows of the target's head that it can say."""
+    """Copies the rows of the target's head for the draft vocabulary."""
     drafter.lm_head.weight.copy_(head_weights(target, drafter.target_ids(torch.arange(len(drafter.d2t)))))
 
 
 @torch.no_grad()
-def _pass_states_on(drafter: SpecBlockDrafter) -> None:
-    """Adds to the random weights of the projections what makes each begin as a mean of its inputs."""
+def _average_inputs(drafter: SpecBlockDrafter) -> None:
+    """Adds the mean of its inputs to the random weights of each projection."""
     entry = drafter.input_layer
     for projection in (entry.condition_proj, entry.fuse):
         width = projection.out_features
         parts = projection.in_features // width
-        if projection.in_features == parts * width:  # taps may be of another width than the drafter
+        if projection.in_features == parts * width:  # taps may have another width than the drafter
             projection.weight.add_(torch.eye(width).repeat(1, parts) / parts)
     for shift in drafter.shift_proj:
         assert isinstance(shift, nn.Linear)
@@ -113,11 +114,11 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
     add_vocabulary_argument(group, DRAFT_VOCAB_SIZE)
     group.add_argument("--prefix-broadcast", action=switch, default=True)
     group.add_argument("--layer-wise-shift", action=switch, default=True)
-    group.add_argument("--warm-start", action=switch, default=False, help="begin with the target's head")
+    group.add_argument("--warm-start", action=switch, default=False, help="start with the target's head")
     group.add_argument(
         "--window", type=positive_int, help="positions of a row to train on, drawn anew each step; default: all"
     )
-    group.add_argument("--blocks", type=positive_int, default=2, help="chained blocks of a start")
+    group.add_argument("--blocks", type=positive_int, default=2, help="chained blocks per start")
     group.add_argument("--valid-prefix", action=switch, default=True)
     group.add_argument("--slot-weights", choices=get_args(SlotWeights), default="alike", help="by_count: small batches")
     group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
@@ -126,15 +127,12 @@ def _add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _prepare(
-    arguments: argparse.Namespace,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Sequence[int]],
+    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
 ) -> tuple[SpecBlockDrafter, SpecBlockStep]:
     size = checked_vocabulary_size(arguments.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
     drafter = new_drafter(
         target,
-        torch.arange(size or target.get_input_embeddings().num_embeddings),  # which tokens these are, the rows tell
+        torch.arange(size or target.get_input_embeddings().num_embeddings),  # replaced by `_read_rows`
         num_layers=arguments.layers,
         block_size=arguments.block_size,
         target_layer_ids=arguments.taps,
@@ -158,7 +156,7 @@ def _prepare(
 
 
 def _read_rows(arguments: argparse.Namespace, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
-    """The vocabulary becomes the most frequent tokens of the rows."""
+    """Sets the vocabulary to the most frequent tokens of the rows."""
     drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.d2t), target))
     if arguments.warm_start:
         _copy_head(drafter, target)
@@ -183,9 +181,8 @@ register_recipe(
             "warm_start",
             "window",
         ),
-        # Of the blocks that it was trained with, those that it drafts: learning the others would cost as much again.
-        # The few positions of an update are mostly of the best bucket. Unless every bucket counts alike, the rank head
-        # learns to say nothing else, and branches are lost faster than the other head gains.
+        # Only the blocks that are drafted are trained. Most of an update's few positions are in the best bucket:
+        # without equal weights the rank head would learn to predict only that one, and the tree would lose branches.
         adapting=lambda drafter, target: SpecBlockStep(
             drafter,
             target,

@@ -1,10 +1,10 @@
 """The SpecBlock training step: blocks from every position at once, chained with random cuts.
 
-Position i of a row is a start with the target's feature after token i as condition and token i + 1 as input; slot k is
-for token i + 2 + k. All starts of a row run in one forward, and each later block continues the block before at a cut
-that is drawn for it. A slot counts only where all slots before it were right, as the drafter will meet it: the losses
-are in `losses.py`. Source: SpecBlock, Section 3.3 and Appendix A. The drafter is in `hf_specdec/drafters/specblock/`,
-the target's side in `features.py`.
+Position i of a row is a start with the target's feature after token i as condition and token i + 1 as input; slot k
+drafts token i + 2 + k. All starts of a row run in one forward, and each later block continues the previous block at a
+random cut. A slot counts only if all slots before it are right, as in drafting; the losses are in `losses.py`.
+Source: SpecBlock, Section 3.3 and Appendix A. The drafter is in `hf_specdec/drafters/specblock/`, the target's side in
+`features.py`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class SpecBlockStep(AdaptiveStep):
     """Loss of one batch of rows for a `SpecBlockDrafter`: Eq. 7, summed over chained blocks.
 
     Args:
-        drafter: the drafter in training.
+        drafter: the drafter to train.
         target: the frozen target it drafts for.
-        num_blocks: chained blocks; the first and those that continue it at random cuts.
-        rank_start_step: optimizer steps before the rank loss counts.
-        valid_prefix: the mask of Eq. 5; off is an ablation of Table 2.
+        num_blocks: chained blocks, including the first.
+        rank_start_step: optimizer steps before the rank loss is added.
+        valid_prefix: the mask of Eq. 5; False is an ablation of Table 2.
         slot_weights: see `block_losses`.
         top_k: see `block_losses`.
         rank_loss: see `block_losses`.
         rank_budget: see `block_losses`.
         cross_position: slots of a later block also see that block's slots at earlier positions, as in the published
             training code. Drafting never sees them.
-        window: positions of a row that are trained on, drawn anew for every batch; None for all. The K entries per
-            position make attention the most expensive part of long rows.
-        sparse: read the heads only at starts that count. The loss is the same, and cheaper where few of the positions
-            do; the shapes vary from batch to batch.
+        window: length of the part of a row to train on, drawn for every batch; None for the whole row. With K entries
+            per position, attention is the most expensive part of long rows.
+        sparse: compute the heads only at starts that count. The loss is the same, and cheaper if few positions count;
+            the shapes vary from batch to batch.
 
     Raises:
         ValueError: the drafter does not fit the target, or an argument is out of range.
@@ -84,8 +84,9 @@ class SpecBlockStep(AdaptiveStep):
                 raise ValueError(f"{name}={choice!r} is not known; choose one of {list(get_args(known))}.")
         if drafter.config.rank_classes != len(RANK_BOUNDS) + 1:
             raise ValueError(
-                f"The drafter's rank head has {drafter.config.rank_classes} classes, but labels have "
-                f"{len(RANK_BOUNDS) + 1}: ranks up to {', '.join(map(str, RANK_BOUNDS))} and beyond."
+                f"The drafter's rank head has {drafter.config.rank_classes} classes, but the labels have "
+                f"{len(RANK_BOUNDS) + 1}: ranks up to {', '.join(map(str, RANK_BOUNDS))} and above. Train a drafter "
+                f"with rank_classes={len(RANK_BOUNDS) + 1}."
             )
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
         self.drafter = drafter
@@ -104,38 +105,40 @@ class SpecBlockStep(AdaptiveStep):
             batch, states = self._windowed(batch, states, training)
         assert states.last_hidden is not None
         input_ids = batch["input_ids"]
-        best_ids, target_probs = self.target_law(states.last_hidden)
+        best_ids, target_probs = self.target_labels(states.last_hidden)
         length = input_ids.shape[1]
-        # A start is a token that somebody drafts from, and something must follow it.
+        # A start is a token that drafting may start from; a token must follow it.
         starts = torch.arange(1, length + 1, device=input_ids.device)
         start_mask = (starts >= batch["first_anchor"].unsqueeze(1)) & (starts + 1 < batch["length"].unsqueeze(1))
-        sayable = self.drafter.t2d.to(best_ids.device)[best_ids]
-        kept: list[Tensor] | None = [] if self.keep_logits else None
+        draftable = self.drafter.t2d.to(best_ids.device)[best_ids]
+        logits: list[Tensor] | None = [] if self.keep_logits else None
+        position_mask = start_mask & draftable
         losses = self.chain(
-            model, states.features, input_ids, target_probs, start_mask, start_mask & sayable, training, kept=kept
+            model, states.features, input_ids, target_probs, start_mask, position_mask, training, all_logits=logits
         )
 
         rank_weight = 1.0 if not training or self.num_updates >= self.rank_start_step else 0.0
         loss = torch.stack([part.draft.sum() + rank_weight * part.rank for part in losses]).sum()
-        # With cuts at the end of every block the slots of all blocks are one chain; a random cut makes them overlap.
-        shown = losses[:1] if training else losses
-        correct = torch.cat([part.correct for part in shown], -1)
+        # Without training all cuts are at the ends of blocks, and the slots of all blocks are one chain; random cuts
+        # make them overlap.
+        measured = losses[:1] if training else losses
+        correct = torch.cat([part.correct for part in measured], -1)
         within = torch.arange(correct.shape[-1], device=input_ids.device)
         rows = torch.arange(length, device=input_ids.device).unsqueeze(-1) + within
         inside = (rows < length).expand(correct.shape)
         rows = rows.clamp(max=length - 1)
         labelled = start_mask.unsqueeze(-1) & start_mask[:, rows] & inside
-        # A token that the drafter cannot say is one that it gets wrong.
-        return StepOutput(loss, correct & sayable[:, rows], labelled, None if kept is None else torch.cat(kept))
+        # A token outside the draft vocabulary counts as a miss.
+        return StepOutput(loss, correct & draftable[:, rows], labelled, None if logits is None else torch.cat(logits))
 
     def head_logits(self, model: nn.Module, states: Tensor) -> Tensor:
         logits: Tensor = model.heads(states)[0]  # type: ignore[operator]
         return logits
 
-    def head_loss(self, model: nn.Module, states: Tensor, law: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def head_loss(self, model: nn.Module, states: Tensor, labels: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, rank_logits = model.heads(states)  # type: ignore[operator]
-        best_ids, target_probs = law
-        # Each position stands alone, a row with one start and one slot.
+        best_ids, target_probs = labels
+        # Each position is a row with one start and one slot.
         alone = torch.ones_like(best_ids, dtype=torch.bool).unsqueeze(1)
         losses = block_losses(
             logits[:, None, None], rank_logits[:, None, None], target_probs.unsqueeze(1),
@@ -150,7 +153,7 @@ class SpecBlockStep(AdaptiveStep):
     def _windowed(
         self, batch: Mapping[str, Tensor], states: TargetStates, training: bool
     ) -> tuple[dict[str, Tensor], TargetStates]:
-        """The same columns of all rows; without training, the ones after the shortest beginning."""
+        """The same part of all rows: random in training, else from the first position that a row drafts."""
         assert self.window is not None
         assert states.last_hidden is not None
         earliest = max(0, int(batch["first_anchor"].min()) - 1)
@@ -169,18 +172,18 @@ class SpecBlockStep(AdaptiveStep):
         return numbers
 
     @torch.no_grad()
-    def target_law(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's choice and its law over the draft vocabulary, for the token after each start.
+    def target_labels(self, last_hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's most probable token and its probs over the draft vocabulary, for the token after each start.
 
-        Row i is what follows token i + 1, the start of position i.
+        Row i belongs to the token after token i + 1, which is the start of position i.
 
         Returns:
             best_ids [batch, positions] int64 over the whole vocabulary, probs [batch, positions, draft_vocab] float32.
         """
-        return self.head_law(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
+        return self.head_labels(torch.cat([last_hidden[:, 1:], last_hidden[:, -1:]], 1))
 
     @torch.no_grad()
-    def head_law(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def head_labels(self, target_hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.reader.head(target_hidden)
         draft_ids = torch.arange(len(self.drafter.d2t), device=logits.device) + self.drafter.d2t.to(logits.device)
         return logits.argmax(-1), logits[..., draft_ids].softmax(-1)
@@ -195,26 +198,26 @@ class SpecBlockStep(AdaptiveStep):
         position_mask: Tensor,
         training: bool,
         cuts: Sequence[int] | None = None,
-        kept: list[Tensor] | None = None,
+        all_logits: list[Tensor] | None = None,
     ) -> list[BlockLosses]:
         """Runs all blocks and returns the losses of each.
 
         Args:
-            model: the drafter, or what a distributed run wrapped around it.
+            model: the drafter, or its wrapper in a distributed run.
             features: [batch, positions, taps * hidden].
-            input_ids: [batch, positions] int64, the row's tokens; past its end the last one stands in.
-            target_probs: [batch, positions, draft_vocab] float32, see `target_law`.
+            input_ids: [batch, positions] int64, the row's tokens; the last one is repeated beyond the end.
+            target_probs: [batch, positions, draft_vocab] float32, see `target_labels`.
             start_mask: [batch, positions] bool.
             position_mask: [batch, positions] bool.
-            training: draw cuts; else every block goes on at the end of the one before.
-            cuts: slots kept of every block but the last; drawn from 1 to K where None.
-            kept: receives the logits [positions, draft_vocab] of all slots that starts which count have.
+            training: draw the cuts; otherwise every block continues at the end of the previous one.
+            cuts: slots kept of every block except the last; None to draw them from 1 to K.
+            all_logits: a list to which the logits [positions, draft_vocab] of all slots of `start_mask` are appended.
         """
         config = self.drafter.config
         batch, positions, _ = features.shape
         slots, device = config.block_size, input_ids.device
         if cuts is None:
-            # On the CPU whatever the device: the cuts of a run do not depend on where it runs.
+            # Always drawn on the CPU, so that the cuts do not depend on the device.
             drawn = self._draw(1, slots + 1, self.num_blocks - 1) if training else []
             cuts = drawn or [slots] * (self.num_blocks - 1)
         masks = block_masks(positions, slots, cuts, cross_position=self.cross_position, device=device)
@@ -231,8 +234,8 @@ class SpecBlockStep(AdaptiveStep):
                 conditions, embeddings, at.expand(batch, -1), from_target=block == 0, mask=mask, cache=stored,
                 read=start_mask if self.sparse else None,
             )  # fmt: skip
-            if kept is not None:
-                kept.append((output.logits if self.sparse else output.logits[start_mask]).flatten(0, 1))
+            if all_logits is not None:
+                all_logits.append((output.logits if self.sparse else output.logits[start_mask]).flatten(0, 1))
             compute = sparse_block_losses if self.sparse else block_losses
             losses.append(
                 compute(
@@ -256,15 +259,15 @@ def sparse_block_losses(
     offset: int,
     **options: Any,
 ) -> BlockLosses:
-    """`block_losses` where the heads were read at the starts alone; both give the same losses.
+    """`block_losses` for heads that were computed at the starts only; the losses are the same.
 
-    `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] are those of the places in
-    `start_mask`, in order; all other arguments are as there.
+    `logits` [starts, slots, draft_vocab] and `rank_logits` [starts, slots, classes] belong to the True positions of
+    `start_mask`, in order; see `block_losses` for the other arguments.
     """
     slots, length = logits.shape[1], target_probs.shape[1]
-    row, place = start_mask.nonzero(as_tuple=True)
-    # Each start becomes a row of its own, with the rows of the target that its slots are for.
-    ahead = place.unsqueeze(1) + torch.arange(offset + slots, device=place.device)
+    row, position = start_mask.nonzero(as_tuple=True)
+    # Each start becomes a row, with the target's probs for its slots.
+    ahead = position.unsqueeze(1) + torch.arange(offset + slots, device=position.device)
     at = row.unsqueeze(1), ahead.clamp(max=length - 1)
     losses = block_losses(
         logits.unsqueeze(1), rank_logits.unsqueeze(1), target_probs[at], position_mask[at] & (ahead < length),
