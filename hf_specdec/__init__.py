@@ -1,7 +1,7 @@
 """hf_specdec: lossless speculative decoding with draft trees, plugged into `model.generate(assistant_model=...)`.
 
-Public names are imported on first use: `hf-specdec inspect` needs neither torch nor transformers. Importing any drafter
-lets `generate` accept it, see `integration.py`.
+Public names are imported on first use, so that `hf-specdec --help` does not wait for torch. Importing any drafter lets
+`generate` accept it, see `integration.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
     hf-specdec train ...                                from hf_specdec.training.command import main; main([...])
     hf-specdec bench ...                                from hf_specdec.benchmark.__main__ import main; main([...])
 
-Each subcommand imports only what it needs; `inspect` does not import torch.
+Each subcommand imports only what it needs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ All such keys that transformers 5.23 reads:
 
 `use_kernels`, `kernel_config`, `tp_plan`, `device_map` and `gguf_file` are arguments of `from_pretrained`; in a config
 nothing reads them. `generation_config.json` has no such key: `custom_generate` is a folder of code, which is not run
-either. This module needs neither torch nor transformers.
+either.
 """
 
 from __future__ import annotations

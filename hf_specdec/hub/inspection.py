@@ -1,8 +1,8 @@
-"""inspect_drafter: what a checkpoint is, and what is wrong with it, from its config and the headers of its weights.
+"""inspect_drafter: the format and problems of a checkpoint, from its config and the headers of its weights.
 
-Reads no weights and needs neither torch nor transformers, but for pickles older than torch 1.6. Weights on the Hub are
-downloaded only where the config leaves the format open. It looks at what `load_drafter` looks at before it loads; what
-only the target can tell is left to `load_drafter(..., target=model)`.
+It reads no weights: headers are compared with the drafter built on the meta device. Weights on the Hub are downloaded
+only if the config does not determine the format. It checks what `load_drafter` checks before it loads weights; the
+pairing with a target is checked by `load_drafter(..., target=model)`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
 from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.loading import make_blueprint
+from hf_specdec.hub.tensors import DTYPES, describe
 from hf_specdec.hub.wording import printable
 
-_FLOATING = ("F64", "F32", "F16", "BF16")
 # Of our fields, what a reader wants to see first; nested ones are looked for by their last part.
 _FACTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -210,36 +212,37 @@ def _describe(
     found.facts = {
         name: {**ours, **nested}[name] for name in _FACTS if {**ours, **nested}.get(name) not in (None, False)
     }
-    if format.shapes is not None:
-        stored = {ours: headers[theirs] for theirs, ours in reading.names.items()}
-        try:
-            expected = {name: shape for name, shape in format.shapes(ours).items() if name not in held - set(stored)}
-            found.problems += _differences(expected, stored)
-        except (TypeError, ValueError, ArithmeticError) as error:
-            found.problems.append(f"{CONFIG_FILE} describes no {format.name} drafter: {error}")
-    else:
+    if FAMILIES[format.family].load is not None:  # a plain language model
         found.problems += format.problems(fields, headers)
+        return
+    stored = {ours: headers[theirs] for theirs, ours in reading.names.items()}
+    _, blueprint = make_blueprint(format, ours, found.name)
+    tensors = blueprint.main_tensors() or blueprint.state_dict()
+    expected = {name: describe(tensor, Path()) for name, tensor in tensors.items() if name not in held - set(stored)}
+    found.problems += _differences(expected, stored)
 
 
-def _differences(expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """What is missing, too much, or of another shape or type than the config makes it."""
-    problems = [f"missing weight {name} {list(shape)}" for name, shape in expected.items() if name not in stored]
+def _differences(expected: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Tensors that are missing or unexpected, or have another shape or type than the config gives them."""
+    problems = [
+        f"missing weight {name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in stored
+    ]
     problems += [
         f"unknown weight {name} {list(tensor.shape)}" for name, tensor in stored.items() if name not in expected
     ]
-    for name, shape in expected.items():
-        if name in stored and stored[name].shape != shape:
-            problems.append(f"{name} is {list(stored[name].shape)}, but {CONFIG_FILE} makes it {list(shape)}")
-    tables = {"d2t": "I64", "t2d": "BOOL"}
+    for name, tensor in expected.items():
+        if name in stored and stored[name].shape != tensor.shape:
+            problems.append(f"{name} is {list(stored[name].shape)}, but {CONFIG_FILE} makes it {list(tensor.shape)}")
+    tables = {name: tensor.dtype for name, tensor in expected.items() if tensor.dtype not in DTYPES}
     problems += [
-        f"{name} is stored as {stored[name].dtype}, not as {kind}"
-        for name, kind in tables.items()
-        if name in expected and name in stored and stored[name].dtype != kind
+        f"{name} is stored as {stored[name].dtype}, not as {dtype}"
+        for name, dtype in tables.items()
+        if name in stored and stored[name].dtype != dtype
     ]
     problems += [
-        f"{name} is stored as {tensor.dtype}, which is not one of {', '.join(_FLOATING)}"
+        f"{name} is stored as {tensor.dtype}, which is not one of {', '.join(DTYPES)}"
         for name, tensor in stored.items()
-        if name not in tables and tensor.dtype not in _FLOATING
+        if name not in tables and tensor.dtype not in DTYPES
     ]
     most = 12
     return problems[:most] + ([f"and {len(problems) - most} more"] if len(problems) > most else [])

@@ -40,7 +40,7 @@ from hf_specdec.hub.files import (
     read_headers,
     weight_files,
 )
-from hf_specdec.hub.formats.base import Format, as_it_is
+from hf_specdec.hub.formats.base import Format, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.recognition import NotADrafterError
@@ -127,7 +127,7 @@ def load_drafter(
     with _naming_config(format, name):
         by_config = format.read(fields, None)
     if by_config is not None:
-        _, blueprint = _blueprint(format, by_config.fields, name)
+        _, blueprint = make_blueprint(format, by_config.fields, name)
         _check(blueprint, drafting_options, target)
 
     # The folder of a snapshot is named after its commit: the weights must be of the same one.
@@ -143,7 +143,7 @@ def load_drafter(
     with _naming_config(format, name):
         reading = format.read(fields, headers)
     assert reading is not None, "a format can always be read once the headers are there"
-    config, blueprint = _blueprint(format, reading.fields, name)
+    config, blueprint = make_blueprint(format, reading.fields, name)
     if by_config is None or by_config.fields != reading.fields:  # the weights have told more than the config did
         _check(blueprint, drafting_options, target)
     side_tensors = family.drafter.side_tensors(folder, name)
@@ -285,13 +285,16 @@ def _check_amount(
         )
 
 
-def _blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
-    """The config, and the drafter without storage: knows options, its needs of a target, the shapes of its weights."""
+def make_blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
+    """Builds the config, and the drafter on the meta device: options, needs of a target, shapes of weights.
+
+    Raises:
+        ValueError: the fields do not describe such a drafter; names the field.
+    """
     drafter = FAMILIES[format.family].drafter
     with _naming_config(format, name):
+        check_sizes(fields)
         config = drafter.config_class.from_dict(fields)
-        if format.shapes is not None:
-            format.shapes(fields)  # refuses sizes that make no sense before anything is built from them
         with torch.device("meta"):
             blueprint = drafter(config)
     blueprint.name_or_path = config.name_or_path = name

@@ -12,6 +12,7 @@ from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
 
 ARCHITECTURE = "MedusaDrafter"
 STATIC_TREE = "static_tree"
+MAX_LAYERS = 256  # of all heads together
 
 
 class MedusaConfig(PreTrainedConfig):
@@ -62,6 +63,11 @@ class MedusaConfig(PreTrainedConfig):
             value = getattr(self, field)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{field} is {value!r}; it must be an integer of at least {least}.")
+        if self.medusa_num_heads * self.medusa_num_layers > MAX_LAYERS:
+            raise ValueError(
+                f"medusa_num_heads is {self.medusa_num_heads} and medusa_num_layers {self.medusa_num_layers}: together "
+                f"more than the {MAX_LAYERS} layers that are built."
+            )
 
 
 @dataclass(slots=True, kw_only=True)

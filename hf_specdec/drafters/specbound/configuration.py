@@ -71,6 +71,8 @@ class SpecBoundConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if not isinstance(exit_layers, (list, tuple)):
+            raise ValueError(f"exit_layers is {exit_layers!r}; it must be a list of at least one layer.")
         self.num_target_layers = num_target_layers
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size

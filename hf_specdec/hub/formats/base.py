@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_specdec.hub.files import StoredTensor
 from hf_specdec.hub.formats.keys import Section
 
-if TYPE_CHECKING:  # a checkpoint is told by its config and headers alone, without torch
+if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
@@ -52,9 +52,7 @@ class Format:
             pickles among them are opened with `weights_only` alone.
         beside: further files of the layout, and the tensors (our names) that each holds where it is there.
         check: looks at the loaded tensors, those left out included; raises ValueError or warns.
-        shapes: every tensor that a drafter of these fields (ours) has, as the network in `drafters/` makes it; for
-            `inspect_drafter`, which has no network at hand. None for plain language models.
-        problems: for layouts without `shapes`: what in the headers is not what the config says.
+        problems: for plain language models: differences between the headers and the config.
         own_files: for `inspect_drafter`: further safetensors files, and ends of names of tensors with their shapes.
         missing: for `inspect_drafter`: what else the config names and is not there, seen from the checkpoint's folder;
             None for one on the Hub, of which nothing else is known.
@@ -69,7 +67,6 @@ class Format:
     other_weights: tuple[str, ...] = ()
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Callable[[Mapping[str, Tensor], str], None] = lambda tensors, name: None
-    shapes: Callable[[Config], Shapes] | None = None
     problems: Callable[[Config, Headers], list[str]] = lambda fields, stored: []
     own_files: Callable[[Config], Mapping[str, Shapes]] = lambda fields: {}
     missing: Callable[[Config, Path | None], list[str]] = lambda fields, folder: []
@@ -165,40 +162,21 @@ def with_defaults(fields: Config, model_type: str) -> Config:
     if model_type not in _DEFAULTS:
         raise ValueError(f"model_type of the draft layers is {model_type!r}; known are {sorted(_DEFAULTS)}.")
     shape = _DEFAULTS[model_type] | {name: fields[name] for name in _SHAPE if fields.get(name) is not None}
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if name in shape and (type(shape[name]) is not int or shape[name] < 1):
-            raise ValueError(f"{name} is {shape[name]!r}; it must be a positive integer.")
+    check_sizes(shape)
     shape.setdefault("num_key_value_heads", shape["num_attention_heads"])
     shape.setdefault("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     return shape
 
 
-def attention_shapes(layer: str, shape: Config, in_size: int, *, biased: bool, normed: bool) -> Shapes:
-    """The tensors of one attention module named `layer`, with inputs `in_size` wide."""
-    heads, kv_heads = (shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    hidden = shape["hidden_size"]
-    found: Shapes = {
-        f"{layer}.q_proj.weight": (heads, in_size),
-        f"{layer}.k_proj.weight": (kv_heads, in_size),
-        f"{layer}.v_proj.weight": (kv_heads, in_size),
-        f"{layer}.o_proj.weight": (hidden, heads),
-    }
-    if biased:
-        outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": hidden}
-        found |= {f"{layer}.{name}.bias": (size,) for name, size in outputs.items()}
-    if normed:
-        found |= {f"{layer}.{name}.weight": (shape["head_dim"],) for name in ("q_norm", "k_norm")}
-    return found
-
-
-def mlp_shapes(layer: str, shape: Config) -> Shapes:
-    """The tensors of one SwiGLU module named `layer`."""
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    found: Shapes = {f"{layer}.{name}.weight": size for name, size in sizes.items()}
-    if shape.get("mlp_bias"):
-        found |= {f"{layer}.{name}.bias": (size[0],) for name, size in sizes.items()}
-    return found
+def check_sizes(fields: Config) -> None:
+    """Raises ValueError if a size of a decoder is given and is not a positive integer."""
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim",
+    ):  # fmt: skip
+        size = fields.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{name} is {size!r}; it must be a positive integer.")
 
 
 def rope_parameters(fields: Config, base: float = 10000.0) -> Config:
@@ -217,23 +195,6 @@ def rope_parameters(fields: Config, base: float = 10000.0) -> Config:
     theta = fields.get("rope_theta")
     parameters.setdefault("rope_theta", base if theta is None else theta)
     return parameters
-
-
-def draft_vocabulary(fields: Config, vocab_size: int) -> int:
-    """Rows of a drafter's own head; the whole vocabulary where nothing is said.
-
-    Raises:
-        ValueError: it is no part of the target's.
-    """
-    size = fields.get("draft_vocab_size")
-    if size is None:
-        return vocab_size
-    if type(size) is not int or not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"draft_vocab_size is {size!r}; it must be an integer from 1 to vocab_size {vocab_size}, the target's "
-            "vocabulary."
-        )
-    return size
 
 
 def layer_list(fields: Config, key: str) -> list[int] | None:

@@ -7,8 +7,8 @@ say so. Both kinds bring embeddings and head. Source: shared facts on formats, s
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
-from hf_specdec.hub.formats.eagle3 import eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.dflash import dflash_reading
+from hf_specdec.hub.formats.eagle3 import eagle3_reading
 from hf_specdec.hub.formats.keys import decoder
 
 
@@ -70,7 +70,6 @@ DEEPSPEC_DFLASH = Format(
         "block_size", "enable_confidence_head", "markov_rank", "mask_token_id", "sample_from_anchor", *_TAPS,
         idle=("confidence_head_with_markov", "markov_head_type", "num_anchors", *_TARGETS),
     ),
-    shapes=dflash_shapes,
     training=_TRAINING,
 )  # fmt: skip
 DEEPSPEC_EAGLE3 = Format(
@@ -81,6 +80,5 @@ DEEPSPEC_EAGLE3 = Format(
         "draft_vocab_size", "target_hidden_size", *_TAPS,
         idle=("draft_num_hidden_layers", "step_loss_decay", "ttt_length", *_TARGETS),
     ),
-    shapes=eagle3_shapes,
     training=_TRAINING,
 )  # fmt: skip

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_specdec.hub.formats import zlab
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes
-from hf_specdec.hub.formats.dflash import dflash_shapes, once
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading
+from hf_specdec.hub.formats.dflash import once
 from hf_specdec.hub.formats.keys import Section
 
 CONVOLUTIONS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -43,33 +43,6 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return Reading(reading.fields, {name: tables.get(ours, ours) for name, ours in reading.names.items()})
 
 
-def dflash2_shapes(fields: Config) -> Shapes:
-    """The tensors of a `DFlash2Drafter` whose config has these fields.
-
-    Raises:
-        ValueError: a size of its convolutions or of its selector is missing, or does not fit.
-    """
-    block = fields.get("dflash_config") or {}
-    for key in CONVOLUTIONS:
-        if type(block.get(key)) is not int or block[key] < 1:
-            raise ValueError(
-                f"{key} is {block.get(key)!r} in this DFlash 2 config; it must be an integer of at least 1."
-            )
-    found, hidden, vocab = dflash_shapes(fields), fields["hidden_size"], fields["vocab_size"]
-    kernel, group, rank = (block[key] for key in CONVOLUTIONS[:3])
-    if hidden % group:
-        raise ValueError(
-            f"conv_group_size is {group} in this DFlash 2 config, which does not divide hidden_size {hidden}. Correct "
-            "the one that is wrong."
-        )
-    for layer in range(fields["num_hidden_layers"]):
-        for part in ("attention_conv", "mlp_conv"):
-            found[f"layers.{layer}.{part}.base_kernel"] = (2, kernel, hidden)
-            found[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * kernel * (hidden // group), hidden)
-    found |= dict.fromkeys(_CODEBOOKS, (vocab, rank))
-    return found | {"candidate_selector.hidden_projection.weight": (rank, hidden)}
-
-
 def _with_keys(section: Section, *further: str) -> Section:
     """Keys of DFlash's layout, with those that are read here."""
     only = {key: values for key, values in section.only.items() if key not in _KEYS}
@@ -84,6 +57,5 @@ DFLASH2 = Format(
     "dflash2",
     read,
     replace(_with_keys(_zlab), nested={**_zlab.nested, "dflash_config": _block}),
-    shapes=dflash2_shapes,
     refused=zlab.ZLAB.refused,
 )

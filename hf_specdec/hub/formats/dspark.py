@@ -11,8 +11,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes, decoder_shape
-from hf_specdec.hub.formats.dflash import check_causality, dflash_reading, dflash_shapes, once
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
+from hf_specdec.hub.formats.dflash import check_causality, dflash_reading, once
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
 from hf_specdec.hub.formats.keys import OURS, ROPES, Section, decoder
 
@@ -80,29 +80,6 @@ def with_heads(reading: Reading, stored: Headers | None) -> Reading:
     return Reading(reading.fields | {"dflash_config": block}, names)
 
 
-def dspark_shapes(fields: Config) -> Shapes:
-    """The tensors of a `DSparkDrafter` whose config has these fields."""
-    found, block = dflash_shapes(fields), fields["dflash_config"]
-    hidden, rank, kind = fields["hidden_size"], block.get("markov_rank") or 0, block.get("markov_head_type", "vanilla")
-    if rank:
-        draft_vocab = block.get("draft_vocab_size") or fields["vocab_size"]
-        found |= {
-            "markov_head.markov_w1.weight": (fields["vocab_size"], rank),
-            "markov_head.markov_w2.weight": (draft_vocab, rank),
-        }
-        if kind == "gated":
-            found |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
-        if kind == "rnn":
-            found |= {
-                "markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
-                "markov_head.joint_proj.bias": (3 * rank,),
-            }
-    if block.get("enable_confidence_head"):
-        read = hidden + (rank if block.get("confidence_head_with_markov") else 0)
-        found |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
-    return found
-
-
 def _our_name(name: str) -> str:
     name = re.sub(r"^(draft_model|logit_head)\.", "", name)
     for theirs, ours in _ANGELSPEC.items():
@@ -136,5 +113,4 @@ DSPARK = Format(
         },
     ),
     check=check_vocabulary_maps,
-    shapes=dspark_shapes,
 )  # fmt: skip

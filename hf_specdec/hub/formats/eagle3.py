@@ -15,11 +15,6 @@ from hf_specdec.hub.formats.base import (
     Config,
     Headers,
     Reading,
-    Shapes,
-    attention_shapes,
-    draft_vocabulary,
-    mlp_shapes,
-    with_defaults,
 )
 from hf_specdec.hub.formats.dflash import once
 
@@ -70,41 +65,6 @@ def eagle3_reading(fields: Config, stored: Headers | None) -> Reading:
     return Reading(fields, names)
 
 
-def eagle3_shapes(fields: Config) -> Shapes:
-    """The tensors of an `Eagle3Drafter` whose config has these fields."""
-    shape = with_defaults({"num_hidden_layers": 1} | fields, "llama")
-    hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
-    draft_vocab = draft_vocabulary(fields, vocab)
-    target_hidden = fields.get("target_hidden_size") or hidden
-    taps = len(fields.get("target_layer_ids") or range(3))
-    found: Shapes = {
-        "fc.weight": (hidden, taps * target_hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab, hidden),
-    }
-    if fields.get("own_embeddings"):
-        found["embed_tokens.weight"] = (vocab, hidden)
-    if fields.get("norm_before_fc"):
-        found["input_norm.weight"] = (taps * target_hidden,)
-    if fields.get("fc_norm"):
-        found |= {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps)}
-    for index in range(layers):
-        layer = f"layers.{index}"
-        norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if index == 0 else [])]
-        found |= {f"{layer}.{norm}.weight": (hidden,) for norm in norms}
-        found |= attention_shapes(
-            f"{layer}.self_attn",
-            shape,
-            2 * hidden if index == 0 else hidden,
-            biased=bool(shape["attention_bias"]),
-            normed=bool(fields.get("qk_norm")),
-        )
-        found |= mlp_shapes(f"{layer}.mlp", shape)
-    if draft_vocab != vocab:
-        found["d2t"] = (draft_vocab,)
-    return found
-
-
 def peagle_reading(reading: Reading, fields: Config) -> Reading:
     """The same reading as that of a P-EAGLE drafter; a mask token that its config does not name is asked for later.
 
@@ -118,12 +78,6 @@ def peagle_reading(reading: Reading, fields: Config) -> Reading:
             raise ValueError(f"proposal_methods is {methods!r}; its first entry must say speculative_tokens.")
         own |= {"num_draft_tokens": methods[0]["speculative_tokens"]}
     return Reading(reading.fields | own, reading.names)
-
-
-def peagle_shapes(fields: Config) -> Shapes:
-    """The tensors of a `PEagleDrafter` whose config has these fields."""
-    found = eagle3_shapes(fields)
-    return found | {"mask_hidden": (1, 1, found["fc.weight"][1])}
 
 
 def check_vocabulary_maps(tensors: Mapping[str, Tensor], name: str) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Shapes
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading
 from hf_specdec.hub.formats.keys import decoder
 
-MAX_LAYERS = 256
 _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
 
 
@@ -57,25 +56,6 @@ def read(fields: Config, stored: Headers | None) -> Reading | None:
     return Reading(ours, names)
 
 
-def medusa_shapes(fields: Config) -> Shapes:
-    """The tensors of a `MedusaDrafter` whose config has these fields."""
-    hidden, vocab = fields.get("hidden_size", 4096), fields.get("vocab_size", 32000)
-    heads, layers = fields.get("medusa_num_heads", 5), fields.get("medusa_num_layers", 1)
-    if heads * layers > MAX_LAYERS:
-        raise ValueError(
-            f"medusa_num_heads is {heads} and medusa_num_layers {layers}: together more than the {MAX_LAYERS} layers "
-            "that are built."
-        )
-    found: Shapes = {}
-    for head in range(heads):
-        for layer in range(layers):
-            found[f"heads.{head}.blocks.{layer}.linear.weight"] = (hidden, hidden)
-            found[f"heads.{head}.blocks.{layer}.linear.bias"] = (hidden,)
-        if fields.get("own_head", True):
-            found[f"heads.{head}.lm_head.weight"] = (vocab, hidden)
-    return found
-
-
 MEDUSA = Format(
     "Medusa",
     "medusa",
@@ -83,5 +63,4 @@ MEDUSA = Format(
     # A whole model beside its heads, refused by its tensors, has a decoder's config.
     decoder("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers"),
     other_weights=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
-    shapes=medusa_shapes,
 )

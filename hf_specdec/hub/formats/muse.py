@@ -19,7 +19,6 @@ from hf_specdec.hub.formats.base import (
     rope_parameters,
     with_defaults,
 )
-from hf_specdec.hub.formats.dflash import dflash_shapes
 from hf_specdec.hub.formats.keys import decoder
 
 MODEL_TYPE = "muse_glimmer_assistant"
@@ -64,5 +63,4 @@ MUSE = Format(
     "dflash",
     read,
     decoder("block_size", "mask_token_id", "target_layer_ids", only={"attention_bias": (False,), "mlp_bias": (False,)}),
-    shapes=dflash_shapes,
 )

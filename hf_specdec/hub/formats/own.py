@@ -11,26 +11,10 @@ from pathlib import Path
 
 from hf_specdec.hub.files import CONFIG_FILE
 from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
-from hf_specdec.hub.formats.eagle3 import eagle3_shapes, peagle_shapes
 from hf_specdec.hub.formats.keys import HOST, OURS, Section, decoder
-from hf_specdec.hub.formats.medusa import medusa_shapes
 
 PREFIX = "hf_specdec_"
 _DRAFTERS = Path(__file__).parents[2] / "drafters"  # a folder for each family
-
-
-def specbound_shapes(fields: Config) -> Shapes:
-    """The tensors of a SpecBound drafter's main file; LoRA exit heads lie in files of their own."""
-    layers, hidden, vocab = fields.get("exit_layers"), fields.get("hidden_size"), fields.get("vocab_size")
-    if not isinstance(layers, list) or not layers or type(hidden) is not int or type(vocab) is not int:
-        raise ValueError(
-            f"exit_layers is {layers!r}, hidden_size {hidden!r} and vocab_size {vocab!r}; exit heads need all three."
-        )
-    draft_vocab = fields.get("draft_vocab_size") or vocab
-    found: Shapes = {"d2t": (draft_vocab,)}
-    if fields.get("head", "lora") != "lora":
-        found |= {f"heads.{layer}.weight": (draft_vocab, hidden) for layer in layers}
-    return found
 
 
 def specbound_files(fields: Config) -> dict[str, Shapes]:
@@ -86,7 +70,6 @@ _KEYS = {
         HOST,
     ),
 }  # fmt: skip
-_SHAPES = {"eagle3": eagle3_shapes, "peagle": peagle_shapes, "medusa": medusa_shapes, "specbound": specbound_shapes}
 
 
 def own_format(config: Config, name: str) -> Format | None:
@@ -113,6 +96,4 @@ def own_format(config: Config, name: str) -> Format | None:
         )
     files = specbound_files if family == "specbound" else lambda fields: {}
     missing = missing_draft_model if family == "specbranch" else lambda fields, folder: []
-    return Format(
-        family, family, as_it_is, _KEYS.get(family), shapes=_SHAPES.get(family), own_files=files, missing=missing
-    )
+    return Format(family, family, as_it_is, _KEYS.get(family), own_files=files, missing=missing)

@@ -7,7 +7,7 @@ is named it is 10000. Source: shared facts on formats, section 4; SafeAILab/EAGL
 from __future__ import annotations
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
-from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, eagle3_shapes
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
 from hf_specdec.hub.formats.keys import decoder
 from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, eagle_config
 
@@ -28,5 +28,4 @@ SAFEAILAB = Format(
     decoder("draft_vocab_size", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
-    shapes=eagle3_shapes,
 )

@@ -14,11 +14,6 @@ from hf_specdec.hub.formats.base import (
     Format,
     Headers,
     Reading,
-    Shapes,
-    attention_shapes,
-    draft_vocabulary,
-    mlp_shapes,
-    with_defaults,
 )
 from hf_specdec.hub.formats.keys import OURS, decoder
 
@@ -49,37 +44,6 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return Reading(fields, {name: name for name in stored or () if not _LEFT_OUT.search(name)})
 
 
-def shapes(fields: Config) -> Shapes:
-    """The tensors of a `SpecBlockDrafter` whose config has these fields."""
-    shape = with_defaults(fields, "llama")
-    hidden, vocab, layers = shape["hidden_size"], shape["vocab_size"], shape["num_hidden_layers"]
-    shape["head_dim"] = fields.get("draft_head_dim") or hidden // shape["num_attention_heads"]
-    draft_vocab = draft_vocabulary(fields, vocab)
-    taps = len(fields.get("target_layer_ids") or range(3))
-    classes = fields.get("rank_classes", 4)
-    found: Shapes = {
-        "input_layer.condition_proj.weight": (hidden, taps * (fields.get("target_hidden_size") or hidden)),
-        "input_layer.position_queries.weight": (fields.get("diffspec_draft_token_num", 7), hidden),
-        "input_layer.fuse.weight": (hidden, 3 * hidden),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab, hidden),
-        "rank_head.0.weight": (_RANK_HIDDEN, hidden + _RANK_FEATURES),
-        "rank_head.2.weight": (classes, _RANK_HIDDEN),
-        "d2t": (draft_vocab,),
-        "t2d": (vocab,),
-    }
-    found |= {f"input_layer.{name}_norm.weight": (hidden,) for name in ("condition", "token", "query")}
-    for index in range(layers):
-        layer = f"layers.{index}"
-        found |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        biased, normed = bool(shape["attention_bias"]), bool(fields.get("qk_norm"))
-        found |= attention_shapes(f"{layer}.self_attn", shape, hidden, biased=biased, normed=normed)
-        found |= mlp_shapes(f"{layer}.mlp", shape)
-    if fields.get("layer_wise_shift", True):
-        found |= {f"shift_proj.{index}.weight": (hidden, 2 * hidden) for index in range(layers - 1)}
-    return found
-
-
 SPECBLOCK = Format(
     "specblock",
     "specblock",
@@ -89,6 +53,5 @@ SPECBLOCK = Format(
         "draft_head_dim", "draft_vocab_size", "layer_wise_shift", "prefix_broadcast", "qk_norm", "rank_classes",
         "rank_features_top", "rank_state", "target_hidden_size", "target_layer_ids", *OURS,
     ),
-    shapes=shapes,
     beside={"vocab_mapping.pt": ("d2t", "t2d")},
 )  # fmt: skip

@@ -12,9 +12,7 @@ from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decode
 from hf_specdec.hub.formats.eagle3 import (
     check_vocabulary_maps,
     eagle3_reading,
-    eagle3_shapes,
     peagle_reading,
-    peagle_shapes,
 )
 from hf_specdec.hub.formats.keys import Section, decoder
 
@@ -72,7 +70,6 @@ SPECFORGE = Format(
     decoder("draft_vocab_size", "fc_norm", "norm_output", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
-    shapes=eagle3_shapes,
 )
 SPECFORGE_PEAGLE = Format(
     "P-EAGLE (SpecForge)",
@@ -85,5 +82,4 @@ SPECFORGE_PEAGLE = Format(
     ),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
-    shapes=peagle_shapes,
 )  # fmt: skip

@@ -12,16 +12,14 @@ import warnings
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.dflash import dflash_reading, dflash_shapes
-from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS, dflash2_shapes
+from hf_specdec.hub.formats.dflash import dflash_reading
+from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS
 from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
-from hf_specdec.hub.formats.dspark import dspark_shapes, with_heads
+from hf_specdec.hub.formats.dspark import with_heads
 from hf_specdec.hub.formats.eagle3 import (
     check_vocabulary_maps,
     eagle3_reading,
-    eagle3_shapes,
     peagle_reading,
-    peagle_shapes,
 )
 from hf_specdec.hub.formats.keys import HOST, Section, decoder
 
@@ -341,7 +339,6 @@ SPECULATORS = {
         # The number of taps is that of their list.
         _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
         check=check_vocabulary_maps,
-        shapes=eagle3_shapes,
     ),
     "peagle": Format(
         "P-EAGLE (speculators)",
@@ -349,7 +346,6 @@ SPECULATORS = {
         read_peagle,
         _keys("eagle_aux_hidden_state_layer_ids", "mask_token_id", *_EAGLE3_FLAGS, layer=decoder()),
         check=check_vocabulary_maps,
-        shapes=peagle_shapes,
     ),
     "dflash": Format(
         "DFlash (speculators)",
@@ -357,7 +353,6 @@ SPECULATORS = {
         read_dflash,
         _keys(*_DFLASH, layer=decoder("is_causal")),
         check=check_vocabulary_maps,
-        shapes=dflash_shapes,
     ),
     "dflash2": Format(
         "DFlash 2 (speculators)",
@@ -365,7 +360,6 @@ SPECULATORS = {
         read_dflash2,
         _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal")),
         check=check_vocabulary_maps,
-        shapes=dflash2_shapes,
     ),
     "dspark": Format(
         "DSpark (speculators)",
@@ -373,6 +367,5 @@ SPECULATORS = {
         read_dspark,
         _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal")),
         check=check_vocabulary_maps,
-        shapes=dspark_shapes,
     ),
 }

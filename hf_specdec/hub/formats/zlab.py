@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, as_it_is
-from hf_specdec.hub.formats.dflash import check_causality, dflash_shapes, once
+from hf_specdec.hub.formats.dflash import check_causality, once
 from hf_specdec.hub.formats.keys import OURS, Section, decoder
 
 _NESTED = ("mask_token_id", "target_layer_ids", "sample_from_anchor", "own_embeddings", "own_head", "draft_vocab_size")
@@ -93,6 +93,5 @@ ZLAB = Format(
         only=_NOT_PLAIN,
         nested={"dflash_config": _BLOCK},
     ),
-    shapes=dflash_shapes,
     refused={"mask_embedding.pt": "a learned vector in place of the mask token's embedding, which is not supported"},
 )
