@@ -114,7 +114,13 @@ def test_server_that_ends_by_itself_is_one_line_and_leaves_nothing(
 def test_stopping_the_command_stops_the_server(how: signal.Signals, pair: list[str], port: int, tmp_path: Path) -> None:
     engine = make_engine(tmp_path / "engine", server=FOREVER)
     command = [sys.executable, "-m", "hf_specdec.cli", "serve", *pair, "--run", "--engine", str(engine)]
-    process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--port", str(port)],
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     running = started(engine)
     process.send_signal(how)
     assert process.communicate(timeout=60)[1].splitlines()[-1] == "hf-specdec: stopped"
