@@ -1,4 +1,7 @@
-"""export_drafter: a drafter in the layout that another engine serves. What each layout says is in `formats/`."""
+"""export_drafter: writes a drafter in the layout that vLLM serves, or in the layout that it was loaded from.
+
+The fields of vLLM's layout are in `formats/speculators.py`; `source_layout.py` has the tensors of the source layout.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_specdec.drafters  # noqa: F401 (registers the families)
@@ -22,12 +24,15 @@ from hf_specdec.drafters.dflash2 import DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
 from hf_specdec.hub.formats.speculators import write_dflash, write_dflash2, write_dspark, write_eagle3, write_peagle
+from hf_specdec.hub.source_layout import source_tensors
 from hf_specdec.hub.target_files import locate_config, locate_target
+from hf_specdec.hub.tensors import save_tensors
 
-Engine = Literal["vllm"]
+ExportLayout = Literal["vllm", "source"]
 _EXPORT_MARK = "hf_specdec_export"  # in the config of an exported draft model
 # Why the others are not served elsewhere.
 _NOT_SERVED = {
@@ -47,46 +52,69 @@ def export_drafter(
     drafter: Drafter,
     folder: str | os.PathLike[str],
     *,
-    to: Engine = "vllm",
+    to: ExportLayout = "vllm",
     target_id: str | None = None,
     target_architecture: str | None = None,
     num_target_layers: int | None = None,
 ) -> Path:
-    """Writes a drafter so that another engine serves it: `vllm serve <folder or repo>` brings the target itself.
+    """Writes a drafter in a layout that other software reads.
 
-    EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters are written in the speculators layout, which `load_drafter`
-    reads too.
-    One that drafts a part of the vocabulary with rows of its target's head gets these rows, from the target's files. A
-    draft model that was cut to a draft vocabulary gets a row for each of the target's tokens.
+    Drafting options are not part of such layouts: options that were set since the drafter was loaded are not written.
+
+    With `to="vllm"`, EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters are written in the speculators layout,
+    which `load_drafter` reads too; `vllm serve <folder or repo>` loads the target itself. A drafter with a draft
+    vocabulary that uses rows of its target's head gets these rows from the target's files. A draft model with a draft
+    vocabulary gets a row for each of the target's tokens.
+
+    With `to="source"`, a drafter that `load_drafter` read from a published layout is written in that layout, for
+    example after its adaptation or further training. config.json is that of the source, byte for byte, so that a
+    changed name of the target is not written either; weights have the names, dtypes and files of the source. Tensors that are not loaded, such as `t2d`, are copied from the source files,
+    which must still exist. A pickle such as `medusa_lm_head.pt` is written by `torch.save` as a dict of tensors, under
+    the same name, since some readers look for that name; it loads with `weights_only=True`. Model cards, tokenizers,
+    records and Python code of the source are not copied.
 
     Args:
-        drafter: as `load_drafter` gives it.
-        folder: where to; made if needed. It may hold an earlier export, which is overwritten. Upload it with
-            `hf upload`.
-        to: the engine.
-        target_id: the target, which the engine loads: a Hub id, or the path of a folder, which is written in full and
-            must be the same where the engine runs (a warning says so). None for the one that the drafter names.
-        target_architecture: class of the target, such as "LlamaForCausalLM"; engines only report it. None for what the
-            config in the target's folder says, where that is here.
-        num_target_layers: layers of the target; needed where the drafter reads EAGLE-3's default layers, and elsewhere
-            to refuse layers that engines read differently. None for the drafter's own record or the target's folder.
+        drafter: a drafter from `load_drafter`.
+        folder: the folder to write; created if needed. With `to="vllm"` it may hold an earlier export, which is
+            overwritten; with `to="source"` it must hold no checkpoint. Upload it with `hf upload`.
+        to: the layout.
+        target_id: the target, which vLLM loads: a Hub id, or the path of a folder, which is written as an absolute path
+            and must be the same on the machine that runs vLLM (a warning says so). None for the target that the
+            drafter names. For `to="vllm"` only, as the next two.
+        target_architecture: class of the target, such as "LlamaForCausalLM", which vLLM only reports. None for the
+            class in the config of the target's folder, if there is one.
+        num_target_layers: number of layers of the target; required if the drafter reads EAGLE-3's default layers, and
+            otherwise used to refuse layers that engines interpret differently. None for the number in the drafter's
+            config or in the target's folder.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the engine cannot serve such a drafter, the target has no Hub id and no path, the layout cannot say
-            what the drafter does, or the folder holds another checkpoint; the message says which, and nothing is
-            written.
-        OSError: the target's files are needed, as for a draft vocabulary, and cannot be had.
-        TypeError: `drafter` is no drafter.
+        ValueError: vLLM cannot serve such a drafter, the target has no Hub id and no path, the layout has no field for
+            a property of the drafter, or the folder holds another checkpoint. With `to="source"`: the drafter was not
+            loaded from a published layout, its network has changed since, or a source file has. Nothing is written.
+        OSError: the target's files or the source files are needed and cannot be read.
+        TypeError: `drafter` is not a drafter.
     """
     check_is_drafter(drafter)
-    if to not in get_args(Engine):
-        raise unknown_name("engine", to, get_args(Engine))
+    if to not in get_args(ExportLayout):
+        raise unknown_name("layout", to, get_args(ExportLayout))
     if num_target_layers is not None and num_target_layers < 1:
         raise ValueError(f"num_target_layers={num_target_layers} must be at least 1.")
     name = getattr(drafter, "name_or_path", "") or type(drafter).__name__
+    if to == "source":
+        given = {
+            "target_id": target_id,
+            "target_architecture": target_architecture,
+            "num_target_layers": num_target_layers,
+        }
+        if unused := [f"{option}={value!r}" for option, value in given.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(unused)} cannot be combined with to='source', which keeps the config.json of the source: "
+                "leave it out."
+            )
+        return _export_source(drafter, name, Path(folder))
     if isinstance(drafter, CausalLMDrafter):
         return _export_draft_model(drafter, name, Path(folder), target_id)
     write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
@@ -124,7 +152,7 @@ def export_drafter(
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be exported to {to}: {error}") from error
     folder = Path(folder)
-    _check_free(folder, to)
+    _check_free(folder)
     if Path(place).is_absolute():
         warnings.warn(
             f"The export names its target by the folder {place!r}: the target has to be there on the machine that "
@@ -134,7 +162,26 @@ def export_drafter(
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS_FILE)
+    return folder
+
+
+def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
+    """Writes a drafter in the layout that it was loaded from."""
+    layout = drafter.source_layout if isinstance(drafter, PretrainedDrafter) else None
+    if not isinstance(drafter, PretrainedDrafter) or layout is None:
+        raise ValueError(
+            f"{name!r} ({type(drafter).__name__}) was not loaded from a published layout, so it has no source layout: "
+            "save it in the layout of this library, drafter.save_pretrained(folder). Of a drafter that wraps another "
+            "one, such as an AdaptiveDrafter, export the wrapped one: export_drafter(adaptive.drafter, ...)."
+        )
+    files = source_tensors(drafter, layout, name)
+    _check_free(folder, overwrite=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in layout.json_files.items():
+        (folder / file).write_bytes(content)
+    for file, tensors in files.items():
+        save_tensors(tensors, folder / file)
     return folder
 
 
@@ -162,7 +209,7 @@ def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, targe
             f"{name!r} drafts the token {int(drafter.target_ids[-1])}, and its target {place!r} has {vocab_size}: name "
             "the target that it was made for (target_id, or --target-id of the command)."
         )
-    _check_free(folder, "vllm")
+    _check_free(folder)
     model = with_whole_vocabulary(drafter.model, vocab_size)
     setattr(model.config, _EXPORT_MARK, "vllm")
     model.save_pretrained(folder, max_shard_size="1TB")
@@ -202,11 +249,11 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("text_config") or {}) | config
 
 
-def _check_free(folder: Path, to: str) -> None:
-    """Raises ValueError if files of another checkpoint are in the way."""
-    if in_the_way := _in_the_way(folder):
+def _check_free(folder: Path, *, overwrite: bool = True) -> None:
+    """Raises ValueError if the folder holds files of a checkpoint; `overwrite` permits an earlier export for vLLM."""
+    if in_the_way := _in_the_way(folder, overwrite):
         raise ValueError(
-            f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or {to} would "
+            f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or readers would "
             "load more than the export. Clear it, or give another folder."
         )
 
@@ -246,10 +293,13 @@ def _family(drafter: Drafter) -> str:
     return next((name for name, kind in kinds.items() if isinstance(drafter, kind)), type(drafter).__name__)
 
 
-def _in_the_way(folder: Path) -> list[str]:
-    """Files of a checkpoint that is no earlier export; engines load every weights file that they find in a repo."""
+def _in_the_way(folder: Path, overwrite: bool) -> list[str]:
+    """Files of a checkpoint in a folder, except those of an earlier export for vLLM if `overwrite` permits it.
+
+    Engines load every weight file that they find in a repo.
+    """
     earlier = False
-    if (folder / CONFIG_FILE).is_file():
+    if overwrite and (folder / CONFIG_FILE).is_file():
         fields = read_json(folder / CONFIG_FILE, str(folder))
         earlier = "speculators_config" in fields or _EXPORT_MARK in fields
     ours = {CONFIG_FILE, WEIGHTS_FILE, "generation_config.json"} if earlier else set()

@@ -215,7 +215,7 @@ def _describe(
     if FAMILIES[format.family].load is not None:  # a plain language model
         found.problems += format.problems(fields, headers)
         return
-    stored = {ours: headers[theirs] for theirs, ours in reading.names.items()}
+    stored = reading.stored(headers)
     _, blueprint = make_blueprint(format, ours, found.name)
     tensors = blueprint.main_tensors() or blueprint.state_dict()
     expected = {name: describe(tensor, Path()) for name, tensor in tensors.items() if name not in held - set(stored)}

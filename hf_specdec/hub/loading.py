@@ -44,6 +44,7 @@ from hf_specdec.hub.formats.base import Format, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.recognition import NotADrafterError
+from hf_specdec.hub.source_layout import source_layout
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 from hf_specdec.hub.wording import printable
 
@@ -151,7 +152,7 @@ def load_drafter(
     names = {
         theirs: ours for theirs, ours in reading.names.items() if not any(pattern.search(ours) for pattern in ignorable)
     }
-    stored = {ours: headers[theirs] for theirs, ours in names.items()}
+    stored = replace(reading, names=names).stored(headers)
     stored |= {key: describe(tensor, folder) for key, tensor in side_tensors.items()}
     check_tensors(blueprint.state_dict(), stored, name, format.name)
 
@@ -168,6 +169,8 @@ def load_drafter(
         state_dict={key: tensors[key] for key in stored},
         dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored) or floating_dtype(config.dtype),
     )
+    if format.read is not as_it_is:  # a published layout
+        drafter.source_layout = source_layout(format, folder, headers, names, loaded, side_tensors, drafter.config)
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.load_beside(

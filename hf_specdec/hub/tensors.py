@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_specdec.hub.files import StoredTensor
@@ -31,6 +31,14 @@ def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
         ValueError: a pickle is damaged or holds anything but tensors by name.
     """
     return load_file(file) if file.suffix == ".safetensors" else _unpickle(file, name, "cpu")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Saves tensors by name as safetensors; to a file of another suffix as a pickle, a dict of tensors."""
+    if file.suffix == ".safetensors":
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    else:
+        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, file)  # a view would save its storage
 
 
 def described_by_torch(file: Path, name: str) -> dict[str, StoredTensor]:
@@ -72,16 +80,16 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
     """
     problems = []
     if missing := [key for key in expected if key not in stored]:
-        problems.append(f"missing: {_some(missing)}")
+        problems.append(f"missing: {some(missing)}")
     if unexpected := [key for key in stored if key not in expected]:
-        problems.append(f"not part of it: {_some(unexpected)}")
+        problems.append(f"not part of it: {some(unexpected)}")
     shapes = [
         f"{key} is {list(stored[key].shape)} in {stored[key].file.name}, but config.json makes it {list(tensor.shape)}"
         for key, tensor in expected.items()
         if key in stored and stored[key].shape != tuple(tensor.shape)
     ]
     if shapes:
-        problems.append(f"of another shape: {_some(shapes)}")
+        problems.append(f"of another shape: {some(shapes)}")
     tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
     wrong = [
         f"{key} is {stored[key].dtype}, not {tensor.dtype}"
@@ -89,12 +97,12 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
         if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
     ]
     if wrong:
-        problems.append(f"of another type: {_some(wrong)}")
+        problems.append(f"of another type: {some(wrong)}")
     types = [
         f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
     ]
     if types:
-        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {_some(types)}")
+        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {some(types)}")
     if problems:
         raise ValueError(
             f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
@@ -102,6 +110,6 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
         )
 
 
-def _some(items: Sequence[str], most: int = 5) -> str:
+def some(items: Sequence[str], most: int = 5) -> str:
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -36,6 +36,22 @@ class Reading:
     fields: Config
     names: Mapping[str, str]
 
+    def stored(self, headers: Headers) -> dict[str, StoredTensor]:
+        """The stored tensors that are loaded, by our names.
+
+        Raises:
+            ValueError: two stored tensors have the same name here, so that one of them would be ignored.
+        """
+        found: dict[str, str] = {}
+        for theirs, ours in self.names.items():
+            if ours in found:
+                raise ValueError(
+                    f"The weights hold both {found[ours]} and {theirs}, which are two names of the same weight: remove "
+                    "the one that the drafter was not trained with."
+                )
+            found[ours] = theirs
+        return {ours: headers[theirs] for ours, theirs in found.items()}
+
 
 @dataclass(frozen=True)
 class Format:
