@@ -2,7 +2,7 @@
 
     hf-specdec inspect <repo or folder>                 inspect_drafter(name)
     hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
-    hf-specdec export <drafter> --to vllm               export_drafter(load_drafter(name), folder, to="vllm")
+    hf-specdec export <drafter> --to vllm or source     export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec serve <target> <drafter>                 plan_serving(target, drafter), and with --run runs it
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)

@@ -67,11 +67,11 @@ def export_drafter(
     vocabulary gets a row for each of the target's tokens.
 
     With `to="source"`, a drafter that `load_drafter` read from a published layout is written in that layout, for
-    example after its adaptation or further training. config.json is that of the source, byte for byte, so that a
-    changed name of the target is not written either; weights have the names, dtypes and files of the source. Tensors that are not loaded, such as `t2d`, are copied from the source files,
-    which must still exist. A pickle such as `medusa_lm_head.pt` is written by `torch.save` as a dict of tensors, under
-    the same name, since some readers look for that name; it loads with `weights_only=True`. Model cards, tokenizers,
-    records and Python code of the source are not copied.
+    example after its adaptation or further training. config.json is that of the source, byte for byte, also if another
+    target was named since. Weights have the names, dtypes and files of the source. Tensors that are not loaded, such as
+    `t2d`, are copied from the source files, which must still exist. A pickle such as `medusa_lm_head.pt` is written by
+    `torch.save` as a dict of tensors, under the same name, since some readers look for that name; it loads with
+    `weights_only=True`. Model cards, tokenizers, records and Python code of the source are not copied.
 
     Args:
         drafter: a drafter from `load_drafter`.

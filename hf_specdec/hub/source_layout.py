@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_specdec.drafters.pretrained import PretrainedDrafter, SourceLayout, SourceTensor
+from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_headers
 from hf_specdec.hub.formats.base import Format, Headers
 from hf_specdec.hub.formats.keys import HOST, OURS
 from hf_specdec.hub.recognition import recognise
-from hf_specdec.hub.tensors import load_tensors, some
+from hf_specdec.hub.tensors import load_tensors
 
 _WAY_OUT = "or save it in the layout of this library: drafter.save_pretrained(folder)"
 
@@ -79,7 +80,7 @@ def source_tensors(drafter: PretrainedDrafter, layout: SourceLayout, name: str) 
     if changed := list(_changed(layout, own, drafter.config)):
         raise ValueError(
             f"{name!r} cannot be exported to its source layout, {layout.format}, because it has changed since it was "
-            f"loaded: {some(changed)}. The export keeps the config.json of the source, which describes the drafter as "
+            f"loaded: {listed(changed)}. The export keeps the config.json of the source, which describes the drafter as "
             f"it was loaded. Undo the changes, {_WAY_OUT}."
         )
     needed = [
@@ -119,7 +120,7 @@ def _changed(layout: SourceLayout, own: Mapping[str, Tensor], config: PreTrained
         for key in sorted(keys - HOST - OURS):
             was, is_now = (
                 # A property knows what a missing key means, and where else the value may be.
-                getattr(each, key) if hasattr(each, key) else (part or {}).get(key)
+                getattr(each, key) if hasattr(each, key) else part.get(key) if isinstance(part, dict) else part
                 for each, part in zip((layout.config, config), parts, strict=True)
             )
             if was != is_now and not key.startswith("_"):
@@ -128,8 +129,10 @@ def _changed(layout: SourceLayout, own: Mapping[str, Tensor], config: PreTrained
 
 def _read_again(layout: SourceLayout, needed: Collection[SourceTensor], name: str) -> dict[SourceTensor, Tensor]:
     """Reads tensors from the source files."""
+    if not needed:
+        return {}
     why = (
-        f"{name!r} cannot be exported to its source layout, {layout.format}: {some([each.name for each in needed])} "
+        f"{name!r} cannot be exported to its source layout, {layout.format}: {listed([each.name for each in needed])} "
         f"must be copied from its source in {str(layout.folder)!r}"
     )
     way_out = f"Copy the files back from where the drafter was published, {_WAY_OUT}."

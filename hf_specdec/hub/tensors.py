@@ -6,13 +6,14 @@ The files themselves are the business of `files.py`. The numbers of a pickle of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import StoredTensor
 from hf_specdec.hub.pickles import unreadable
 
@@ -80,16 +81,16 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
     """
     problems = []
     if missing := [key for key in expected if key not in stored]:
-        problems.append(f"missing: {some(missing)}")
+        problems.append(f"missing: {listed(missing)}")
     if unexpected := [key for key in stored if key not in expected]:
-        problems.append(f"not part of it: {some(unexpected)}")
+        problems.append(f"not part of it: {listed(unexpected)}")
     shapes = [
         f"{key} is {list(stored[key].shape)} in {stored[key].file.name}, but config.json makes it {list(tensor.shape)}"
         for key, tensor in expected.items()
         if key in stored and stored[key].shape != tuple(tensor.shape)
     ]
     if shapes:
-        problems.append(f"of another shape: {some(shapes)}")
+        problems.append(f"of another shape: {listed(shapes)}")
     tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
     wrong = [
         f"{key} is {stored[key].dtype}, not {tensor.dtype}"
@@ -97,19 +98,14 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTen
         if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
     ]
     if wrong:
-        problems.append(f"of another type: {some(wrong)}")
+        problems.append(f"of another type: {listed(wrong)}")
     types = [
         f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
     ]
     if types:
-        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {some(types)}")
+        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {listed(types)}")
     if problems:
         raise ValueError(
             f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
             f"{'; '.join(problems)}. Nothing was loaded: check that weights and config.json are of one checkpoint."
         )
-
-
-def some(items: Sequence[str], most: int = 5) -> str:
-    rest = len(items) - most
-    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

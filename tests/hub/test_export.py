@@ -359,7 +359,7 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
             {"target_id": "elsewhere"},
             "its Hub id, of the form 'owner/name', or.*: name it \\(target_id, or --target-id",
         ),
-        (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
+        (make_dflash, {}, {"to": "vlm"}, "Unknown layout 'vlm'. Did you mean 'vllm'"),
     ],
 )
 def test_what_cannot_be_exported_raises_and_writes_nothing(

@@ -7,7 +7,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +215,10 @@ def test_drafter_from_the_hub_is_exported_from_its_snapshot(
     hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     source = save_eagle3(target, tmp_path / "source")
-    commit = hub.upload_folder("owner/drafter", source) if hasattr(hub, "upload_folder") else None
+    commit = hub.add("owner/drafter", source)
     loaded = load_drafter("owner/drafter", target)
     assert loaded.source_layout is not None
-    if commit is not None:
-        assert loaded.source_layout.folder.name == commit
+    assert loaded.source_layout.folder.name == commit
     export_drafter(loaded, tmp_path / "out", to="source")
     check_same(source, tmp_path / "out")
 
@@ -261,23 +260,21 @@ def test_drafter_that_was_not_loaded_is_refused(make: Any, target: PreTrainedMod
 @pytest.mark.parametrize("make", [make_eagle3, make_medusa, make_specbound, make_specbranch])
 def test_drafter_in_our_own_layout_has_no_source_layout(make: Any, target: PreTrainedModel, tmp_path: Path) -> None:
     drafter: PretrainedDrafter = make(target)
-    if make is make_specbranch:
-        pytest.skip("its draft model has no folder") if not hasattr(drafter, "draft_model") else None
     drafter.save_pretrained(tmp_path / "ours")
     loaded = load_drafter(tmp_path / "ours", target)
     check_refused(loaded, tmp_path / "out", ValueError, "was not loaded from a published layout")
 
 
-def test_source_that_was_removed_is_named_with_the_tensors_that_it_has(
-    target: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_source_that_was_removed_is_named_with_the_tensors_that_it_has(target: PreTrainedModel, tmp_path: Path) -> None:
     source = save_eagle3(target, tmp_path / "source")
     loaded = load_drafter(source, target)
     rounded = load_drafter(source, dtype="bfloat16")
     source.rename(tmp_path / "elsewhere")
-    message = r"EAGLE-3 \(SafeAILab\): t2d must be copied from its source in '.*source', but model.safetensors no longer"
+    message = (
+        r"EAGLE-3 \(SafeAILab\): t2d must be copied from its source in '.*source', but model.safetensors no longer"
+    )
     check_refused(loaded, tmp_path / "out", FileNotFoundError, f"{message}.*Copy the files back.*save_pretrained")
-    check_refused(rounded, tmp_path / "out", FileNotFoundError, "t2d.* and 1 more|fc.weight.* and [0-9]+ more must be")
+    check_refused(rounded, tmp_path / "out", FileNotFoundError, "fc.weight.* and [0-9]+ more must be copied")
     (tmp_path / "elsewhere").rename(source)
     export_drafter(loaded, tmp_path / "out", to="source")
     check_same(source, tmp_path / "out")
@@ -286,7 +283,7 @@ def test_source_that_was_removed_is_named_with_the_tensors_that_it_has(
 def test_removed_source_does_not_matter_where_nothing_is_copied_from_it(
     target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    source = save_eagle3(target, tmp_path / "source", draft_vocab_size=None) if False else tmp_path / "source"
+    source = tmp_path / "source"
     source.mkdir()
     save(source, *as_zlab(make_dflash(target), block_size=5))
     loaded = load_drafter(source, target)
@@ -346,12 +343,10 @@ def test_network_that_changed_is_refused(target: PreTrainedModel, tmp_path: Path
     check_refused(loaded, tmp_path / "again", ValueError, r"weight norm.weight has the shape None and had \(32,\)")
 
 
-def test_map_that_changed_is_refused_where_its_counterpart_is_copied(
-    target: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_map_that_changed_is_refused_where_its_counterpart_is_copied(target: PreTrainedModel, tmp_path: Path) -> None:
     source = save_eagle3(target, tmp_path / "source")
     loaded = load_drafter(source, target)
-    loaded.d2t.copy_(torch.arange(loaded.d2t.numel()))
+    loaded.d2t += 1
     check_refused(loaded, tmp_path / "out", ValueError, "maps d2t and t2d of .* do not name the same target ids")
 
 
