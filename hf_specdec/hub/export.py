@@ -168,8 +168,7 @@ def export_drafter(
 
 def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
     """Writes a drafter in the layout that it was loaded from."""
-    layout = drafter.source_layout if isinstance(drafter, PretrainedDrafter) else None
-    if not isinstance(drafter, PretrainedDrafter) or layout is None:
+    if not isinstance(drafter, PretrainedDrafter) or (layout := drafter.source_layout) is None:
         raise ValueError(
             f"{name!r} ({type(drafter).__name__}) was not loaded from a published layout, so it has no source layout: "
             "save it in the layout of this library, drafter.save_pretrained(folder). Of a drafter that wraps another "

@@ -80,8 +80,8 @@ def source_tensors(drafter: PretrainedDrafter, layout: SourceLayout, name: str) 
     if changed := list(_changed(layout, own, drafter.config)):
         raise ValueError(
             f"{name!r} cannot be exported to its source layout, {layout.format}, because it has changed since it was "
-            f"loaded: {listed(changed)}. The export keeps the config.json of the source, which describes the drafter as "
-            f"it was loaded. Undo the changes, {_WAY_OUT}."
+            f"loaded: {listed(changed)}. The export keeps the config.json of the source, which describes the drafter "
+            f"that was loaded. Undo the changes, {_WAY_OUT}."
         )
     needed = [
         tensor
@@ -108,7 +108,7 @@ def source_tensors(drafter: PretrainedDrafter, layout: SourceLayout, name: str) 
 def _changed(layout: SourceLayout, own: Mapping[str, Tensor], config: PreTrainedConfig) -> Iterator[str]:
     """What in a drafter's network is not as it was loaded."""
     shapes = {tensor.own_name: tensor.shape for tensor in layout.tensors if tensor.own_name is not None}
-    for key in shapes.keys() | own.keys():
+    for key in sorted(shapes.keys() | own.keys()):
         before, now = shapes.get(key), tuple(own[key].shape) if key in own else None
         if before != now:
             yield f"weight {key} has the shape {now} and had {before}"

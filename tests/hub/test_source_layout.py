@@ -80,8 +80,10 @@ def check_same(source: Path, exported: Path) -> None:
 
 
 def add_left_out(file: Path) -> None:
-    """Adds a rotary table, which no layout loads."""
+    """Adds a rotary table, which no layout loads, and the copy of the target's embedding that SpecBlock leaves out."""
     tensors = contents(file.parent)[file.name] | {"rotary_emb.inv_freq": torch.rand(4, dtype=torch.float16)}
+    if "rank_head.0.weight" in tensors:
+        tensors["input_layer.embed_tokens.weight"] = torch.rand(64, 32)
     if file.suffix == ".safetensors":
         save_file(tensors, file)
     else:
