@@ -282,7 +282,7 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if file.suffix != ".safetensors":
-            from hf_specdec.hub.pickles import pickle_header
+            from hf_specdec.hub.tensors import pickle_header  # imports torch
 
             stored |= pickle_header(file, name)
             continue

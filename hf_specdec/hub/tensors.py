@@ -6,6 +6,7 @@ The files themselves are the business of `files.py`. The numbers of a pickle of 
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import StoredTensor
-from hf_specdec.hub.pickles import unreadable
 
 # safetensors' names of the types a drafter may be stored in.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -42,8 +42,8 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         torch.save({name: tensor.clone() for name, tensor in tensors.items()}, file)  # a view would save its storage
 
 
-def described_by_torch(file: Path, name: str) -> dict[str, StoredTensor]:
-    """What a pickle holds, by shape and type, as torch reads it; `pickles.py` needs no torch for most.
+def pickle_header(file: Path, name: str) -> dict[str, StoredTensor]:
+    """Names, shapes and dtypes of the tensors in a pickle, without their values.
 
     Raises:
         ValueError: as `load_tensors`.
@@ -58,11 +58,28 @@ def describe(tensor: Tensor, file: Path) -> StoredTensor:
 
 
 def _unpickle(file: Path, name: str, device: str) -> dict[str, Tensor]:
+    """Loads a pickle with `weights_only`; on the meta device without the values."""
+    entries: list[zipfile.ZipInfo] = []
     try:
+        if zipfile.is_zipfile(file):  # as torch writes since 1.6
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # torch never writes it
+            raise ValueError("it is compressed, and may take far more memory than its file has bytes")
         content = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # damage shows as errors of many kinds; whatever it is, nothing was run
-        raise unreadable(file, name, error) from error
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        plain = isinstance(content, dict) and all(
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided for tensor in content.values()
+        )
+        sizes = {tensor.untyped_storage().nbytes() for tensor in content.values()} if plain and entries else set()
+        if missing := sizes - {entry.file_size for entry in entries}:
+            raise ValueError(f"a tensor needs {max(missing)} bytes, and no entry of the archive has that size")
+    except Exception as error:  # torch raises many types of errors for damaged files; none of them has run code
+        raise ValueError(
+            f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as plain tensors: it is damaged, or "
+            f"holds objects whose loading would run code ({type(error).__name__}). Nothing in it was run: use a "
+            "drafter saved as safetensors."
+        ) from error
+    if not plain:
         raise ValueError(f"{file.name} of {name!r} must hold tensors by name, but holds something else.")
     return {str(key): tensor for key, tensor in content.items()}
 
