@@ -11,7 +11,6 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.loading import make_blueprint
-from hf_specdec.hub.tensors import DTYPES, describe
+from hf_specdec.hub.tensors import differences
 from hf_specdec.hub.wording import printable
 
 # Of our fields, what a reader wants to see first; nested ones are looked for by their last part.
@@ -33,6 +32,7 @@ _FACTS = (
     "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norm_before_head", "medusa_num_heads",
     "medusa_num_layers", "diffspec_draft_token_num", "rank_classes", "rope_parameters",
 )  # fmt: skip
+MOST_PROBLEMS = 12  # that are listed of the tensors
 
 
 @dataclass
@@ -218,31 +218,8 @@ def _describe(
     stored = reading.stored(headers)
     _, blueprint = make_blueprint(format, ours, found.name)
     tensors = blueprint.main_tensors() or blueprint.state_dict()
-    expected = {name: describe(tensor, Path()) for name, tensor in tensors.items() if name not in held - set(stored)}
-    found.problems += _differences(expected, stored)
-
-
-def _differences(expected: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Tensors that are missing or unexpected, or have another shape or type than the config gives them."""
-    problems = [
-        f"missing weight {name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in stored
-    ]
-    problems += [
-        f"unknown weight {name} {list(tensor.shape)}" for name, tensor in stored.items() if name not in expected
-    ]
-    for name, tensor in expected.items():
-        if name in stored and stored[name].shape != tensor.shape:
-            problems.append(f"{name} is {list(stored[name].shape)}, but {CONFIG_FILE} makes it {list(tensor.shape)}")
-    tables = {name: tensor.dtype for name, tensor in expected.items() if tensor.dtype not in DTYPES}
-    problems += [
-        f"{name} is stored as {stored[name].dtype}, not as {dtype}"
-        for name, dtype in tables.items()
-        if name in stored and stored[name].dtype != dtype
-    ]
-    problems += [
-        f"{name} is stored as {tensor.dtype}, which is not one of {', '.join(DTYPES)}"
-        for name, tensor in stored.items()
-        if name not in tables and tensor.dtype not in DTYPES
-    ]
-    most = 12
-    return problems[:most] + ([f"and {len(problems) - most} more"] if len(problems) > most else [])
+    expected = {name: tensor for name, tensor in tensors.items() if name not in held - set(stored)}
+    problems = [f"{kind}: {each}" for kind, parts in differences(expected, stored).items() for each in parts]
+    found.problems += problems[:MOST_PROBLEMS]
+    if len(problems) > MOST_PROBLEMS:
+        found.problems.append(f"and {len(problems) - MOST_PROBLEMS} more")

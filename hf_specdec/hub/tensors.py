@@ -84,45 +84,40 @@ def _unpickle(file: Path, name: str, device: str) -> dict[str, Tensor]:
     return {str(key): tensor for key, tensor in content.items()}
 
 
-def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
-    """Compares what a network needs with what the files hold.
+def differences(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+    """Compares the tensors that a network needs with those of the files.
 
     Args:
         expected: the network's state dict, on any device.
-        stored: headers, without those that the format lets a file have in addition.
-        name: what the user asked for.
-        kind: what it was recognised as.
+        stored: headers, without tensors that the format permits in addition.
 
-    Raises:
-        ValueError: a tensor is missing, not expected, or of another shape or an unsupported type; names them.
+    Returns:
+        Tensors by kind of difference, each with the values that differ. Kinds without tensors are left out.
     """
-    problems = []
-    if missing := [key for key in expected if key not in stored]:
-        problems.append(f"missing: {listed(missing)}")
-    if unexpected := [key for key in stored if key not in expected]:
-        problems.append(f"not part of it: {listed(unexpected)}")
-    shapes = [
-        f"{key} is {list(stored[key].shape)} in {stored[key].file.name}, but config.json makes it {list(tensor.shape)}"
-        for key, tensor in expected.items()
-        if key in stored and stored[key].shape != tuple(tensor.shape)
-    ]
-    if shapes:
-        problems.append(f"of another shape: {listed(shapes)}")
-    tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
-    wrong = [
-        f"{key} is {stored[key].dtype}, not {tensor.dtype}"
-        for key, tensor in tables.items()
-        if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
-    ]
-    if wrong:
-        problems.append(f"of another type: {listed(wrong)}")
-    types = [
-        f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
-    ]
-    if types:
-        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {listed(types)}")
-    if problems:
+    tables = {name: describe(tensor, Path()) for name, tensor in expected.items() if not tensor.is_floating_point()}
+    found = {
+        "missing": [f"{name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in stored],
+        "unexpected": [f"{name} {list(tensor.shape)}" for name, tensor in stored.items() if name not in expected],
+        "of another shape": [
+            f"{name} is {list(stored[name].shape)} in {stored[name].file.name}, but config.json makes it "
+            f"{list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in stored and stored[name].shape != tuple(tensor.shape)
+        ],
+        "of another dtype": [
+            f"{name} is {tensor.dtype}, not {tables[name].dtype if name in tables else ' or '.join(DTYPES)}"
+            for name, tensor in stored.items()
+            if (tensor.dtype != tables[name].dtype if name in tables else tensor.dtype not in DTYPES)
+        ],
+    }
+    return {kind: tensors for kind, tensors in found.items() if tensors}
+
+
+def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
+    """Raises ValueError if there are `differences`; `name` and `kind` describe the checkpoint in the message."""
+    if found := differences(expected, stored):
+        problems = "; ".join(f"{problem}: {listed(tensors)}" for problem, tensors in found.items())
         raise ValueError(
-            f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
-            f"{'; '.join(problems)}. Nothing was loaded: check that weights and config.json are of one checkpoint."
+            f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. {problems}. "
+            "Nothing was loaded: check that weights and config.json are of one checkpoint."
         )

@@ -225,7 +225,7 @@ def test_missing_vocabulary_map_raises(target: PreTrainedModel, tmp_path: Path) 
     del tensors["d2t"]
     save(tmp_path, config, tensors)
     with pytest.raises(
-        ValueError, match=r"not those of the EAGLE-3 \(SafeAILab\) drafter .*missing: d2t. Nothing was loaded"
+        ValueError, match=r"not those of the EAGLE-3 \(SafeAILab\) drafter .*missing: d2t \[32\]. Nothing was loaded"
     ):
         load_drafter(tmp_path)
 

@@ -64,7 +64,7 @@ def test_vocabulary_map_in_a_file_of_its_own_is_not_missing(target: PreTrainedMo
     weights = load_file(tmp_path / "model.safetensors")
     maps = {name: weights.pop(name) for name in ("d2t", "t2d")}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert inspect_drafter(tmp_path).problems == ["missing weight d2t [48]", "missing weight t2d [64]"]
+    assert inspect_drafter(tmp_path).problems == ["missing: d2t [48]", "missing: t2d [64]"]
     torch.save(maps, tmp_path / "vocab_mapping.pt")
     assert inspect_drafter(tmp_path).problems == []
     assert load_drafter(tmp_path).d2t.tolist() == maps["d2t"].tolist()
@@ -85,12 +85,12 @@ def test_problems_are_told(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     found = inspect_drafter(folder)
     assert found.problems == [
-        "missing weight norm.weight [32]",
-        "unknown weight other [2]",
-        "fc.weight is [32, 3], but config.json makes it [32, 64]",
-        "other is stored as I8, which is not one of F64, F32, F16, BF16",
+        "missing: norm.weight [32]",
+        "unexpected: other [2]",
+        "of another shape: fc.weight is [32, 3] in model.safetensors, but config.json makes it [32, 64]",
+        "of another dtype: other is I8, not F64 or F32 or F16 or BF16",
     ]
-    assert "problems:\n  - missing weight norm.weight [32]" in str(found)
+    assert "problems:\n  - missing: norm.weight [32]" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_vocabulary_map_of_another_type_is_told(target: PreTrainedModel, tmp_pat
     METHODS["eagle3"](target).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"d2t": weights["d2t"].int()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert inspect_drafter(tmp_path).problems == ["d2t is stored as I32, not as I64"]
-    with pytest.raises(ValueError, match="of another type: d2t is I32"):
+    assert inspect_drafter(tmp_path).problems == ["of another dtype: d2t is I32, not I64"]
+    with pytest.raises(ValueError, match="of another dtype: d2t is I32, not I64"):
         load_drafter(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_plain_language_model_of_another_config_is_told(
     [
         ({"lora_rank": 4}, "exit-layer-01/adapter_model.safetensors holds {"),
         ({"exit_layers": [1, 2, 3, 4, 5, 6, 8], "num_target_layers": 9}, "exit-layer-08/adapter_model.safetensors is"),
-        ({"draft_vocab_size": 9}, "d2t is [64], but config.json makes it [9]"),
+        ({"draft_vocab_size": 9}, "d2t is [64] in model.safetensors, but config.json makes it [9]"),
         ({"exit_layers": None}, "exit_layers is None; it must be a list of at least one layer"),
     ],
 )

@@ -319,14 +319,15 @@ def test_ngram_names_the_drafter_that_needs_no_checkpoint(
 def test_missing_weight_raises(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.pop("layers.1.mlp.up_proj.weight"))
     with pytest.raises(
-        ValueError, match="not those of the dflash drafter.*missing: layers.1.mlp.up_proj.weight. Nothing"
+        ValueError,
+        match=r"not those of the dflash drafter.*missing: layers.1.mlp.up_proj.weight \[64, 32\]. Nothing",
     ):
         load_drafter(folder)
 
 
 def test_unexpected_weight_raises(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64, 32)}))
-    with pytest.raises(ValueError, match="not part of it: lm_head.weight"):
+    with pytest.raises(ValueError, match="unexpected: lm_head.weight"):
         load_drafter(folder)
 
 
@@ -339,9 +340,7 @@ def test_weight_of_another_shape_raises(folder: Path) -> None:
 
 def test_weight_of_another_kind_of_number_raises(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.update({"norm.weight": torch.zeros(32, dtype=torch.int8)}))
-    with pytest.raises(
-        ValueError, match=r"not of a floating-point type that can be loaded \(F64.*\): norm.weight is I8"
-    ):
+    with pytest.raises(ValueError, match=r"of another dtype: norm.weight is I8, not F64 or F32 or F16 or BF16"):
         load_drafter(folder)
 
 
@@ -460,7 +459,7 @@ def test_folder_of_an_encoder_raises(tmp_path: Path) -> None:
 def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder: Path, target: PreTrainedModel) -> None:
     save_file({name: tensor.clone() for name, tensor in target.state_dict().items()}, folder / "model.safetensors")
     with pytest.raises(
-        ValueError, match="missing: fc.weight, hidden_norm.weight.* and .* more; not part of it: lm_head.weight"
+        ValueError, match="missing: fc.weight .*, hidden_norm.weight.* and .* more; unexpected: lm_head.weight"
     ):
         load_drafter(folder)
 
