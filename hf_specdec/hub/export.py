@@ -34,17 +34,17 @@ from hf_specdec.hub.tensors import save_tensors
 
 ExportLayout = Literal["vllm", "source"]
 _EXPORT_MARK = "hf_specdec_export"  # in the config of an exported draft model
-# Why the others are not served elsewhere.
+# Why vLLM does not serve the other families from an export.
 _NOT_SERVED = {
-    "specblock": "no engine but the authors' own fork of SGLang knows SpecBlock",
-    "medusa": "vLLM serves Medusa heads as they were published (method medusa in --speculative-config)",
-    "causal_lm": "a plain language model is served as it is (method draft_model in --speculative-config)",
-    "specbound": "SpecBound changes how the target itself runs, and vLLM has no class for that",
-    "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for that; its draft model is served "
-    "as it is (method draft_model)",
-    "MergedDrafter": "vLLM runs one drafter at a time; export the sources that it knows",
-    "suffix": "vLLM has its own (method suffix in --speculative-config)",
-    "ngram": "vLLM has its own (method ngram in --speculative-config)",
+    "specblock": "only the authors' fork of SGLang supports SpecBlock",
+    "medusa": "vLLM serves Medusa heads in their published layout (method medusa in --speculative-config)",
+    "causal_lm": "vLLM serves a plain language model without an export (method draft_model in --speculative-config)",
+    "specbound": "SpecBound changes how the target runs, and vLLM has no class for it",
+    "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for it; vLLM serves its draft model "
+    "without an export (method draft_model)",
+    "MergedDrafter": "vLLM runs one drafter at a time; export the merged drafters that it supports one by one",
+    "suffix": "vLLM has this method itself (method suffix in --speculative-config)",
+    "ngram": "vLLM has this method itself (method ngram in --speculative-config)",
 }
 
 
@@ -131,12 +131,12 @@ def export_drafter(
     else:
         raise ValueError(
             f"{name!r} cannot be exported to {to}: {why_not_served(drafter)}. EAGLE-3, P-EAGLE, DFlash, DFlash 2 and "
-            "DSpark drafters can, and draft models that were cut to a draft vocabulary."
+            "DSpark drafters can be exported, and draft models with a draft vocabulary."
         )
     place = _target_place(name, drafter.config.target_name_or_path if target_id is None else target_id, to)
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.state_dict().items()}
     if isinstance(drafter, DFlashDrafter) and drafter.config.maps_vocabulary and not drafter.config.own_head:
-        # vLLM would apply the whole of the target's head and take its first rows for those of the draft vocabulary.
+        # vLLM would apply the target's whole head and use its first rows as those of the draft vocabulary.
         tensors["lm_head.weight"] = _head_rows(place, drafter)
     fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
     known = _target_config(place)
@@ -156,7 +156,7 @@ def export_drafter(
     if Path(place).is_absolute():
         warnings.warn(
             f"The export names its target by the folder {place!r}: the target has to be there on the machine that "
-            f"serves, or {to} does not find it. Where others are to serve the export, name the target's Hub id "
+            f"serves, or {to} does not find it. To serve the export on other machines, name the target's Hub id "
             "(target_id, or --target-id of the command).",
             stacklevel=2,
         )
@@ -185,13 +185,13 @@ def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
 
 
 def why_not_served(drafter: Drafter) -> str:
-    """Why vLLM does not run a drafter of this kind from an export; a part of a sentence."""
+    """Why vLLM does not run such a drafter from an export, as a clause for messages."""
     family = _family(drafter)
-    return _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
+    return _NOT_SERVED.get(family, f"vLLM does not support the kind {family!r}")
 
 
 def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, target_id: str | None) -> Path:
-    """Writes a draft model that was cut to a draft vocabulary with a row for each of the target's tokens."""
+    """Writes a draft model with a draft vocabulary, with a row for each of the target's tokens."""
     if drafter.target_ids is None:
         raise ValueError(f"{name!r} needs no export: {why_not_served(drafter)}.")
     place = _target_place(name, drafter.target_name_or_path if target_id is None else target_id, "vllm")
@@ -199,14 +199,14 @@ def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, targe
         config = locate_config(Source(place))
     except (OSError, ValueError) as error:
         raise type(error)(
-            f"{name!r} drafts {len(drafter.target_ids)} of its target's tokens, and gets a row for each other one; how "
-            f"many there are is in the config of its target {place!r}, which cannot be read: {error}"
+            f"{name!r} drafts {len(drafter.target_ids)} of its target's tokens, and the export needs a row for each of "
+            f"them; their number is in the config of its target {place!r}, which cannot be read: {error}"
         ) from error
     vocab_size = _language_model(config).get("vocab_size", 0)
     if vocab_size <= int(drafter.target_ids[-1]):
         raise ValueError(
-            f"{name!r} drafts the token {int(drafter.target_ids[-1])}, and its target {place!r} has {vocab_size}: name "
-            "the target that it was made for (target_id, or --target-id of the command)."
+            f"{name!r} drafts the token {int(drafter.target_ids[-1])}, but its target {place!r} has {vocab_size} "
+            "tokens: name the target that it was trained for (target_id, or --target-id of the command)."
         )
     _check_free(folder)
     model = with_whole_vocabulary(drafter.model, vocab_size)
@@ -216,12 +216,12 @@ def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, targe
 
 
 def _target_place(name: str, target_id: str | None, to: str) -> str:
-    """What an engine finds the target by, a Hub id or the full path of a folder.
+    """The name by which an engine loads the target: a Hub id or the absolute path of a folder.
 
-    A path in full may be one of another machine; any other is seen from here.
+    An absolute path may be that of another machine; a relative path is resolved.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the name is neither a Hub id nor a path.
     """
     if target_id is not None:
         if is_hub_id(target_id) and not target_id.startswith((".", "~")):
@@ -239,7 +239,7 @@ def _target_place(name: str, target_id: str | None, to: str) -> str:
 
 
 def _target_config(target: str) -> dict[str, Any]:
-    """What the config in a target's folder says of the language model; empty where there is no folder."""
+    """The language model's fields of the config in a target's folder; empty if there is no folder."""
     file = Path(target) / CONFIG_FILE
     return _language_model(read_json(file, target)) if file.is_file() else {}
 
@@ -258,35 +258,35 @@ def _check_free(folder: Path, *, overwrite: bool = True) -> None:
 
 
 def _head_rows(target: str, drafter: DFlashDrafter) -> Tensor:
-    """[draft_vocab, hidden]: the rows of the target's head that the drafter reads, from the target's own files."""
+    """[draft_vocab, hidden]: the rows of the target's head that the drafter uses, from the target's files."""
     name = drafter.config.name_or_path or type(drafter).__name__
     why = (
         f"{name!r} drafts {drafter.config.draft_vocab_size} of {drafter.config.vocab_size} tokens with rows of the "
-        f"head of its target {target!r}, which engines want beside it"
+        f"head of its target {target!r}, which the export must contain"
     )
     try:
         files = locate_target(Source(target))
     except (OSError, ValueError) as error:
         raise type(error)(f"{why}, and the target's files cannot be read: {error}") from error
-    # A checkpoint whose head is its embeddings has no tensor of the head's name.
+    # With tied embeddings, a checkpoint has no tensor with the head's name.
     found = [
         [key for key in files.shards if key == table or key.endswith(f".{table}")]
         for table in ("lm_head.weight", "embed_tokens.weight")
     ]
     heads = found[0] or found[1]
     if len(heads) != 1:
-        raise ValueError(f"{why}, and among the {len(files.shards)} tensors of the target there is no head: {heads}.")
+        raise ValueError(f"{why}, and the {len(files.shards)} tensors of the target do not have one head: {heads}.")
     head = files.load(heads)[heads[0]]
     shape = (drafter.config.vocab_size or 0, drafter.config.hidden_size)
     if not head.is_floating_point() or head.shape[1:] != shape[1:] or head.shape[0] < shape[0]:
         raise ValueError(
-            f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: another target?"
+            f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: it is another target."
         )
     return head[drafter.target_ids.cpu()].contiguous()
 
 
 def _family(drafter: Drafter) -> str:
-    """What kind of drafter it is, also where a user derived its class; the class's name where it is of no kind here."""
+    """The family of a drafter, also if its class is derived; the name of its class if it is of no family."""
     kinds = {family.name: family.drafter for family in FAMILIES.values()}
     kinds |= {name: make for name, make in WEIGHTLESS.items() if isinstance(make, type)}
     return next((name for name, kind in kinds.items() if isinstance(drafter, kind)), type(drafter).__name__)
@@ -308,7 +308,7 @@ def _in_the_way(folder: Path, overwrite: bool) -> list[str]:
 
 
 def _dflash_fields(drafter: DFlashDrafter) -> dict[str, Any]:
-    """The config, with what follows from several of its fields spelled out layer by layer."""
+    """The config's fields, with the window and causality of each layer, which follow from several fields."""
     config = drafter.config
     layers = range(config.num_hidden_layers)
     return config.to_dict() | {

@@ -1,7 +1,6 @@
-"""Tensors of a checkpoint: loading them, and comparing what files hold with what a network needs.
+"""Tensors of a checkpoint: loading and saving them, and comparing them with those that a network needs.
 
-The files themselves are the business of `files.py`. The numbers of a pickle of weights are read here, with
-`weights_only`; `pickles.py` lists what is in one.
+Pickles are read here only, with `weights_only`. `files.py` finds the files and reads the headers of safetensors files.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from torch import Tensor
 from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import StoredTensor
 
-# safetensors' names of the types a drafter may be stored in.
+# safetensors' names of the dtypes that the weights of a drafter may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of tables that a network looks things up in; such a tensor must be of the very type.
+# Those of index tables and masks, which are not converted.
 WHOLE_DTYPES = {"I64": torch.int64, "BOOL": torch.bool}
 
 
 def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
-    """Loads a weight file to host memory; a pickle with `weights_only`, which runs nothing that is in it.
+    """Loads a weight file to the CPU; a pickle with `weights_only`, which runs no code of the file.
 
-    Tensors of a pickle may be views that claim any shape: check shapes before copying one.
+    Tensors of a pickle may be views of any shape, such as expanded ones: check the shape before copying a tensor.
 
     Raises:
-        ValueError: a pickle is damaged or holds anything but tensors by name.
+        ValueError: a pickle is damaged, compressed, or holds anything but tensors by name.
     """
     return load_file(file) if file.suffix == ".safetensors" else _unpickle(file, name, "cpu")
 
@@ -52,7 +51,7 @@ def pickle_header(file: Path, name: str) -> dict[str, StoredTensor]:
 
 
 def describe(tensor: Tensor, file: Path) -> StoredTensor:
-    """The description that a tensor would have in the header of a safetensors file."""
+    """The description of a tensor in the header of a safetensors file."""
     names = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
     return StoredTensor(tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), file)
 

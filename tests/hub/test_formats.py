@@ -268,12 +268,12 @@ def test_speculators_config_that_makes_no_sense_raises(
 @pytest.mark.parametrize(
     ("make", "write", "change", "message"),
     [
-        (make_dflash, as_zlab, {"mask_token_id": 2}, "mask_token_id is 2 at the top and 1 in dflash_config"),
+        (make_dflash, as_zlab, {"mask_token_id": 2}, "mask_token_id is 2 at the top level and 1 in dflash_config"),
         (
             make_dflash,
             as_zlab,
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 4}},
-            "block_size is 5 at the top and 4 in dflash_config",
+            "block_size is 5 at the top level and 4 in dflash_config",
         ),
         (
             make_dflash,

@@ -209,9 +209,9 @@ def test_generation_settings_of_endless_depth_are_refused(draft_model: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rms_norm_eps": {"__float__": "NaN"}}, "config.json of .* is not valid JSON .NaN is no number"),
+        ({"rms_norm_eps": {"__float__": "NaN"}}, "config.json of .* is not valid JSON .NaN is not a number"),
         ({"rms_norm_eps": {"__float__": "much"}}, "config.json of .* is not valid JSON .could not convert string"),
-        ({"rms_norm_eps": float("nan")}, "config.json of .* is not valid JSON .NaN is no number"),
+        ({"rms_norm_eps": float("nan")}, "config.json of .* is not valid JSON .NaN is not a number"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06; it must be a finite number of at least 0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'; it must be a finite number of at least 0"),
         ({"rope_theta": 0}, "rope_theta=0; it must be a finite number above 0"),
@@ -306,7 +306,7 @@ def test_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, na
     (tmp_path / "secret").write_bytes((folder / name).read_bytes())
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path / "secret")
-    message = f"{name} of '.*saved' is a link to '.*secret', outside the folder; files elsewhere are not opened"
+    message = f"{name} of '.*saved' is a link to '.*secret', outside the folder, and such files are not opened"
     with pytest.raises(ValueError, match=message):
         load_drafter(folder)
 

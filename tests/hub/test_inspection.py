@@ -177,7 +177,7 @@ def test_draft_model_that_no_repo_can_hold_is_told(hub: LoopbackHub, target: Pre
         (tmp_path / "config.json").write_text(json.dumps(config | {"draft_model": place}))
         hub.add("me/other", tmp_path)
         [problem] = inspect_drafter("me/other").problems
-        assert f"the draft model should be in {place!r}, seen from the checkpoint, but it is not there" in problem
+        assert f"the draft model {place!r}, relative to the checkpoint, does not exist" in problem
 
 
 @pytest.mark.parametrize("model_type", _DEFAULTS)
