@@ -97,7 +97,7 @@ def test_problems_are_told(folder: Path) -> None:
     ("change", "problem"),
     [
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a positive integer"),
-        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, more than the 256 that are built"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, and the maximum is 256"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),
@@ -199,9 +199,9 @@ def test_own_layouts_are_known_by_their_prefix() -> None:
             {"vocab_size": 65},
             "model.embed_tokens.weight, the embedding, is [64, 32], but config.json makes it",
         ),
-        ("llama", {"num_hidden_layers": 5}, "the weights have layers 0 to 3, but config.json says there are 5"),
+        ("llama", {"num_hidden_layers": 5}, "the weights have layers 0 to 3, but config.json has 5 layers"),
         ("gpt-neox", {"hidden_size": 48}, "gpt_neox.embed_in.weight, the embedding, is [64, 32], but"),
-        ("gpt2", {"n_layer": 3}, "the weights have layers 0 to 3, but config.json says there are 3"),
+        ("gpt2", {"n_layer": 3}, "the weights have layers 0 to 3, but config.json has 3 layers"),
     ],
 )
 def test_plain_language_model_of_another_config_is_told(
