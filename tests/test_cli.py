@@ -113,7 +113,7 @@ def test_verify_prints_a_verdict(
         (["convert", "DRAFTER", "OUT", "--dtype", "float8_e4m3fn"], "dtype='float8_e4m3fn' is not supported"),
         (
             ["generate", "TARGET", "ngram", "--prompt", "a", "--revision", "v1"],
-            "revision='v1' of 'ngram', which has no",
+            "revision='v1' was given for 'ngram', which has no",
         ),
         (
             ["export", "DRAFTER", "--target-id", "a/b", "--num-target-layers", "0"],

@@ -147,7 +147,7 @@ def test_vocabulary_map_of_another_type_is_told(target: PreTrainedModel, tmp_pat
 
 def test_learned_mask_vector_is_refused_unopened(folder: Path) -> None:
     (folder / "mask_embedding.pt").write_bytes(b"?")
-    message = "has a file mask_embedding.pt: a learned vector in place of the mask token's embedding"
+    message = "has a file mask_embedding.pt: a learned vector instead of the mask token's embedding"
     assert message in inspect_drafter(folder).problems[0]
     with pytest.raises(ValueError, match=message):
         load_drafter(folder)

@@ -65,7 +65,7 @@ def test_a_mask_token_said_twice_and_proposals_without_a_number_raise() -> None:
     with pytest.raises(ValueError, match="mask_token_id is 3 at the top level and 4 in dflash_config"):
         peagle_reading(reading, {"mask_token_id": 3, "dflash_config": {"mask_token_id": 4}})
     for methods in ({"speculative_tokens": 4}, ["greedy"], [{}]):
-        with pytest.raises(ValueError, match="its first entry must say speculative_tokens"):
+        with pytest.raises(ValueError, match="its first entry must have speculative_tokens"):
             peagle_reading(reading, {"speculators_config": {"proposal_methods": methods}})
 
 
