@@ -305,7 +305,7 @@ def test_ngram_names_the_drafter_that_needs_no_checkpoint(
         assert load_drafter(name, tree_budget=3).options.tree_budget == 3
         with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*load_drafter"):
             inspect_drafter(name)
-        with pytest.raises(ValueError, match=f"revision='v1' of '{name}', which has no checkpoint"):
+        with pytest.raises(ValueError, match=f"revision='v1' was given for '{name}', which has no checkpoint"):
             load_drafter(name, revision="v1")
     with pytest.raises(ValueError, match=r"'mtp' is a drafter without a checkpoint.*load_drafter\('mtp', target\)"):
         inspect_drafter("mtp")
