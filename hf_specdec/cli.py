@@ -2,7 +2,7 @@
 
     hf-specdec inspect <repo or folder>                 inspect_drafter(name)
     hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
-    hf-specdec export <drafter> --to vllm               export_drafter(load_drafter(name), folder, to="vllm")
+    hf-specdec export <drafter> --to vllm or source     export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec serve <target> <drafter>                 plan_serving(target, drafter), and with --run runs it
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
@@ -118,15 +118,17 @@ def _parser() -> argparse.ArgumentParser:
     export = command(
         "export",
         _export,
-        "write a drafter in the format of another engine",
-        "export_drafter(load_drafter(name), folder, to=engine)",
+        "write a drafter in the layout that vLLM serves, or in the layout that it was published in",
+        "export_drafter(load_drafter(name), folder, to=layout)",
     )
     export.add_argument("drafter", help="Hub id or folder")
-    export.add_argument("--to", default="vllm", choices=["vllm"], help="the engine; default: %(default)s")
-    export.add_argument("--output", type=Path, help="folder to write; default: the drafter's name and -vllm")
-    export.add_argument("--target-id", help="Hub id or folder of the target; default: the one that the drafter names")
-    export.add_argument("--target-architecture", help="class of the target, such as LlamaForCausalLM")
-    export.add_argument("--num-target-layers", type=int, help="layers of the target")
+    export.add_argument("--to", default="vllm", choices=["vllm", "source"], help="the layout; default: %(default)s")
+    export.add_argument("--output", type=Path, help="folder to write; default: the drafter's name and the layout's")
+    export.add_argument(
+        "--target-id", help="for vllm: Hub id or folder of the target; default: the one that the drafter names"
+    )
+    export.add_argument("--target-architecture", help="for vllm: class of the target, such as LlamaForCausalLM")
+    export.add_argument("--num-target-layers", type=int, help="for vllm: layers of the target")
     _where(export)
 
     serve = command(
@@ -279,7 +281,8 @@ def _export(arguments: argparse.Namespace) -> None:
         target_architecture=arguments.target_architecture,
         num_target_layers=arguments.num_target_layers,
     )
-    print(f"Wrote {folder}. `hf-specdec serve <target> {folder}` prints the command that serves it.")
+    serving = f" `hf-specdec serve <target> {folder}` prints the command that serves it."
+    print(f"Wrote {folder}.{serving if arguments.to == 'vllm' else ''}")
 
 
 def _serve(arguments: argparse.Namespace) -> None:

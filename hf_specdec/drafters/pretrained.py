@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -19,8 +21,49 @@ from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, che
 from hf_specdec.drafters.publishing import PublishedDrafter
 
 
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of the checkpoint that a drafter was loaded from.
+
+    Attributes:
+        file: name of its file.
+        name: its name in that file.
+        own_name: its name in the drafter's state dict; None if it was not loaded, such as `t2d`.
+        shape: its shape.
+        dtype: the dtype that it is stored in; the drafter may compute in another one.
+    """
+
+    file: str
+    name: str
+    own_name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """The published checkpoint that a drafter was loaded from; `export_drafter(..., to="source")` writes it again.
+
+    Attributes:
+        format: name of the layout.
+        folder: the checkpoint's folder; for a Hub repo its snapshot in the cache, which is named after the commit.
+        json_files: content of config.json, and of the index of the shards if there are shards.
+        tensors: all tensors of the weight files, and of files next to them such as `vocab_mapping.pt`.
+        config: a copy of the drafter's config as it was loaded.
+    """
+
+    format: str
+    folder: Path
+    json_files: Mapping[str, bytes]
+    tensors: tuple[SourceTensor, ...]
+    config: PreTrainedConfig
+
+
 class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     """A drafter that is a network.
+
+    `source_layout` is set by `load_drafter` for checkpoints in a published layout, and is None for all others.
+    Copies of the drafter share it; it is not saved.
 
     Its config has `target_name_or_path`, `target_revision` and `target_tokenizer_sha256` (see `fingerprint.py`), None
     where unknown. It may have `drafting_options`, by name: those that differed from the defaults when it was saved.
@@ -29,6 +72,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     # The target that was compared with, and whether a prompt was.
     _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
+    source_layout: SourceLayout | None = None
 
     def post_init(self) -> None:
         self.options = self.loaded_options()

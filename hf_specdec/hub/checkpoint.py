@@ -1,6 +1,6 @@
-"""A checkpoint before its weights are read: which format it is of, and a config that is safe to build from.
+"""Reads a checkpoint's config: finds its format, and checks the config before anything is built from it.
 
-Needs neither torch nor transformers, so that `inspect_drafter` and `load_drafter` begin alike.
+Needs neither torch nor transformers. Used by `inspect_drafter` and `load_drafter`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.recognition import drafter_layout, recognise
 from hf_specdec.hub.wording import printable
 
-# Of what is built one by one, most that are built.
+# Upper bounds for modules that are built one by one.
 MAX_LAYERS, MAX_EXPERTS = 256, 1024
 _MOST = {
     re.compile(r"^(?!max_)(\w+_)?(layers?|medusa_num_heads)$"): MAX_LAYERS,
     re.compile(r"(^|_)experts$"): MAX_EXPERTS,
-    re.compile(r"^num_labels$"): 2**20,  # the host makes a name for each
+    re.compile(r"^num_labels$"): 2**20,  # transformers makes a name for each
 }
 _LAYER_LIST = re.compile(r"layer|^h_rad_sizes$")
 _KINDS: dict[str, Any] = {
@@ -60,21 +60,21 @@ def read_config(
     source: Source,
     families: Iterable[tuple[Callable[[dict[str, Any]], bool], Format]] = (),
     defaults: Callable[[Format], Mapping[str, Any]] = lambda format: {},
-    told: Callable[[Format], None] = lambda format: None,
+    recognised: Callable[[Format], None] = lambda format: None,
 ) -> tuple[Format, dict[str, Any]]:
-    """The format of a checkpoint, and its `config.json`; warns of keys that are dropped or mean nothing here.
+    """The format and the content of a checkpoint's `config.json`; warns of keys that are dropped or have no effect.
 
     Args:
-        folder: where `config.json` is.
-        source: what the user asked for; where the config leaves doubt, the weights are fetched from it for their names.
+        folder: folder of the `config.json`.
+        source: the checkpoint; its weights are downloaded if their names are needed to find the format.
         families: as for `recognise`.
-        defaults: gives what missing fields mean to the host's config class of a format's drafters.
-        told: is called with the format once it is known, before what can be wrong with its fields is looked for.
+        defaults: returns the defaults of transformers' config class for a format.
+        recognised: called with the format before the fields are checked.
 
     Raises:
-        OSError: a file is not there.
-        ValueError: it is no drafter, is quantised, has a field, a key or a file that cannot be read, or is of a size
-            that no drafter has.
+        OSError: a file is missing.
+        ValueError: the checkpoint is not a drafter, is quantised, or has a field, a key, a file or a size that is not
+            supported.
     """
     name = source.name
     fields = read_json(folder / CONFIG_FILE, name)
@@ -94,14 +94,14 @@ def read_config(
         try:
             return read_headers(weight_files(folder, name, others), name)
         except FileNotFoundError:
-            return ()  # no weights: what the config lacks is the better thing to say
+            return ()  # no weights: an error about the config helps more
 
     format = recognise(fields, name, tensor_names, families)
-    told(format)
+    recognised(format)
     if fields.get("quantization_config") is not None:
         raise ValueError(
             f"{name!r} is quantised ({fields['quantization_config']!r}), and quantised drafters are not supported: "
-            "load the checkpoint that it was made from."
+            "load the checkpoint that was quantised."
         )
     if format.refused:
         beside = source.locate(list(format.refused), revision=folder.name)
@@ -116,27 +116,26 @@ def read_config(
         known = {key: value for key, value in fields.items() if key not in CODE}
         if idle := check_keys(format.keys, known, defaults(format), config, format.name):
             warnings.warn(
-                f"{config} has {listed(idle)}, which the reader of {format.name} does not know; nothing here changes "
-                "by that.",
+                f"{config} has {listed(idle)}, which the reader of {format.name} does not know; they have no effect.",
                 stacklevel=3,
             )
     return format, fields
 
 
 def check_is_target(target: str, drafter: str) -> None:
-    """Raises ValueError if what is to be loaded as a target is a drafter, which its config tells.
+    """Raises ValueError if the checkpoint that was given as the target is a drafter, according to its config.
 
     Args:
         target: folder or Hub id.
-        drafter: what was named as its drafter; for the message.
+        drafter: the name that was given as the drafter, for the message.
 
     Raises:
-        OSError: the target is not there.
+        OSError: the target does not exist.
         ValueError: it is a drafter, or its config cannot be read.
     """
     folder = Path(target) if target and Path(target).is_dir() else Source(target).locate([CONFIG_FILE])
     if not (folder / CONFIG_FILE).is_file():
-        return  # what else transformers loads, such as an adapter, is its business
+        return  # transformers may load it, such as an adapter
     fields = read_json(folder / CONFIG_FILE, target)
     _check_kinds(fields, target)
     layout = drafter_layout(fields, target)
@@ -148,18 +147,18 @@ def check_is_target(target: str, drafter: str) -> None:
 
 
 def _check_kinds(fields: dict[str, Any], name: str) -> None:
-    """Raises ValueError if a field that decides what is read, at the top or nested, is of another kind."""
+    """Raises ValueError if a field that selects what is read, at the top level or nested, has the wrong type."""
     for key, value in _entries(fields):
         kind = _KINDS.get(key, object)
         named = not isinstance(value, list) or all(isinstance(entry, str) for entry in value)
         if key in _KINDS and value is not None and not (isinstance(value, kind) and named):
             raise ValueError(f"{_has(key, value, name)}; it must be {_IN_WORDS[kind]}.")
-        if _SWITCH.search(key) and value not in (None, False, True):  # every text is true, "false" too
+        if _SWITCH.search(key) and value not in (None, False, True):  # every string would be true, "false" too
             raise ValueError(f"{_has(key, value, name)}; it must be true or false.")
 
 
 def _check_numbers(fields: dict[str, Any], name: str) -> None:
-    """Raises ValueError if a config asks for more modules than any drafter has, or for numbers that give NaN."""
+    """Raises ValueError if a config has more modules than any drafter, or numbers that lead to NaN."""
     for key, value in _entries(fields):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         count, most = 0, MAX_LAYERS
@@ -169,8 +168,8 @@ def _check_numbers(fields: dict[str, Any], name: str) -> None:
             count, most = next(((value, most) for kind, most in _MOST.items() if kind.search(key)), (0, 0))
         if count > most:
             raise ValueError(
-                f"{_has(key, value, name)}, more than the {most} that are built. The checkpoint is damaged or hostile: "
-                "nothing was loaded."
+                f"{_has(key, value, name)}, and the maximum is {most}. The checkpoint is damaged or hostile: nothing "
+                "was loaded."
             )
         if value is None or not (_POSITIVE.search(key) or _AT_LEAST_0.search(key)):
             continue
@@ -184,7 +183,7 @@ def _has(key: str, value: Any, name: str) -> str:
 
 
 def _entries(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of a config and of the objects in it."""
+    """The fields of a config and of its nested objects."""
     for key, value in fields.items():
         yield key, value
         if isinstance(value, dict):

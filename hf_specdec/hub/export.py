@@ -1,4 +1,7 @@
-"""export_drafter: a drafter in the layout that another engine serves. What each layout says is in `formats/`."""
+"""export_drafter: writes a drafter in the layout that vLLM serves, or in the layout that it was loaded from.
+
+The fields of vLLM's layout are in `formats/speculators.py`; `source_layout.py` has the tensors of the source layout.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 import hf_specdec.drafters  # noqa: F401 (registers the families)
@@ -22,24 +24,27 @@ from hf_specdec.drafters.dflash2 import DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
+from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
 from hf_specdec.hub.formats.speculators import write_dflash, write_dflash2, write_dspark, write_eagle3, write_peagle
+from hf_specdec.hub.source_layout import source_tensors
 from hf_specdec.hub.target_files import locate_config, locate_target
+from hf_specdec.hub.tensors import save_tensors
 
-Engine = Literal["vllm"]
+ExportLayout = Literal["vllm", "source"]
 _EXPORT_MARK = "hf_specdec_export"  # in the config of an exported draft model
-# Why the others are not served elsewhere.
+# Why vLLM does not serve the other families from an export.
 _NOT_SERVED = {
-    "specblock": "no engine but the authors' own fork of SGLang knows SpecBlock",
-    "medusa": "vLLM serves Medusa heads as they were published (method medusa in --speculative-config)",
-    "causal_lm": "a plain language model is served as it is (method draft_model in --speculative-config)",
-    "specbound": "SpecBound changes how the target itself runs, and vLLM has no class for that",
-    "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for that; its draft model is served "
-    "as it is (method draft_model)",
-    "MergedDrafter": "vLLM runs one drafter at a time; export the sources that it knows",
-    "suffix": "vLLM has its own (method suffix in --speculative-config)",
-    "ngram": "vLLM has its own (method ngram in --speculative-config)",
+    "specblock": "only the authors' fork of SGLang supports SpecBlock",
+    "medusa": "vLLM serves Medusa heads in their published layout (method medusa in --speculative-config)",
+    "causal_lm": "vLLM serves a plain language model without an export (method draft_model in --speculative-config)",
+    "specbound": "SpecBound changes how the target runs, and vLLM has no class for it",
+    "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for it; vLLM serves its draft model "
+    "without an export (method draft_model)",
+    "MergedDrafter": "vLLM runs one drafter at a time; export the merged drafters that it supports one by one",
+    "suffix": "vLLM has this method itself (method suffix in --speculative-config)",
+    "ngram": "vLLM has this method itself (method ngram in --speculative-config)",
 }
 
 
@@ -47,46 +52,69 @@ def export_drafter(
     drafter: Drafter,
     folder: str | os.PathLike[str],
     *,
-    to: Engine = "vllm",
+    to: ExportLayout = "vllm",
     target_id: str | None = None,
     target_architecture: str | None = None,
     num_target_layers: int | None = None,
 ) -> Path:
-    """Writes a drafter so that another engine serves it: `vllm serve <folder or repo>` brings the target itself.
+    """Writes a drafter in a layout that other software reads.
 
-    EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters are written in the speculators layout, which `load_drafter`
-    reads too.
-    One that drafts a part of the vocabulary with rows of its target's head gets these rows, from the target's files. A
-    draft model that was cut to a draft vocabulary gets a row for each of the target's tokens.
+    Drafting options are not part of such layouts: options that were set since the drafter was loaded are not written.
+
+    With `to="vllm"`, EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters are written in the speculators layout,
+    which `load_drafter` reads too; `vllm serve <folder or repo>` loads the target itself. A drafter with a draft
+    vocabulary that uses rows of its target's head gets these rows from the target's files. A draft model with a draft
+    vocabulary gets a row for each of the target's tokens.
+
+    With `to="source"`, a drafter that `load_drafter` read from a published layout is written in that layout, for
+    example after its adaptation or further training. config.json is that of the source, byte for byte, also if another
+    target was named since. Weights have the names, dtypes and files of the source. Tensors that are not loaded, such as
+    `t2d`, are copied from the source files, which must still exist. A pickle such as `medusa_lm_head.pt` is written by
+    `torch.save` as a dict of tensors, under the same name, since some readers look for that name; it loads with
+    `weights_only=True`. Model cards, tokenizers, records and Python code of the source are not copied.
 
     Args:
-        drafter: as `load_drafter` gives it.
-        folder: where to; made if needed. It may hold an earlier export, which is overwritten. Upload it with
-            `hf upload`.
-        to: the engine.
-        target_id: the target, which the engine loads: a Hub id, or the path of a folder, which is written in full and
-            must be the same where the engine runs (a warning says so). None for the one that the drafter names.
-        target_architecture: class of the target, such as "LlamaForCausalLM"; engines only report it. None for what the
-            config in the target's folder says, where that is here.
-        num_target_layers: layers of the target; needed where the drafter reads EAGLE-3's default layers, and elsewhere
-            to refuse layers that engines read differently. None for the drafter's own record or the target's folder.
+        drafter: a drafter from `load_drafter`.
+        folder: the folder to write; created if needed. With `to="vllm"` it may hold an earlier export, which is
+            overwritten; with `to="source"` it must hold no checkpoint. Upload it with `hf upload`.
+        to: the layout.
+        target_id: the target, which vLLM loads: a Hub id, or the path of a folder, which is written as an absolute path
+            and must be the same on the machine that runs vLLM (a warning says so). None for the target that the
+            drafter names. For `to="vllm"` only, as the next two.
+        target_architecture: class of the target, such as "LlamaForCausalLM", which vLLM only reports. None for the
+            class in the config of the target's folder, if there is one.
+        num_target_layers: number of layers of the target; required if the drafter reads EAGLE-3's default layers, and
+            otherwise used to refuse layers that engines interpret differently. None for the number in the drafter's
+            config or in the target's folder.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: the engine cannot serve such a drafter, the target has no Hub id and no path, the layout cannot say
-            what the drafter does, or the folder holds another checkpoint; the message says which, and nothing is
-            written.
-        OSError: the target's files are needed, as for a draft vocabulary, and cannot be had.
-        TypeError: `drafter` is no drafter.
+        ValueError: vLLM cannot serve such a drafter, the target has no Hub id and no path, the layout has no field for
+            a property of the drafter, or the folder holds another checkpoint. With `to="source"`: the drafter was not
+            loaded from a published layout, its network has changed since, or a source file has. Nothing is written.
+        OSError: the target's files or the source files are needed and cannot be read.
+        TypeError: `drafter` is not a drafter.
     """
     check_is_drafter(drafter)
-    if to not in get_args(Engine):
-        raise unknown_name("engine", to, get_args(Engine))
+    if to not in get_args(ExportLayout):
+        raise unknown_name("layout", to, get_args(ExportLayout))
     if num_target_layers is not None and num_target_layers < 1:
         raise ValueError(f"num_target_layers={num_target_layers} must be at least 1.")
     name = getattr(drafter, "name_or_path", "") or type(drafter).__name__
+    if to == "source":
+        given = {
+            "target_id": target_id,
+            "target_architecture": target_architecture,
+            "num_target_layers": num_target_layers,
+        }
+        if unused := [f"{option}={value!r}" for option, value in given.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(unused)} cannot be combined with to='source', which keeps the config.json of the source: "
+                "leave it out."
+            )
+        return _export_source(drafter, name, Path(folder))
     if isinstance(drafter, CausalLMDrafter):
         return _export_draft_model(drafter, name, Path(folder), target_id)
     write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
@@ -103,12 +131,12 @@ def export_drafter(
     else:
         raise ValueError(
             f"{name!r} cannot be exported to {to}: {why_not_served(drafter)}. EAGLE-3, P-EAGLE, DFlash, DFlash 2 and "
-            "DSpark drafters can, and draft models that were cut to a draft vocabulary."
+            "DSpark drafters can be exported, and draft models with a draft vocabulary."
         )
     place = _target_place(name, drafter.config.target_name_or_path if target_id is None else target_id, to)
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.state_dict().items()}
     if isinstance(drafter, DFlashDrafter) and drafter.config.maps_vocabulary and not drafter.config.own_head:
-        # vLLM would apply the whole of the target's head and take its first rows for those of the draft vocabulary.
+        # vLLM would apply the target's whole head and use its first rows as those of the draft vocabulary.
         tensors["lm_head.weight"] = _head_rows(place, drafter)
     fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
     known = _target_config(place)
@@ -124,28 +152,46 @@ def export_drafter(
     except ValueError as error:
         raise ValueError(f"{name!r} cannot be exported to {to}: {error}") from error
     folder = Path(folder)
-    _check_free(folder, to)
+    _check_free(folder)
     if Path(place).is_absolute():
         warnings.warn(
             f"The export names its target by the folder {place!r}: the target has to be there on the machine that "
-            f"serves, or {to} does not find it. Where others are to serve the export, name the target's Hub id "
+            f"serves, or {to} does not find it. To serve the export on other machines, name the target's Hub id "
             "(target_id, or --target-id of the command).",
             stacklevel=2,
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS_FILE)
+    return folder
+
+
+def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
+    """Writes a drafter in the layout that it was loaded from."""
+    if not isinstance(drafter, PretrainedDrafter) or (layout := drafter.source_layout) is None:
+        raise ValueError(
+            f"{name!r} ({type(drafter).__name__}) was not loaded from a published layout, so it has no source layout: "
+            "save it in the layout of this library, drafter.save_pretrained(folder). Of a drafter that wraps another "
+            "one, such as an AdaptiveDrafter, export the wrapped one: export_drafter(adaptive.drafter, ...)."
+        )
+    files = source_tensors(drafter, layout, name)
+    _check_free(folder, overwrite=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in layout.json_files.items():
+        (folder / file).write_bytes(content)
+    for file, tensors in files.items():
+        save_tensors(tensors, folder / file)
     return folder
 
 
 def why_not_served(drafter: Drafter) -> str:
-    """Why vLLM does not run a drafter of this kind from an export; a part of a sentence."""
+    """Why vLLM does not run such a drafter from an export, as a clause for messages."""
     family = _family(drafter)
-    return _NOT_SERVED.get(family, f"vLLM has no drafters of the kind {family!r}")
+    return _NOT_SERVED.get(family, f"vLLM does not support the kind {family!r}")
 
 
 def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, target_id: str | None) -> Path:
-    """Writes a draft model that was cut to a draft vocabulary with a row for each of the target's tokens."""
+    """Writes a draft model with a draft vocabulary, with a row for each of the target's tokens."""
     if drafter.target_ids is None:
         raise ValueError(f"{name!r} needs no export: {why_not_served(drafter)}.")
     place = _target_place(name, drafter.target_name_or_path if target_id is None else target_id, "vllm")
@@ -153,16 +199,16 @@ def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, targe
         config = locate_config(Source(place))
     except (OSError, ValueError) as error:
         raise type(error)(
-            f"{name!r} drafts {len(drafter.target_ids)} of its target's tokens, and gets a row for each other one; how "
-            f"many there are is in the config of its target {place!r}, which cannot be read: {error}"
+            f"{name!r} drafts {len(drafter.target_ids)} of its target's tokens, and the export needs a row for each of "
+            f"them; their number is in the config of its target {place!r}, which cannot be read: {error}"
         ) from error
     vocab_size = _language_model(config).get("vocab_size", 0)
     if vocab_size <= int(drafter.target_ids[-1]):
         raise ValueError(
-            f"{name!r} drafts the token {int(drafter.target_ids[-1])}, and its target {place!r} has {vocab_size}: name "
-            "the target that it was made for (target_id, or --target-id of the command)."
+            f"{name!r} drafts the token {int(drafter.target_ids[-1])}, but its target {place!r} has {vocab_size} "
+            "tokens: name the target that it was trained for (target_id, or --target-id of the command)."
         )
-    _check_free(folder, "vllm")
+    _check_free(folder)
     model = with_whole_vocabulary(drafter.model, vocab_size)
     setattr(model.config, _EXPORT_MARK, "vllm")
     model.save_pretrained(folder, max_shard_size="1TB")
@@ -170,12 +216,12 @@ def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, targe
 
 
 def _target_place(name: str, target_id: str | None, to: str) -> str:
-    """What an engine finds the target by, a Hub id or the full path of a folder.
+    """The name by which an engine loads the target: a Hub id or the absolute path of a folder.
 
-    A path in full may be one of another machine; any other is seen from here.
+    An absolute path may be that of another machine; a relative path is resolved.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the name is neither a Hub id nor a path.
     """
     if target_id is not None:
         if is_hub_id(target_id) and not target_id.startswith((".", "~")):
@@ -193,7 +239,7 @@ def _target_place(name: str, target_id: str | None, to: str) -> str:
 
 
 def _target_config(target: str) -> dict[str, Any]:
-    """What the config in a target's folder says of the language model; empty where there is no folder."""
+    """The language model's fields of the config in a target's folder; empty if there is no folder."""
     file = Path(target) / CONFIG_FILE
     return _language_model(read_json(file, target)) if file.is_file() else {}
 
@@ -202,54 +248,57 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     return dict(config.get("text_config") or {}) | config
 
 
-def _check_free(folder: Path, to: str) -> None:
-    """Raises ValueError if files of another checkpoint are in the way."""
-    if in_the_way := _in_the_way(folder):
+def _check_free(folder: Path, *, overwrite: bool = True) -> None:
+    """Raises ValueError if the folder holds files of a checkpoint; `overwrite` permits an earlier export for vLLM."""
+    if in_the_way := _in_the_way(folder, overwrite):
         raise ValueError(
-            f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or {to} would "
+            f"{str(folder)!r} already holds {', '.join(in_the_way)}: a drafter would be overwritten, or readers would "
             "load more than the export. Clear it, or give another folder."
         )
 
 
 def _head_rows(target: str, drafter: DFlashDrafter) -> Tensor:
-    """[draft_vocab, hidden]: the rows of the target's head that the drafter reads, from the target's own files."""
+    """[draft_vocab, hidden]: the rows of the target's head that the drafter uses, from the target's files."""
     name = drafter.config.name_or_path or type(drafter).__name__
     why = (
         f"{name!r} drafts {drafter.config.draft_vocab_size} of {drafter.config.vocab_size} tokens with rows of the "
-        f"head of its target {target!r}, which engines want beside it"
+        f"head of its target {target!r}, which the export must contain"
     )
     try:
         files = locate_target(Source(target))
     except (OSError, ValueError) as error:
         raise type(error)(f"{why}, and the target's files cannot be read: {error}") from error
-    # A checkpoint whose head is its embeddings has no tensor of the head's name.
+    # With tied embeddings, a checkpoint has no tensor with the head's name.
     found = [
         [key for key in files.shards if key == table or key.endswith(f".{table}")]
         for table in ("lm_head.weight", "embed_tokens.weight")
     ]
     heads = found[0] or found[1]
     if len(heads) != 1:
-        raise ValueError(f"{why}, and among the {len(files.shards)} tensors of the target there is no head: {heads}.")
+        raise ValueError(f"{why}, and the {len(files.shards)} tensors of the target do not have one head: {heads}.")
     head = files.load(heads)[heads[0]]
     shape = (drafter.config.vocab_size or 0, drafter.config.hidden_size)
     if not head.is_floating_point() or head.shape[1:] != shape[1:] or head.shape[0] < shape[0]:
         raise ValueError(
-            f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: another target?"
+            f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: it is another target."
         )
     return head[drafter.target_ids.cpu()].contiguous()
 
 
 def _family(drafter: Drafter) -> str:
-    """What kind of drafter it is, also where a user derived its class; the class's name where it is of no kind here."""
+    """The family of a drafter, also if its class is derived; the name of its class if it is of no family."""
     kinds = {family.name: family.drafter for family in FAMILIES.values()}
     kinds |= {name: make for name, make in WEIGHTLESS.items() if isinstance(make, type)}
     return next((name for name, kind in kinds.items() if isinstance(drafter, kind)), type(drafter).__name__)
 
 
-def _in_the_way(folder: Path) -> list[str]:
-    """Files of a checkpoint that is no earlier export; engines load every weights file that they find in a repo."""
+def _in_the_way(folder: Path, overwrite: bool) -> list[str]:
+    """Files of a checkpoint in a folder, except those of an earlier export for vLLM if `overwrite` permits it.
+
+    Engines load every weight file that they find in a repo.
+    """
     earlier = False
-    if (folder / CONFIG_FILE).is_file():
+    if overwrite and (folder / CONFIG_FILE).is_file():
         fields = read_json(folder / CONFIG_FILE, str(folder))
         earlier = "speculators_config" in fields or _EXPORT_MARK in fields
     ours = {CONFIG_FILE, WEIGHTS_FILE, "generation_config.json"} if earlier else set()
@@ -259,7 +308,7 @@ def _in_the_way(folder: Path) -> list[str]:
 
 
 def _dflash_fields(drafter: DFlashDrafter) -> dict[str, Any]:
-    """The config, with what follows from several of its fields spelled out layer by layer."""
+    """The config's fields, with the window and causality of each layer, which follow from several fields."""
     config = drafter.config
     layers = range(config.num_hidden_layers)
     return config.to_dict() | {

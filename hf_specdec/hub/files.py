@@ -1,8 +1,8 @@
-"""The files of a checkpoint: where they are, what they hold, and whether they can be trusted to be whole.
+"""The files of a checkpoint: finding and downloading them, reading JSON and headers, and checking for damage.
 
-Only files that the caller names are downloaded. Opened are JSON and safetensors files, pickles only where a format asks
-for one by name, and no Python. Nothing here knows a drafter format, and nothing here needs torch: tensors are loaded by
-`tensors.py`.
+Only files that the caller names are downloaded. JSON and safetensors files are read, pickles only if a format names
+them, and Python files never. This module does not depend on drafter formats, and needs torch only for pickles;
+`tensors.py` loads tensors.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Drafters without a checkpoint of their own, and what makes them; a folder may be named like them.
+# Drafters without a checkpoint, and the call that makes them; a folder of the same name takes precedence.
 WITHOUT_CHECKPOINT = {
     "mtp": "load_drafter('mtp', target)",
     "ngram": "load_drafter('ngram')",
     "suffix": "load_drafter('suffix')",
 }
-MAX_JSON_BYTES = 2**26  # an index of a million tensors
+MAX_JSON_BYTES = 2**26  # sufficient for an index of a million tensors
 MAX_JSON_DEPTH = 64
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the user asked for.
+    """A folder or Hub repo, as the user named it.
 
     Attributes:
         name: a folder or a Hub id.
         revision: branch, tag or commit on the Hub.
-        token: for private repos; None for the stored one.
-        local_files_only: never asks the Hub.
-        cache_dir: of the Hub client.
+        token: Hub token for private repos; None for the stored one.
+        local_files_only: use the Hub cache only, without requests.
+        cache_dir: cache folder of the Hub client.
     """
 
     name: str
@@ -49,16 +49,17 @@ class Source:
     cache_dir: str | os.PathLike[str] | None = None
 
     def locate(self, patterns: Sequence[str], revision: str | None = None) -> Path:
-        """The folder with the files that match, downloaded where needed.
+        """The folder with the files that match, downloaded if needed.
 
         Args:
-            patterns: of file names.
-            revision: the commit of an earlier call, so that all files are of one state; None for the user's.
+            patterns: patterns of file names.
+            revision: the commit that an earlier call returned, so that all files are from one commit; None for the
+                user's revision.
 
         Raises:
-            OSError: there is no such folder or repo, or it cannot be had; says what was tried and the way out.
-            ValueError: the name is empty, neither a folder nor a Hub id, or of a drafter that has no files, a file of a
-                folder is a link out of it, or a revision was given for a folder.
+            OSError: the folder or repo does not exist or cannot be downloaded; names the reason and the way out.
+            ValueError: the name is empty, is neither a folder nor a Hub id, or names a drafter without files; a file
+                of the folder is a link out of it; or a revision was given for a folder.
         """
         if not self.name:
             raise ValueError("The name is empty; give a folder ('.' for the current one) or a Hub id 'owner/name'.")
@@ -67,7 +68,7 @@ class Source:
             if self.revision is not None:
                 raise ValueError(
                     f"revision={self.revision!r} was given, but {self.name!r} is a local folder, which has none. Leave "
-                    "revision out, or give a Hub id that no folder here is named like."
+                    "revision out, or give a Hub id that is not also the name of a local folder."
                 )
             for pattern in patterns:
                 for entry in folder.glob(pattern):
@@ -81,7 +82,7 @@ class Source:
             )
         if self.name in WITHOUT_CHECKPOINT:
             raise ValueError(
-                f"{self.name!r} is a drafter without a checkpoint of its own, so there is nothing to look at: "
+                f"{self.name!r} is a drafter without a checkpoint, so there are no files to read: "
                 f"{WITHOUT_CHECKPOINT[self.name]} makes one."
             )
         from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
@@ -165,14 +166,14 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
 
     Args:
         file: the file.
-        name: what the user asked for, for the message.
+        name: the checkpoint's name, for messages.
 
     Raises:
-        FileNotFoundError: it is not there; lists what is.
-        ValueError: it is no JSON object, or of a size that none has.
+        FileNotFoundError: the file does not exist; lists the files that do.
+        ValueError: the file is not a JSON object, or too large.
     """
     if not file.is_file():
-        present = ", ".join(_present(file.parent)) or "none that a drafter consists of"
+        present = ", ".join(_present(file.parent)) or "none of a drafter"
         raise FileNotFoundError(
             f"{name!r} has no {file.name}, so it is not a drafter checkpoint. Files there: {present}."
         )
@@ -183,7 +184,7 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_constant, object_hook=_number)
-    except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested brackets
         raise ValueError(f"{file.name} of {name!r} is not valid JSON ({error}); copy or download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} of {name!r} holds a {type(content).__name__}, but must hold a JSON object.")
@@ -192,7 +193,7 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
 
 
 def _check_depth(content: dict[str, Any], file: str, name: str) -> None:
-    """Raises ValueError if objects and lists hold each other deeper than whoever goes through them can follow."""
+    """Raises ValueError if objects and lists are nested so deeply that recursive code would fail."""
     level: list[Any] = [content]
     for _ in range(MAX_JSON_DEPTH):
         parts = [part.values() if isinstance(part, dict) else part for part in level]
@@ -206,20 +207,20 @@ def _check_depth(content: dict[str, Any], file: str, name: str) -> None:
 
 
 def _constant(name: str) -> float:
-    """The value of a name that JSON itself does not have; some configs name infinity, and NaN means nothing in one."""
+    """The value of Infinity or -Infinity, which some configs have though JSON has not; NaN is refused."""
     if name == "NaN":
-        raise ValueError("NaN is no number")
+        raise ValueError("NaN is not a number")
     return float(name)
 
 
 def _number(content: dict[str, Any]) -> Any:
-    """An object as it is, or the number that transformers writes as one, such as {"__float__": "Infinity"}."""
+    """The object, or the number if transformers wrote it as an object, such as {"__float__": "Infinity"}."""
     return _constant(str(content["__float__"])) if content.keys() == {"__float__"} else content
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of a safetensors file describes it."""
+    """Description of a tensor in the header of a safetensors file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -230,12 +231,12 @@ def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Pa
     """The weight files of a checkpoint: one, or the shards that its index lists.
 
     Args:
-        folder: where they are.
-        name: what the user asked for, for messages.
-        others: names of files that the format may have in place of those.
+        folder: the checkpoint's folder.
+        name: the checkpoint's name, for messages.
+        others: names of files that the format may have instead.
 
     Raises:
-        FileNotFoundError: there are none, or a shard is missing; says what is there.
+        FileNotFoundError: there are none, or a shard is missing; lists the files that exist.
         ValueError: the index names a file outside the folder, or a link to one.
     """
     if (folder / WEIGHTS_FILE).is_file():
@@ -246,7 +247,7 @@ def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Pa
         present = _present(folder)
         pickled = [file for file in present if file.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         why = (
-            f" {', '.join(pickled)} would have to be unpickled, which can run code: convert it to safetensors first."
+            f" {', '.join(pickled)} is a pickle, whose loading can run code: convert it to safetensors first."
             if pickled
             else ""
         )
@@ -259,7 +260,7 @@ def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Pa
         raise ValueError(f"{INDEX_FILE} of {name!r} has no weight_map naming the shards; copy or download it again.")
     shards = sorted(set(map(str, weight_map.values())))
     for shard in shards:
-        # The index is data from elsewhere: it may name files of its own folder, nothing else.
+        # The index is not trusted: it may name files of its own folder only.
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise ValueError(
                 f"{INDEX_FILE} of {name!r} names the shard {shard!r}; shards must be safetensors files in the same "
@@ -269,26 +270,26 @@ def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Pa
             raise FileNotFoundError(
                 f"{name!r} lacks the shard {shard!r}, one of {len(shards)} that its index lists; copy or download it."
             )
-        _refuse_link(folder / shard, folder, name)  # it may have a name that nobody asked for
+        _refuse_link(folder / shard, folder, name)  # `Source.locate` may not have checked this name
     return [folder / shard for shard in shards]
 
 
 def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
-    """What the weight files hold, without reading the weights.
+    """Shapes and dtypes of the tensors in weight files, without their values.
 
     Raises:
-        ValueError: a file is no safetensors file, is truncated, or repeats a tensor.
+        ValueError: a file is damaged or has another format, or two files hold a tensor of the same name.
     """
     stored: dict[str, StoredTensor] = {}
     for file in files:
         if file.suffix != ".safetensors":
-            from hf_specdec.hub.pickles import pickle_header
+            from hf_specdec.hub.tensors import pickle_header  # imports torch
 
             stored |= pickle_header(file, name)
             continue
         try:
             with safe_open(file, framework="np") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                for key in tensors.keys():  # noqa: SIM118 (not a mapping)
                     if key in stored:
                         raise ValueError(f"{name!r} holds {key} twice, in {stored[key].file.name} and {file.name}.")
                     part = tensors.get_slice(key)
@@ -308,12 +309,12 @@ def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
 
 
 def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
-    """Compares files that were just downloaded with the hash that the Hub gave them; the client compares sizes only.
+    """Compares files that were just downloaded with their hashes on the Hub; the client compares sizes only.
 
-    A blob in the cache is named after its hash: SHA-256, or for small files the one that git gives them.
+    A blob in the cache is named after its hash: SHA-256, or for small files git's SHA-1.
 
     Raises:
-        OSError: a file is not what the Hub has; it is removed from the cache.
+        OSError: a file has another hash; it is removed from the cache.
     """
     for entry in folder.rglob("*"):
         blob = entry.resolve()
@@ -327,25 +328,25 @@ def _check_hashes(folder: Path, blobs: Path, known: set[str]) -> None:
             entry.unlink()
             blob.unlink()
             raise OSError(
-                f"{entry.name} arrived with the hash {digest.hexdigest()[:12]}..., but the Hub has it as "
-                f"{blob.name[:12]}...: it was damaged or changed on the way, and was removed"
+                f"{entry.name} was downloaded with the hash {digest.hexdigest()[:12]}..., but has the hash "
+                f"{blob.name[:12]}... on the Hub: it was damaged or changed during the download, and was removed"
             )
 
 
 def _refuse_link(entry: Path, folder: Path, name: str) -> None:
-    """Raises ValueError if a file of a checkpoint is, or lies behind, a link out of its folder.
+    """Raises ValueError if a file of a checkpoint, or one of its parent folders, is a link out of the checkpoint.
 
-    The Hub cache keeps a snapshot in `<repo>/snapshots/<commit>`, whose files are links to `<repo>/blobs`.
+    The Hub cache has a snapshot in `<repo>/snapshots/<commit>`, whose files are links to `<repo>/blobs`.
     """
     inside, real = folder.resolve(), entry.resolve()
     blobs = [parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots"][:1]
     if not any(place in real.parents for place in (inside, *blobs)):
         raise ValueError(
-            f"{entry.relative_to(folder)} of {name!r} is a link to {str(real)!r}, outside the folder; files elsewhere "
-            "are not opened. Copy the file into the folder, or give the folder that it is in."
+            f"{entry.relative_to(folder)} of {name!r} is a link to {str(real)!r}, outside the folder, and such files "
+            "are not opened. Copy the file into the folder, or give the folder that contains it."
         )
 
 
 def _present(folder: Path) -> list[str]:
-    """Names of what is in a folder; a snapshot of which no file was wanted has none."""
+    """Names of the files in a folder; none if the folder does not exist, as for a snapshot without matching files."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

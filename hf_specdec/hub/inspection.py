@@ -11,7 +11,6 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,34 +22,35 @@ from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.loading import make_blueprint
-from hf_specdec.hub.tensors import DTYPES, describe
+from hf_specdec.hub.tensors import differences
 from hf_specdec.hub.wording import printable
 
-# Of our fields, what a reader wants to see first; nested ones are looked for by their last part.
+# The fields that a report shows; also found in `dflash_config`.
 _FACTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor",
     "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norm_before_head", "medusa_num_heads",
     "medusa_num_layers", "diffspec_draft_token_num", "rank_classes", "rope_parameters",
 )  # fmt: skip
+MOST_PROBLEMS = 12  # number of different tensors that are listed
 
 
 @dataclass
 class Inspection:
-    """What was found; `str()` of it is the report that `hf-specdec inspect` prints.
+    """Description of a checkpoint; `str(inspection)` is the report that `hf-specdec inspect` prints.
 
     Attributes:
-        name: the folder or Hub id that was looked at.
-        format: the layout's name; None where it is none that is known.
-        family: what `load_drafter` would load it as, a folder under `hf_specdec/drafters/`; None where it would not.
+        name: the folder or Hub id.
+        format: name of the layout; None if it is unknown.
+        family: the family that loads it, a folder under `hf_specdec/drafters/`; None if no family does.
         target: the target that the checkpoint names.
-        target_revision: the revision of it, where named.
-        facts: sizes and settings in our terms, whatever the layout calls them.
-        tensors: name in the file -> shape.
-        dtypes: number type, by safetensors' name -> tensors stored in it.
-        files: weight files.
-        notes: keys of its config that are dropped, not acted on, or mean nothing here.
-        problems: why it would not load, or would draft badly; empty where nothing was found.
+        target_revision: revision of the target, if the checkpoint names one.
+        facts: sizes and settings, by the field names of this library.
+        tensors: stored name -> shape.
+        dtypes: dtype, by its name in safetensors -> number of tensors.
+        files: names of the weight files.
+        notes: keys of its config that are dropped or have no effect, and other warnings.
+        problems: reasons why it does not load, or drafts badly; empty if there are none.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Inspection:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers stored in all tensors."""
+        """Number of elements of all tensors."""
         return sum(map(math.prod, self.tensors.values()))
 
     def __str__(self) -> str:
@@ -101,34 +101,34 @@ def inspect_drafter(
     local_files_only: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Inspection:
-    """Looks at a drafter without loading it.
+    """Describes a drafter and its problems, without loading it.
 
     Args:
         path_or_repo: a local folder, or a Hub id `owner/name`.
         revision: branch, tag or commit on the Hub.
-        token: for private repos; None for the stored one.
-        local_files_only: looks at the Hub cache, never asks the Hub.
-        cache_dir: of the Hub client.
+        token: Hub token for private repos; None for the stored one.
+        local_files_only: read from the Hub cache only, without requests.
+        cache_dir: cache folder of the Hub client.
 
     Raises:
-        OSError: there is no such folder or repo, or the Hub cannot be asked. What is wrong with the files of a
-            checkpoint that is there is reported, not raised.
+        OSError: the folder or repo does not exist, or the Hub cannot be reached. Problems with the files of a
+            checkpoint are reported, not raised.
         ValueError: the name is neither a folder nor a Hub id.
     """
     source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir)
     found = Inspection(source.name)
     folder = source.locate([CONFIG_FILE])
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _look(found, source, folder)
-    found.notes += [str(warning.message) for warning in said]
+        _fill(found, source, folder)
+    found.notes += [str(warning.message) for warning in caught]
     return found
 
 
-def _look(found: Inspection, source: Source, folder: Path) -> None:
-    """Fills in what the files tell; warns of what is no problem."""
+def _fill(found: Inspection, source: Source, folder: Path) -> None:
+    """Fills in the attributes, except notes, for which it warns."""
     try:
-        format, fields = read_config(folder, source, told=lambda format: setattr(found, "format", format.name))
+        format, fields = read_config(folder, source, recognised=lambda format: setattr(found, "format", format.name))
         found.family = format.family
         for key in (key for key in CODE if fields.get(key)):
             warnings.warn(f"{CONFIG_FILE} names Python code ({key}), which is never run here.", stacklevel=2)
@@ -145,16 +145,12 @@ def _look(found: Inspection, source: Source, folder: Path) -> None:
 
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
-    """What the weight files hold; those on the Hub are read through their first bytes alone."""
-    patterns = ["model*.safetensors", INDEX_FILE, *format.other_weights]
-    if Path(source.name).expanduser().is_dir() or source.local_files_only:
-        source.locate(patterns, revision=folder.name)  # refuses links out of the folder
-        return read_headers(weight_files(folder, source.name, format.other_weights), source.name)
+    """Headers of the weight files; of files on the Hub only the first bytes are downloaded."""
     from huggingface_hub import HfApi, is_offline_mode
     from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
 
-    if is_offline_mode():
-        folder = source.locate(patterns, revision=folder.name)
+    if Path(source.name).expanduser().is_dir() or source.local_files_only or is_offline_mode():
+        folder = source.locate(["model*.safetensors", INDEX_FILE, *format.other_weights], revision=folder.name)
         return read_headers(weight_files(folder, source.name, format.other_weights), source.name)
     api = HfApi(token=source.token)
     try:
@@ -167,7 +163,7 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
                     parts[file] = api.parse_safetensors_file_metadata(source.name, file, revision=folder.name)
         if not parts:
             raise ValueError(
-                "There are no safetensors weights in the repo; a pickle is looked into only in a local folder."
+                "There are no safetensors weights in the repo; pickles are read only in a local folder."
             ) from error
     return {
         name: StoredTensor(tuple(tensor.shape), tensor.dtype, Path(file))
@@ -177,7 +173,7 @@ def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTe
 
 
 def _own_files(source: Source, folder: Path, format: Format, fields: dict[str, Any]) -> list[str]:
-    """What is wrong with files that a layout has beside its weights; only those of a local folder are looked into."""
+    """Problems with the further safetensors files of a layout, in a local folder."""
     problems = []
     own_files = format.own_files(fields)
     source.locate([f"{Path(file).parent}/*" for file in own_files])  # refuses links out of the folder
@@ -196,7 +192,7 @@ def _own_files(source: Source, folder: Path, format: Format, fields: dict[str, A
 def _describe(
     found: Inspection, format: Format, fields: dict[str, Any], headers: dict[str, StoredTensor], held: set[str]
 ) -> None:
-    """Fills in what config and headers tell; `held` are tensors that lie in files of their own, not opened here."""
+    """Fills in what follows from config and headers; `held` are names of tensors in further files, not read here."""
     found.tensors = {name: tensor.shape for name, tensor in headers.items()}
     found.dtypes = dict(Counter(tensor.dtype for tensor in headers.values()).most_common())
     found.files = sorted({tensor.file.name for tensor in headers.values()})
@@ -205,7 +201,7 @@ def _describe(
     except ValueError as error:
         found.problems.append(f"{CONFIG_FILE}: {error}")
         return
-    assert reading is not None, "a format can always be read once the headers are there"
+    assert reading is not None, "the headers are sufficient for every format"
     ours = reading.fields
     found.target, found.target_revision = ours.get("target_name_or_path"), ours.get("target_revision")
     nested = ours.get("dflash_config") or {}
@@ -215,34 +211,11 @@ def _describe(
     if FAMILIES[format.family].load is not None:  # a plain language model
         found.problems += format.problems(fields, headers)
         return
-    stored = {ours: headers[theirs] for theirs, ours in reading.names.items()}
+    stored = reading.stored(headers)
     _, blueprint = make_blueprint(format, ours, found.name)
     tensors = blueprint.main_tensors() or blueprint.state_dict()
-    expected = {name: describe(tensor, Path()) for name, tensor in tensors.items() if name not in held - set(stored)}
-    found.problems += _differences(expected, stored)
-
-
-def _differences(expected: Mapping[str, StoredTensor], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Tensors that are missing or unexpected, or have another shape or type than the config gives them."""
-    problems = [
-        f"missing weight {name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in stored
-    ]
-    problems += [
-        f"unknown weight {name} {list(tensor.shape)}" for name, tensor in stored.items() if name not in expected
-    ]
-    for name, tensor in expected.items():
-        if name in stored and stored[name].shape != tensor.shape:
-            problems.append(f"{name} is {list(stored[name].shape)}, but {CONFIG_FILE} makes it {list(tensor.shape)}")
-    tables = {name: tensor.dtype for name, tensor in expected.items() if tensor.dtype not in DTYPES}
-    problems += [
-        f"{name} is stored as {stored[name].dtype}, not as {dtype}"
-        for name, dtype in tables.items()
-        if name in stored and stored[name].dtype != dtype
-    ]
-    problems += [
-        f"{name} is stored as {tensor.dtype}, which is not one of {', '.join(DTYPES)}"
-        for name, tensor in stored.items()
-        if name not in tables and tensor.dtype not in DTYPES
-    ]
-    most = 12
-    return problems[:most] + ([f"and {len(problems) - most} more"] if len(problems) > most else [])
+    expected = {name: tensor for name, tensor in tensors.items() if name not in held - set(stored)}
+    problems = [f"{kind}: {each}" for kind, parts in differences(expected, stored).items() for each in parts]
+    found.problems += problems[:MOST_PROBLEMS]
+    if len(problems) > MOST_PROBLEMS:
+        found.problems.append(f"and {len(problems) - MOST_PROBLEMS} more")

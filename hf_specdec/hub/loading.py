@@ -1,7 +1,7 @@
-"""load_drafter: a drafter from a local folder or the Hub.
+"""load_drafter: loads a drafter from a local folder or the Hub.
 
-Everything that can be refused is refused before weights are downloaded or read: the format, the options, the pairing
-with the target, and from the headers alone whether the weights are complete. Files are the business of `files.py`.
+The format, the options and the pairing with the target are checked before weights are downloaded, and the headers of
+the weights before the weights are read. `files.py` reads the files.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from hf_specdec.hub.formats.base import Format, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.recognition import NotADrafterError
+from hf_specdec.hub.source_layout import source_layout
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 from hf_specdec.hub.wording import printable
 
-MAX_TABLE_BYTES = 2**30  # of rotary and mask tables that a language model makes itself
+MAX_TABLE_BYTES = 2**30  # for buffers of a language model, such as rotary tables and masks
 
 
 def load_drafter(
@@ -65,31 +66,31 @@ def load_drafter(
     """Loads a drafter, to be passed to the target's `generate` as `assistant_model=`.
 
     Args:
-        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter that needs no weights; "mtp", or
-            the target's own name, for the multi-token-prediction layer in the target's checkpoint; or a list of such,
-            and of drafters that are loaded already, which are merged into one (`MergedDrafter`).
-        target: the model to draft for. Where given, the two are checked against each other at once, and the drafter
-            takes the target's dtype and device; else they are checked at the first `generate`.
+        path_or_repo: a local folder, a Hub id `owner/name`, or the name of a drafter without weights; "mtp", or the
+            target's own name, for the multi-token-prediction layer in the target's checkpoint; or a list of these and
+            of loaded drafters, which are merged into one (`MergedDrafter`).
+        target: the model to draft for. If given, the pairing is checked immediately, and the drafter gets the target's
+            dtype and device; otherwise it is checked in the first `generate` call.
         revision: branch, tag or commit on the Hub.
-        token: for private repos; None for the stored one.
-        local_files_only: takes the files from the Hub cache, never asks the Hub.
-        dtype: of the drafter; None for the target's, without a target the checkpoint's.
-        device: of the drafter; None for the target's, without a target the CPU.
-        cache_dir: of the Hub client.
-        **drafting_options: of the drafter's `options`, such as `method` and `tree_budget`; of a list, those of the
-            merged drafter.
+        token: Hub token for private repos; None for the stored one.
+        local_files_only: read from the Hub cache only, without requests.
+        dtype: dtype of the drafter; None for the target's, or without a target the checkpoint's.
+        device: device of the drafter; None for the target's, or without a target the CPU.
+        cache_dir: cache folder of the Hub client.
+        **drafting_options: drafting options, such as `method` and `tree_budget`; for a list, those of the merged
+            drafter.
 
     Raises:
-        OSError: there is no such folder or repo, files are missing, or the Hub cannot be asked.
-        ValueError: the files are not a drafter that is known here, are damaged, or do not fit together; an option is
-            unknown or out of range; the drafter does not fit the target.
+        OSError: the folder or repo does not exist, files are missing, or the Hub cannot be reached.
+        ValueError: the files are not a supported drafter, are damaged, or do not fit together; an option is unknown or
+            out of range; the drafter does not fit the target.
         TypeError: `target` is not a model.
     """
     if isinstance(path_or_repo, (list, tuple)):
         if revision is not None:
             raise ValueError(
-                f"revision={revision!r} for {len(path_or_repo)} drafters: load the one that it is of by itself, and "
-                "put it into the list."
+                f"revision={revision!r} was given for {len(path_or_repo)} drafters: load the drafter that has this "
+                "revision separately, and put it into the list."
             )
         common: dict[str, Any] = {
             "token": token, "local_files_only": local_files_only, "dtype": dtype, "device": device,
@@ -99,13 +100,13 @@ def load_drafter(
         return MergedDrafter(*sources, **drafting_options)
     assert not isinstance(path_or_repo, Sequence) or isinstance(path_or_repo, str)
     name = os.fspath(path_or_repo)
-    # A compiled or wrapped model is another module that generates.
+    # Compiled and wrapped models are other modules with `generate`.
     if target is not None and not (isinstance(target, nn.Module) and hasattr(target, "generate")):
         raise TypeError(
-            f"target={target!r} is a {type(target).__name__}; it must be the loaded target model itself, or left out."
+            f"target={target!r} is a {type(target).__name__}; it must be the loaded target model, or left out."
         )
     asked_dtype = floating_dtype(dtype)
-    if device is not None:  # else it is the target's
+    if device is not None:  # otherwise it is the target's
         usable_device(device)
     source = Source(name, revision, token, local_files_only, cache_dir)
     if (within_target := load_mtp(target, source, **drafting_options)) is not None:
@@ -113,7 +114,8 @@ def load_drafter(
     if is_weightless(name):
         if revision is not None:
             raise ValueError(
-                f"revision={revision!r} of {name!r}, which has no checkpoint: leave it out, or name a drafter that has."
+                f"revision={revision!r} was given for {name!r}, which has no checkpoint: leave it out, or name a "
+                "drafter with a checkpoint."
             )
         return WEIGHTLESS[name](**drafting_options)
     folder = source.locate([CONFIG_FILE])
@@ -130,28 +132,28 @@ def load_drafter(
         _, blueprint = make_blueprint(format, by_config.fields, name)
         _check(blueprint, drafting_options, target)
 
-    # The folder of a snapshot is named after its commit: the weights must be of the same one.
+    # The folder of a snapshot is named after its commit; the weights must be from the same commit.
     wanted = ["model*.safetensors", INDEX_FILE, TRAINING_FILE, MEASUREMENTS_FILE, *family.drafter.side_files]
     folder = source.locate(wanted, revision=folder.name)
     if not any(folder.glob("model*.safetensors")):
         for file in format.other_weights:
             folder = source.locate([file], revision=folder.name)
             if (folder / file).is_file():
-                break  # the same weights in a further file need not be downloaded
+                break  # do not download the same weights in another file
     files = weight_files(folder, name, format.other_weights)
     headers = read_headers(files, name)
     with _naming_config(format, name):
         reading = format.read(fields, headers)
-    assert reading is not None, "a format can always be read once the headers are there"
+    assert reading is not None, "the headers are sufficient for every format"
     config, blueprint = make_blueprint(format, reading.fields, name)
-    if by_config is None or by_config.fields != reading.fields:  # the weights have told more than the config did
+    if by_config is None or by_config.fields != reading.fields:  # the headers have changed a field
         _check(blueprint, drafting_options, target)
     side_tensors = family.drafter.side_tensors(folder, name)
     ignorable = [re.compile(pattern) for pattern in blueprint._keys_to_ignore_on_load_unexpected or ()]
     names = {
         theirs: ours for theirs, ours in reading.names.items() if not any(pattern.search(ours) for pattern in ignorable)
     }
-    stored = {ours: headers[theirs] for theirs, ours in names.items()}
+    stored = replace(reading, names=names).stored(headers)
     stored |= {key: describe(tensor, folder) for key, tensor in side_tensors.items()}
     check_tensors(blueprint.state_dict(), stored, name, format.name)
 
@@ -168,6 +170,8 @@ def load_drafter(
         state_dict={key: tensors[key] for key in stored},
         dtype=asked_dtype or _dtype_of(target) or _stored_dtype(stored) or floating_dtype(config.dtype),
     )
+    if format.read is not as_it_is:  # a published layout
+        drafter.source_layout = source_layout(format, folder, headers, names, loaded, side_tensors, drafter.config)
     drafter.training_record = read_record(folder, TRAINING_FILE) or dict(format.training) or None
     drafter.measurements = read_record(folder, MEASUREMENTS_FILE)
     drafter.load_beside(
@@ -183,7 +187,7 @@ def load_drafter(
 
 
 def registered_formats() -> list[tuple[Callable[[dict[str, Any]], bool], Format]]:
-    """The layouts of families that say themselves what is theirs."""
+    """The layouts of families that were registered with `recognises`."""
     return [
         (family.recognises, LANGUAGE_MODEL if family.load is not None else Format(family.name, family.name, as_it_is))
         for family in FAMILIES.values()
@@ -192,7 +196,7 @@ def registered_formats() -> list[tuple[Callable[[dict[str, Any]], bool], Format]
 
 
 def _host_defaults(format: Format) -> dict[str, Any]:
-    """What missing fields mean to the config class of a format's drafters, for keys of a newer transformers."""
+    """Defaults of a format's config class, for keys that a newer transformers wrote."""
     config_class = getattr(FAMILIES[format.family].drafter, "config_class", None)
     return {field.name: field.default for field in dataclasses.fields(config_class)} if config_class else {}
 
@@ -206,7 +210,7 @@ def _load_host_model(
     target: PreTrainedModel | None,
     options: dict[str, Any],
 ) -> Drafter:
-    """Loads a drafter that is a model of transformers; what can be refused is refused before its weights are there."""
+    """Loads a drafter that is a model of transformers; all checks come before its weights are downloaded."""
     load = FAMILIES[format.family].load
     assert load is not None
     folder = source.locate(TOKENIZER_FILES, revision=folder.name)
@@ -225,8 +229,8 @@ def _load_host_model(
         raise
     except Exception as error:  # as in _naming_config
         raise ValueError(
-            f"The files of {source.name!r} cannot be loaded as a {format.name} drafter: they are damaged, or not of "
-            f"one checkpoint. Copy or download them again. {_in_words(error)}"
+            f"The files of {source.name!r} cannot be loaded as a {format.name} drafter: they are damaged, or from "
+            f"different checkpoints. Copy or download them again. {_text(error)}"
         ) from error
     if isinstance(drafter, PublishedDrafter):
         drafter.training_record = read_record(folder, TRAINING_FILE)
@@ -236,18 +240,18 @@ def _load_host_model(
 
 
 def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
-    """The language model that a drafter drafts with, as a drafter of its own.
+    """The draft model of a drafter such as SpecBranch, loaded as a drafter.
 
     Raises:
-        OSError, ValueError: as `load_drafter`, or it is no language model.
+        OSError, ValueError: as `load_drafter`, or it is not a language model.
     """
     folder = source.locate([CONFIG_FILE])
     try:
         format, fields = read_config(folder, source, registered_formats(), _host_defaults)
     except NotADrafterError as error:
         raise ValueError(
-            f"{source.name!r} is no language model that transformers has: {error.found}. A draft model must be one, as "
-            "LlamaForCausalLM is: copy or download it again, or name another one."
+            f"{source.name!r} is not a language model of transformers, such as LlamaForCausalLM: {error.found}. A "
+            "draft model must be one: copy or download it again, or name another one."
         ) from error
     if FAMILIES[format.family].load is None:
         raise ValueError(f"{source.name!r} is a drafter ({format.name}), not a language model.")
@@ -257,39 +261,38 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
 def _check_amount(
     blueprint: nn.Module, stored: Mapping[str, StoredTensor], name: str, differences: Sequence[str]
 ) -> None:
-    """Raises ValueError if a model needs far more numbers than its files hold, before memory for them is taken.
+    """Raises ValueError if a model has far more parameters than its files hold, before memory for them is allocated.
 
-    transformers renames, splits and joins tensors as it loads them, so their sizes are compared as a whole: a model
-    that needs more than there is lacks weights, whatever they are called. Where it lacks less than the files hold,
-    loading it is cheap, and tells which weights.
+    transformers renames, splits and joins tensors when it loads them, so only the total numbers are compared. If fewer
+    parameters are missing than the files hold, loading needs little memory, and its error names the weights.
 
     Args:
         blueprint: the model on the meta device.
         stored: headers of its files.
-        name: what the user asked for.
-        differences: what else is known of how the two differ; for the message.
+        name: name of the checkpoint.
+        differences: further differences between the two, for the message.
     """
     held = sum(math.prod(tensor.shape) for tensor in stored.values())
     needed = sum(tensor.numel() for tensor in blueprint.parameters())
     tables = sum(tensor.nbytes for tensor in blueprint.buffers())
     if needed > 2 * held:
         raise ValueError(
-            f"{CONFIG_FILE} of {name!r} describes a model of {needed:,} numbers, but its weight files hold {held:,}. "
-            f"Nothing was loaded: check that weights and {CONFIG_FILE} are of one checkpoint. "
+            f"{CONFIG_FILE} of {name!r} describes a model of {needed:,} parameters, but its weight files hold "
+            f"{held:,}. Nothing was loaded: check that weights and {CONFIG_FILE} are of one checkpoint. "
             f"{'; '.join(differences)}".rstrip()
         )
     if tables > MAX_TABLE_BYTES:
         raise ValueError(
-            f"{CONFIG_FILE} of {name!r} describes a model whose tables, which no file holds, take {tables:,} bytes; "
-            f"at most {MAX_TABLE_BYTES:,} are taken. The checkpoint is damaged or hostile: nothing was loaded."
+            f"{CONFIG_FILE} of {name!r} describes a model whose buffers need {tables:,} bytes; the maximum is "
+            f"{MAX_TABLE_BYTES:,}. The checkpoint is damaged or hostile: nothing was loaded."
         )
 
 
 def make_blueprint(format: Format, fields: dict[str, Any], name: str) -> tuple[PreTrainedConfig, PretrainedDrafter]:
-    """Builds the config, and the drafter on the meta device: options, needs of a target, shapes of weights.
+    """Builds the config, and the drafter on the meta device.
 
     Raises:
-        ValueError: the fields do not describe such a drafter; names the field.
+        ValueError: the fields do not describe a drafter of the format; names the field.
     """
     drafter = FAMILIES[format.family].drafter
     with _naming_config(format, name):
@@ -311,27 +314,27 @@ def _check(blueprint: PretrainedDrafter, options: dict[str, Any], target: PreTra
 
 @contextmanager
 def _naming_config(format: Format, name: str) -> Iterator[None]:
-    """Says which file is at fault for whatever the host's classes raise on values that make no sense."""
+    """Names the file in errors that transformers' classes raise for invalid values."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # classes of others meet values that nobody thought of: it shows in many kinds
+    except Exception as error:  # transformers' classes raise many types of errors for invalid values
         raise ValueError(
-            f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {_in_words(error)}"
+            f"{CONFIG_FILE} of {name!r} does not describe a {format.name} drafter. {_text(error)}"
         ) from error
 
 
-def _in_words(error: Exception) -> str:
+def _text(error: Exception) -> str:
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return kind + printable(" ".join(str(error).split()))
 
 
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The floating-point type of a name such as "bfloat16"; None for None.
+    """The floating-point dtype of a name such as "bfloat16"; None for None.
 
     Raises:
-        ValueError: there is none of that name, it is of another kind, or nothing is computed in it.
+        ValueError: the dtype does not exist, is not a floating-point dtype, or is not supported.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
@@ -340,24 +343,24 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         raise ValueError(f"dtype={dtype!r} is not a floating-point type; use for example torch.bfloat16 or 'float32'.")
     if found not in DTYPES.values():
         names = ", ".join(repr(str(each).removeprefix("torch.")) for each in reversed(DTYPES.values()))
-        raise ValueError(f"dtype={dtype!r} is none that models run in here: use one of {names}.")
+        raise ValueError(f"dtype={dtype!r} is not supported: use one of {names}.")
     return found
 
 
 def usable_device(device: torch.device | str | int | None) -> torch.device:
-    """That device; for None the accelerator that torch finds (CUDA, Apple's mps, Intel's xpu), else the CPU.
+    """The device; for None the accelerator that torch finds (CUDA, Apple's mps, Intel's xpu), otherwise the CPU.
 
     Raises:
-        ValueError: there is none of that name here.
+        ValueError: the device does not exist on this machine.
     """
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:  # unknown, not there, or torch was built without it
+    except (RuntimeError, AssertionError, TypeError) as error:  # unknown, missing, or torch was built without it
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"device={device!r} cannot be used here ({reason}): use 'cpu' or one that torch lists, or leave it out."
+            f"device={device!r} is not available ({reason}): use 'cpu' or a device that torch lists, or leave it out."
         ) from error
 
 
@@ -366,11 +369,11 @@ def _dtype_of(target: PreTrainedModel | None) -> torch.dtype | None:
 
 
 def _stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype | None:
-    """The type that most weights are stored in; None where there are none."""
+    """The dtype of most stored weights; None if there are none."""
     floating = Counter(tensor.dtype for tensor in stored.values() if tensor.dtype in DTYPES)
     return DTYPES[floating.most_common(1)[0][0]] if floating else None
 
 
 def _device_for(target: PreTrainedModel | None) -> torch.device:
-    # An offloaded target keeps its weights on the meta device between forwards.
+    # The weights of an offloaded target are on the meta device between forwards.
     return target.device if target is not None and target.device.type != "meta" else torch.device("cpu")

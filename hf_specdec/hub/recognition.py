@@ -1,7 +1,8 @@
-"""Which format a checkpoint is of, and so which drafter family loads it.
+"""Finds the format of a checkpoint, which defines the drafter family that loads it.
 
-The config decides, and where it looks like a plain language model, the names of the tensors. The name of a repo says
-nothing, and `model_type` misleads. Needs neither torch nor transformers. Source: shared facts on formats, A1.
+The format follows from the config, and for configs that look like a plain language model's from the tensor names. The
+name of the repo is not used, and `model_type` is often that of a language model. Needs neither torch nor transformers.
+Source: shared facts on formats, A1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Unread:
-    """A format that is known by name and not loaded; `missing` is what its drafters need that is not here."""
+    """A known format that is not supported; `missing` is what its drafters need that this library does not have."""
 
     name: str
     missing: str
@@ -49,13 +50,13 @@ def recognise(
 
     Args:
         config: its `config.json`.
-        name: where it came from, for the message.
-        tensor_names: gives the names of its tensors; called only where the config could be a small drafter's and does
-            not say so.
-        families: further layouts, asked before the config is taken for a plain language model's.
+        name: the name of the checkpoint, for messages.
+        tensor_names: returns the names of its tensors; called only if the config may be that of a drafter and does not
+            define the format.
+        families: further layouts, which take precedence over a plain language model.
 
     Raises:
-        ValueError: a format that is known but not loaded, or no drafter at all; says what the config holds.
+        ValueError: the format is not supported, or the checkpoint is not a drafter; names what the config has.
     """
     if (found := _published(config, name, tensor_names)) is not None:
         return _loaded(found, name)
@@ -66,14 +67,14 @@ def recognise(
 
 
 def drafter_layout(config: Config, name: str) -> str | None:
-    """The layout of a checkpoint that its config tells to be a drafter, loaded here or not; None for any other.
+    """The layout of a drafter, supported or not, according to its config alone; None for any other checkpoint.
 
     Args:
         config: as for `recognise`.
-        name: likewise.
+        name: as for `recognise`.
 
     Raises:
-        ValueError: it is of a family of ours that is not here.
+        ValueError: the config has this library's layout of an unknown family.
     """
     found = _published(config, name, tuple)
     return None if found is None else found.name
@@ -94,7 +95,7 @@ def _published(config: Config, name: str, tensor_names: Callable[[], Collection[
 
 
 class NotADrafterError(ValueError):
-    """A checkpoint that no layout fits; `found` is what its config says to be."""
+    """A checkpoint in no known layout; `found` describes its config."""
 
     def __init__(self, config: Config, name: str) -> None:
         architectures, model_type = config.get("architectures"), config.get("model_type")
@@ -105,7 +106,7 @@ class NotADrafterError(ValueError):
 
 
 def is_language_model(config: Config) -> bool:
-    """Whether a `config.json` names the class of a language model, as transformers' own names go."""
+    """Whether the class in a `config.json` has the name of a language model of transformers."""
     named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in config.get("architectures") or ())
     return named and "model_type" in config
 

@@ -1,4 +1,4 @@
-"""Tensors that lie in a target's own checkpoint, had without loading the target."""
+"""Reads single tensors from a target's checkpoint, without loading the target."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, 
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """The config of a target and which file has which of its tensors; `locate_target` finds it.
+    """The config of a target, and the file of each of its tensors; `locate_target` makes it.
 
     Attributes:
         source: the target's folder or Hub id.
-        commit: of the Hub's repo, where one is known.
+        commit: commit of the Hub repo, if known.
         config: content of its config.json.
         shards: file name of each tensor.
     """
@@ -29,17 +29,17 @@ class TargetFiles:
     shards: dict[str, str]
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Reads tensors, on the host and in the types that they are stored in.
+        """Reads tensors to the CPU, in their stored dtypes.
 
         Raises:
-            ValueError: the index names something else than a safetensors file beside it.
-            OSError: a file cannot be had.
+            ValueError: the index names a file that is not a safetensors file in its folder.
+            OSError: a file is missing or cannot be downloaded.
         """
         wanted = sorted(names)
         shards = sorted({self.shards[name] for name in wanted})
         if any("/" in shard or not shard.endswith(".safetensors") for shard in shards):
             raise ValueError(
-                f"{INDEX_FILE} of {self.source.name!r} names {shards}, which are no safetensors files beside it."
+                f"{INDEX_FILE} of {self.source.name!r} names {shards}; shards must be safetensors files in its folder."
             )
         folder = self.source.locate(shards, revision=self.commit)
         tensors: dict[str, Tensor] = {}
@@ -50,11 +50,11 @@ class TargetFiles:
 
 
 def locate_target(source: Source, commit: str | None = None) -> TargetFiles:
-    """Finds a target's files; of the Hub only the config and the index, or a checkpoint of one file, are downloaded.
+    """Finds a target's files; from the Hub downloads only the config and the index, or without an index the weights.
 
     Raises:
         ValueError: a file is damaged.
-        OSError: a file is missing or cannot be had.
+        OSError: a file is missing or cannot be downloaded.
     """
     source = replace(source, revision=None)
     config = locate_config(source, commit)
@@ -68,5 +68,5 @@ def locate_target(source: Source, commit: str | None = None) -> TargetFiles:
 
 
 def locate_config(source: Source, commit: str | None = None) -> dict[str, Any]:
-    """The content of a target's config.json; raises as `locate_target`."""
+    """The content of a target's config.json; raises the errors of `locate_target`."""
     return read_json(source.locate([CONFIG_FILE], revision=commit) / CONFIG_FILE, source.name)

@@ -1,40 +1,48 @@
-"""Tensors of a checkpoint: loading them, and comparing what files hold with what a network needs.
+"""Tensors of a checkpoint: loading and saving them, and comparing them with those that a network needs.
 
-The files themselves are the business of `files.py`. The numbers of a pickle of weights are read here, with
-`weights_only`; `pickles.py` lists what is in one.
+Pickles are read here only, with `weights_only`. `files.py` finds the files and reads the headers of safetensors files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import StoredTensor
-from hf_specdec.hub.pickles import unreadable
 
-# safetensors' names of the types a drafter may be stored in.
+# safetensors' names of the dtypes that the weights of a drafter may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Of tables that a network looks things up in; such a tensor must be of the very type.
+# Those of index tables and masks, which are not converted.
 WHOLE_DTYPES = {"I64": torch.int64, "BOOL": torch.bool}
 
 
 def load_tensors(file: Path, name: str) -> dict[str, Tensor]:
-    """Loads a weight file to host memory; a pickle with `weights_only`, which runs nothing that is in it.
+    """Loads a weight file to the CPU; a pickle with `weights_only`, which runs no code of the file.
 
-    Tensors of a pickle may be views that claim any shape: check shapes before copying one.
+    Tensors of a pickle may be views of any shape, such as expanded ones: check the shape before copying a tensor.
 
     Raises:
-        ValueError: a pickle is damaged or holds anything but tensors by name.
+        ValueError: a pickle is damaged, compressed, or holds anything but tensors by name.
     """
     return load_file(file) if file.suffix == ".safetensors" else _unpickle(file, name, "cpu")
 
 
-def described_by_torch(file: Path, name: str) -> dict[str, StoredTensor]:
-    """What a pickle holds, by shape and type, as torch reads it; `pickles.py` needs no torch for most.
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Saves tensors by name as safetensors; to a file of another suffix as a pickle, a dict of tensors."""
+    if file.suffix == ".safetensors":
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    else:
+        torch.save({name: tensor.clone() for name, tensor in tensors.items()}, file)  # a view would save its storage
+
+
+def pickle_header(file: Path, name: str) -> dict[str, StoredTensor]:
+    """Names, shapes and dtypes of the tensors in a pickle, without their values.
 
     Raises:
         ValueError: as `load_tensors`.
@@ -43,65 +51,72 @@ def described_by_torch(file: Path, name: str) -> dict[str, StoredTensor]:
 
 
 def describe(tensor: Tensor, file: Path) -> StoredTensor:
-    """The description that a tensor would have in the header of a safetensors file."""
+    """The description of a tensor in the header of a safetensors file."""
     names = {dtype: name for name, dtype in (DTYPES | WHOLE_DTYPES).items()}
     return StoredTensor(tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)), file)
 
 
 def _unpickle(file: Path, name: str, device: str) -> dict[str, Tensor]:
+    """Loads a pickle with `weights_only`; on the meta device without the values."""
+    entries: list[zipfile.ZipInfo] = []
     try:
+        if zipfile.is_zipfile(file):  # as torch writes since 1.6
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # torch never writes it
+            raise ValueError("it is compressed, and may take far more memory than its file has bytes")
         content = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # damage shows as errors of many kinds; whatever it is, nothing was run
-        raise unreadable(file, name, error) from error
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        plain = isinstance(content, dict) and all(
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided for tensor in content.values()
+        )
+        sizes = {tensor.untyped_storage().nbytes() for tensor in content.values()} if plain and entries else set()
+        if missing := sizes - {entry.file_size for entry in entries}:
+            raise ValueError(f"a tensor needs {max(missing)} bytes, and no entry of the archive has that size")
+    except Exception as error:  # torch raises many types of errors for damaged files; none of them has run code
+        raise ValueError(
+            f"{file.name} of {name!r} ({file.stat().st_size} bytes) cannot be read as plain tensors: it is damaged, or "
+            f"holds objects whose loading would run code ({type(error).__name__}). Nothing in it was run: use a "
+            "drafter saved as safetensors."
+        ) from error
+    if not plain:
         raise ValueError(f"{file.name} of {name!r} must hold tensors by name, but holds something else.")
     return {str(key): tensor for key, tensor in content.items()}
 
 
-def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
-    """Compares what a network needs with what the files hold.
+def differences(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+    """Compares the tensors that a network needs with those of the files.
 
     Args:
         expected: the network's state dict, on any device.
-        stored: headers, without those that the format lets a file have in addition.
-        name: what the user asked for.
-        kind: what it was recognised as.
+        stored: headers, without tensors that the format permits in addition.
 
-    Raises:
-        ValueError: a tensor is missing, not expected, or of another shape or an unsupported type; names them.
+    Returns:
+        Tensors by kind of difference, each with the values that differ. Kinds without tensors are left out.
     """
-    problems = []
-    if missing := [key for key in expected if key not in stored]:
-        problems.append(f"missing: {_some(missing)}")
-    if unexpected := [key for key in stored if key not in expected]:
-        problems.append(f"not part of it: {_some(unexpected)}")
-    shapes = [
-        f"{key} is {list(stored[key].shape)} in {stored[key].file.name}, but config.json makes it {list(tensor.shape)}"
-        for key, tensor in expected.items()
-        if key in stored and stored[key].shape != tuple(tensor.shape)
-    ]
-    if shapes:
-        problems.append(f"of another shape: {_some(shapes)}")
-    tables = {key: tensor for key, tensor in expected.items() if key in stored and not tensor.is_floating_point()}
-    wrong = [
-        f"{key} is {stored[key].dtype}, not {tensor.dtype}"
-        for key, tensor in tables.items()
-        if WHOLE_DTYPES.get(stored[key].dtype) != tensor.dtype
-    ]
-    if wrong:
-        problems.append(f"of another type: {_some(wrong)}")
-    types = [
-        f"{key} is {tensor.dtype}" for key, tensor in stored.items() if key not in tables and tensor.dtype not in DTYPES
-    ]
-    if types:
-        problems.append(f"not of a floating-point type that can be loaded ({', '.join(DTYPES)}): {_some(types)}")
-    if problems:
+    tables = {name: describe(tensor, Path()) for name, tensor in expected.items() if not tensor.is_floating_point()}
+    found = {
+        "missing": [f"{name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in stored],
+        "unexpected": [f"{name} {list(tensor.shape)}" for name, tensor in stored.items() if name not in expected],
+        "of another shape": [
+            f"{name} is {list(stored[name].shape)} in {stored[name].file.name}, but config.json makes it "
+            f"{list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in stored and stored[name].shape != tuple(tensor.shape)
+        ],
+        "of another dtype": [
+            f"{name} is {tensor.dtype}, not {tables[name].dtype if name in tables else ' or '.join(DTYPES)}"
+            for name, tensor in stored.items()
+            if (tensor.dtype != tables[name].dtype if name in tables else tensor.dtype not in DTYPES)
+        ],
+    }
+    return {kind: tensors for kind, tensors in found.items() if tensors}
+
+
+def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], name: str, kind: str) -> None:
+    """Raises ValueError if there are `differences`; `name` and `kind` describe the checkpoint in the message."""
+    if found := differences(expected, stored):
+        problems = "; ".join(f"{problem}: {listed(tensors)}" for problem, tensors in found.items())
         raise ValueError(
-            f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. "
-            f"{'; '.join(problems)}. Nothing was loaded: check that weights and config.json are of one checkpoint."
+            f"The weights of {name!r} are not those of the {kind} drafter that its config.json describes. {problems}. "
+            "Nothing was loaded: check that weights and config.json are of one checkpoint."
         )
-
-
-def _some(items: Sequence[str], most: int = 5) -> str:
-    rest = len(items) - most
-    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,14 +1,14 @@
-"""Text from checkpoints of others, as it may be shown in a terminal or an error."""
+"""Text from checkpoints, made safe to show in a terminal or an error."""
 
 from __future__ import annotations
 
 
 def printable(text: str, most: int = 1000) -> str:
-    r"""The text without control characters, which a terminal would obey, and cut where it is long.
+    r"""The text with control characters escaped, truncated to `most` characters.
 
     Args:
-        text: of any origin.
-        most: characters that are kept.
+        text: text of any origin, which may hold escape sequences of terminals.
+        most: number of characters to keep.
 
     Example:
         >>> printable("a\x1b[2Jb"), printable("abcdef", 3)

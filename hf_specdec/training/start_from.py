@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 import hf_specdec
 from hf_specdec.drafters.card import TRAINING_FILE, read_record
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.pretrained import PretrainedDrafter
 
 
 def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict[str, Any]:
-    """Copies weights, vocabulary and drafting options of an earlier drafter to a new one; returns its training record.
+    """Copies weights, vocabulary, options and source layout of an earlier drafter to a new one; returns its record.
 
     Raises:
         OSError: there is no such folder.
@@ -38,6 +39,8 @@ def initialize_from(drafter: Any, folder: Path, target: PreTrainedModel) -> dict
     if drafter is not _weights(drafter):
         drafter.set_vocabulary(earlier.target_ids)
     drafter.options = earlier.options
+    if isinstance(earlier, PretrainedDrafter):
+        drafter.source_layout = earlier.source_layout
     record = read_record(folder, TRAINING_FILE) or {}
     names = ("command", "settings", "data", "losses", "started_from")  # the history of these weights
     return {"drafter": str(folder)} | {name: record[name] for name in names if name in record}

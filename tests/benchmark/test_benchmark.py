@@ -231,7 +231,7 @@ def without_compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **
         (["--drafter", "ngram", "--prompts", "gsm"], "Unknown prompt set 'gsm'"),
         (["--drafter", "ngram", "--chat", "on"], "has no chat template"),
         (["--from-records", "nothing.jsonl"], "nothing.jsonl"),
-        (["--drafter", "ngram", "--device", "cuda:99"], "device='cuda:99' cannot be used here"),
+        (["--drafter", "ngram", "--device", "cuda:99"], "device='cuda:99' is not available"),
         (["--drafter", "ngram", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
     ],
 )

@@ -179,8 +179,8 @@ def test_a_time_is_divided_by_the_time_to_read_the_weights_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "cuda:99"], "device='cuda:99' cannot be used here"),
-        (["--device", "bogus"], "device='bogus' cannot be used here (Expected one of"),
+        (["--device", "cuda:99"], "device='cuda:99' is not available"),
+        (["--device", "bogus"], "device='bogus' is not available (Expected one of"),
         (["--device", "cpu", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
         (["--device", "cpu", "--part", "exact", "--ways", "ddtre"], "Did you mean 'ddtree'"),
     ],

@@ -264,10 +264,12 @@ def test_head_that_is_not_in_the_targets_files_raises_and_writes_nothing(
     arguments: dict[str, Any] = {**TARGET, "target_id": str(tmp_path / "target")}
     other = make_target("llama", "sdpa", torch.float32, hidden_size=16, num_hidden_layers=1)
     other.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match=r"24 of 64 tokens.*lm_head.weight is \[64, 16\].*not \[64, 32\]: another"):
+    with pytest.raises(
+        ValueError, match=r"24 of 64 tokens.*lm_head.weight is \[64, 16\].*not \[64, 32\]: it is another"
+    ):
         export_drafter(drafter, tmp_path / "out", **arguments)
     save_file({"other": torch.zeros(1)}, tmp_path / "target" / "model.safetensors")
-    with pytest.raises(ValueError, match="among the 1 tensors of the target there is no head"):
+    with pytest.raises(ValueError, match="the 1 tensors of the target do not have one head"):
         export_drafter(drafter, tmp_path / "out", **arguments)
     (tmp_path / "target" / "model.safetensors").unlink()
     with pytest.raises(OSError, match="rows of the head of its target .*, and the target's files cannot be read"):
@@ -280,7 +282,7 @@ def test_draft_model_with_a_draft_vocabulary_gets_all_rows_and_drafts_the_same(
 ) -> None:
     target.save_pretrained(tmp_path / "target")
     drafter = make_causal_lm(target, method="causal_lm_chain")
-    with pytest.raises(ValueError, match="needs no export: a plain language model is served as it is"):
+    with pytest.raises(ValueError, match="needs no export: vLLM serves a plain language model without an export"):
         export_drafter(drafter, tmp_path / "out", **TARGET)
     model = new_draft_model(target, 1, draft_vocab_size=40)
     with torch.no_grad():
@@ -293,9 +295,9 @@ def test_draft_model_with_a_draft_vocabulary_gets_all_rows_and_drafts_the_same(
     assert run(target, CausalLMDrafter(whole, method="causal_lm_chain")) == run(target, cut)
     other = make_target("llama", "sdpa", torch.float32, vocab_size=32)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="drafts the token 58, and its target '.*other' has 32: name the target that"):
+    with pytest.raises(ValueError, match="drafts the token 58, but its target '.*other' has 32 tokens: name the"):
         export_drafter(cut, tmp_path / "out", target_id=str(tmp_path / "other"))
-    with pytest.raises(OSError, match="gets a row for each other one.*config of its target '/absent', which cannot be"):
+    with pytest.raises(OSError, match="needs a row for each of them.*config of its target '/absent', which"):
         export_drafter(cut, tmp_path / "out", target_id="/absent")
 
 
@@ -303,12 +305,16 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 
 
 def test_mixed_layers_warn(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="mixed: vLLM needs its V2 model runner.*masks the full ones wrongly so far"):
+    with pytest.warns(
+        UserWarning, match="has full and sliding draft layers: vLLM needs its V2 .*a wrong mask for full layers"
+    ):
         exported(make_dflash(target, **MIXED), tmp_path)
 
 
 def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="mixed: vLLM needs its V2 model runner for them.$"):
+    with pytest.warns(
+        UserWarning, match="has full and sliding draft layers: vLLM needs its V2 model runner for them.$"
+    ):
         config = exported(make_dflash(target, **MIXED, is_causal=False), tmp_path)
     assert config["sliding_window_non_causal"]
     assert config["transformer_layer_config"]["is_causal"] is False
@@ -320,11 +326,16 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
         (make_eagle3, {}, {"target_id": None}, "names None as its target, but vllm loads the target by its Hub id, of"),
         (make_eagle3, {}, {"target_id": "./absent"}, "names './absent' as its target.*no folder of that path here"),
         (make_eagle3, {"target_layer_ids": None}, {"num_target_layers": None}, "layers of the target: pass num_target"),
-        (make_eagle3, {"target_layer_ids": [7]}, {}, "reads target layers .7. of 8, and engines disagree"),
-        (make_eagle3, {"norm_before_head": False}, {}, "norm_before_head is false, and this layout always norms"),
+        (make_eagle3, {"target_layer_ids": [7]}, {}, "reads target layers .7. of 8, and engines differ"),
+        (make_eagle3, {"norm_before_head": False}, {}, "norm_before_head is false, and in this layout there is always"),
         (make_dflash, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
-        (make_dflash, {"final_logit_softcapping": 30.0}, {}, "this layout has no cap on logits"),
-        (make_dflash, {"is_causal": True}, {}, r"of the kinds .*\[\(None, True\)\]; this layout has full layers"),
+        (
+            make_dflash,
+            {"final_logit_softcapping": 30.0},
+            {},
+            "final_logit_softcapping is set, and this layout has no field",
+        ),
+        (make_dflash, {"is_causal": True}, {}, r"have the kinds .*\[\(None, True\)\]; in this layout full layers"),
         (
             make_dflash2,
             {"dflash_config": {"output_multiplier": 0.5}},
@@ -332,26 +343,26 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
             "output_multiplier is 0.5, and this layout",
         ),
         (make_dflash2, {"dflash_config": {"sample_from_anchor": True}}, {}, "vLLM refuses DFlash drafters whose root"),
-        (make_peagle, {"fc_norm": True}, {}, "fc_norm is true, and vLLM does not read it of P-EAGLE drafters"),
+        (make_peagle, {"fc_norm": True}, {}, "fc_norm is true, and vLLM does not read it for P-EAGLE drafters"),
         (make_eagle3, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
         (make_dflash, {"hidden_act": "gelu"}, {}, "hidden_act is 'gelu', and vLLM has these layers with silu only"),
         (
             make_eagle3,
             {"qk_norm": True, "attention_bias": True},
             {},
-            "attention_bias is set beside norms of queries and keys",
+            "attention_bias and qk_norm are both set",
         ),
-        (make_eagle3, {"qk_norm": True, "mlp_bias": True}, {}, "mlp_bias is set beside norms of queries and keys"),
+        (make_eagle3, {"qk_norm": True, "mlp_bias": True}, {}, "mlp_bias and qk_norm are both set"),
         (make_dspark, {"dflash_config": {"markov_head_type": "gated"}}, {}, "vLLM has vanilla Markov heads only"),
         (lambda target: MergedDrafter(NGramDrafter(), SuffixDrafter()), {}, {}, "vLLM runs one drafter at a time"),
-        (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads as they were published"),
-        (make_specblock, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
-        (make_causal_lm, {}, {}, "a plain language model is served as it is"),
-        (make_specbound, {}, {}, "SpecBound changes how the target itself runs"),
+        (make_medusa, {}, {}, "cannot be exported to vllm: vLLM serves Medusa heads in their published layout"),
+        (make_specblock, {}, {}, "only the authors' fork of SGLang supports SpecBlock"),
+        (make_causal_lm, {}, {}, "vLLM serves a plain language model without an export"),
+        (make_specbound, {}, {}, "SpecBound changes how the target runs"),
         (make_specbranch, {}, {}, "SpecBranch drafts while the target runs"),
-        (lambda target: NGramDrafter(), {}, {}, "vLLM has its own"),
-        (make_specblock_of_ones_own, {}, {}, "no engine but the authors' own fork of SGLang knows SpecBlock"),
-        (lambda target: StubDrafter(lambda context: None), {}, {}, "vLLM has no drafters of the kind 'StubDrafter'"),
+        (lambda target: NGramDrafter(), {}, {}, "vLLM has this method itself"),
+        (make_specblock_of_ones_own, {}, {}, "only the authors' fork of SGLang supports SpecBlock"),
+        (lambda target: StubDrafter(lambda context: None), {}, {}, "vLLM does not support the kind 'StubDrafter'"),
         (make_eagle3, {}, {"num_target_layers": 0}, "num_target_layers=0 must be at least 1"),
         (
             make_dflash,
@@ -359,7 +370,7 @@ def test_mixed_layers_none_of_which_is_causal_warn_of_the_runner_only(target: Pr
             {"target_id": "elsewhere"},
             "its Hub id, of the form 'owner/name', or.*: name it \\(target_id, or --target-id",
         ),
-        (make_dflash, {}, {"to": "vlm"}, "Unknown engine 'vlm'. Did you mean 'vllm'"),
+        (make_dflash, {}, {"to": "vlm"}, "Unknown layout 'vlm'. Did you mean 'vllm'"),
     ],
 )
 def test_what_cannot_be_exported_raises_and_writes_nothing(

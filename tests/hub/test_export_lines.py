@@ -93,7 +93,7 @@ def exports(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -
         if not isinstance(drafter, Eagle3Drafter) and drafter.config.maps_vocabulary:
             drafter.d2t.copy_(torch.arange(drafter.config.draft_vocab_size))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Full and sliding draft layers are mixed")
+            warnings.filterwarnings("ignore", message="The drafter has full and sliding draft layers")
             config = exported(drafter, folder)
         tensors = load_file(folder / "model.safetensors")
         found[name] = Export(drafter, config, tensors, {file.name for file in folder.iterdir()})

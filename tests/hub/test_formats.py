@@ -185,7 +185,7 @@ def test_vocabulary_map_of_absolute_ids_is_refused(target: PreTrainedModel, tmp_
     tensors["d2t"] = tensors["d2t"] + torch.arange(tensors["d2t"].numel())
     save(tmp_path, config, tensors)
     with pytest.raises(
-        ValueError, match="d2t and t2d of .* do not name the same target ids: d2t holds target ids, where"
+        ValueError, match="d2t and t2d of .* do not name the same target ids: d2t holds target ids instead of"
     ):
         load_drafter(tmp_path)
 
@@ -225,7 +225,7 @@ def test_missing_vocabulary_map_raises(target: PreTrainedModel, tmp_path: Path) 
     del tensors["d2t"]
     save(tmp_path, config, tensors)
     with pytest.raises(
-        ValueError, match=r"not those of the EAGLE-3 \(SafeAILab\) drafter .*missing: d2t. Nothing was loaded"
+        ValueError, match=r"not those of the EAGLE-3 \(SafeAILab\) drafter .*missing: d2t \[32\]. Nothing was loaded"
     ):
         load_drafter(tmp_path)
 
@@ -268,12 +268,12 @@ def test_speculators_config_that_makes_no_sense_raises(
 @pytest.mark.parametrize(
     ("make", "write", "change", "message"),
     [
-        (make_dflash, as_zlab, {"mask_token_id": 2}, "mask_token_id is 2 at the top and 1 in dflash_config"),
+        (make_dflash, as_zlab, {"mask_token_id": 2}, "mask_token_id is 2 at the top level and 1 in dflash_config"),
         (
             make_dflash,
             as_zlab,
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2], "block_size": 4}},
-            "block_size is 5 at the top and 4 in dflash_config",
+            "block_size is 5 at the top level and 4 in dflash_config",
         ),
         (
             make_dflash,
@@ -348,12 +348,12 @@ def test_medusa_heads_without_matrices_use_the_targets(target: PreTrainedModel, 
 def test_language_model_with_medusa_heads_raises(target: PreTrainedModel, tmp_path: Path) -> None:
     tensors = as_medusa(make_medusa(target), "medusa_head.") | {"model.norm.weight": torch.ones(32)}
     save(tmp_path, {"medusa_num_heads": 3, "model_type": "llama"}, tensors)
-    with pytest.raises(ValueError, match=r"a whole language model beside its Medusa heads \(Medusa-2\)"):
+    with pytest.raises(ValueError, match=r"a whole language model and Medusa heads \(Medusa-2\)"):
         load_drafter(tmp_path)
 
 
 def test_medusa_heads_with_a_gap_raise(target: PreTrainedModel, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in as_medusa(make_medusa(target)).items() if not name.startswith("1.")}
     save(tmp_path, {"medusa_num_heads": 3}, tensors, "medusa_lm_head.pt")
-    with pytest.raises(ValueError, match=r"The stored heads are numbered \[0, 2\], with gaps"):
+    with pytest.raises(ValueError, match=r"The stored heads have the numbers \[0, 2\], with gaps"):
         load_drafter(tmp_path)

@@ -177,7 +177,7 @@ def test_draft_model_beside_a_drafter_that_was_changed_on_the_way_is_refused(
 ) -> None:
     pair_of_a_published_draft_model(hub, target, tmp_path)
     hub.altered = {"model.safetensors"}
-    with pytest.raises(OSError, match="arrived with the hash"):
+    with pytest.raises(OSError, match="was downloaded with the hash"):
         load_drafter(tmp_path / "pair")
 
 
@@ -271,7 +271,7 @@ def test_file_whose_hash_does_not_match_raises_and_is_not_kept(
     hub.add("owner/drafter", folder)
     hub.altered.add(name)
     message = (
-        rf"{name} arrived with the hash \w+..., but the Hub has it as \w+...: it was damaged or changed on the way"
+        rf"{name} was downloaded with the hash \w+..., but has the hash \w+... on the Hub: it was damaged or changed"
     )
     with pytest.raises(OSError, match=message):
         load_drafter("owner/drafter")

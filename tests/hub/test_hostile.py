@@ -145,12 +145,15 @@ def test_configs_of_absurd_size_are_refused(folder: Path, fields: dict[str, Any]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 4_000_000}, r"a model of 256,0\d\d,\d\d\d numbers, but its weight files hold 35,104.*4000000"),
-        ({"vocab_size": 2**40}, "a model of 70,368,.* numbers, but its weight files hold 35,104"),
+        (
+            {"vocab_size": 4_000_000},
+            r"a model of 256,0\d\d,\d\d\d parameters, but its weight files hold 35,104.*4000000",
+        ),
+        ({"vocab_size": 2**40}, "a model of 70,368,.* parameters, but its weight files hold 35,104"),
         ({"vocab_size": 2**62}, "does not describe a causal_lm drafter. RuntimeError: Storage size"),
-        ({"num_hidden_layers": 100}, "the weights have layers 0 to 3, but config.json says there are 100"),
-        ({"num_hidden_layers": 1000}, "num_hidden_layers=1000, more than the 256 that are built"),
-        ({"num_labels": 10**9}, "num_labels=1000000000, more than the 1048576 that are built"),
+        ({"num_hidden_layers": 100}, "the weights have layers 0 to 3, but config.json has 100 layers"),
+        ({"num_hidden_layers": 1000}, "num_hidden_layers=1000, and the maximum is 256"),
+        ({"num_labels": 10**9}, "num_labels=1000000000, and the maximum is 1048576"),
         ({"pad_token_id": 10**9}, "does not describe a causal_lm drafter. AssertionError: Padding_idx"),
     ],
     ids=["vocabulary", "endless vocabulary", "overflow", "layers", "endless layers", "labels", "padding"],
@@ -167,7 +170,7 @@ def test_language_model_larger_than_its_files_is_refused_before_memory_is_taken(
 
 def test_a_pairs_draft_model_that_is_none_is_told_without_the_kinds_of_drafters(pair: Path) -> None:
     change_config(pair / "draft_model", architectures=["SomethingElse"])
-    message = r"draft_model' is no language model that transformers has: .* architectures \['SomethingElse'\] and"
+    message = r"draft_model' is not a language model of transformers, .* architectures \['SomethingElse'\] and"
     with pytest.raises(ValueError, match=message) as caught:
         load_drafter(pair)
     assert "Formats loaded" not in str(caught.value)
@@ -178,9 +181,7 @@ def test_table_that_no_file_holds_is_bounded(tmp_path: Path) -> None:
     GPTJForCausalLM(config).save_pretrained(tmp_path / "draft-lm")
     assert load_drafter(tmp_path / "draft-lm")
     change_config(tmp_path / "draft-lm", n_positions=2**40)
-    with pytest.raises(
-        ValueError, match=r"whose tables, which no file holds, take [\d,]+ bytes; at most 1,073,741,824"
-    ):
+    with pytest.raises(ValueError, match=r"whose buffers need [\d,]+ bytes; the maximum is 1,073,741,824"):
         load_drafter(tmp_path / "draft-lm")
 
 
@@ -189,7 +190,7 @@ def test_adapter_beside_a_language_model_is_refused(kind: str, request: pytest.F
     folder = request.getfixturevalue(kind)
     place = folder if kind == "draft_model" else folder / "draft_model"
     (place / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/elsewhere", "peft_type": "LORA"}')
-    with pytest.raises(ValueError, match="has a file adapter_config.json: an adapter of PEFT, which is not loaded"):
+    with pytest.raises(ValueError, match="has a file adapter_config.json: a PEFT adapter, which is not loaded"):
         load_drafter(folder)
 
 
@@ -209,9 +210,9 @@ def test_generation_settings_of_endless_depth_are_refused(draft_model: Path) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rms_norm_eps": {"__float__": "NaN"}}, "config.json of .* is not valid JSON .NaN is no number"),
+        ({"rms_norm_eps": {"__float__": "NaN"}}, "config.json of .* is not valid JSON .NaN is not a number"),
         ({"rms_norm_eps": {"__float__": "much"}}, "config.json of .* is not valid JSON .could not convert string"),
-        ({"rms_norm_eps": float("nan")}, "config.json of .* is not valid JSON .NaN is no number"),
+        ({"rms_norm_eps": float("nan")}, "config.json of .* is not valid JSON .NaN is not a number"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06; it must be a finite number of at least 0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'; it must be a finite number of at least 0"),
         ({"rope_theta": 0}, "rope_theta=0; it must be a finite number above 0"),
@@ -254,7 +255,7 @@ def test_exit_layers_without_end_are_refused_in_few_words(target: PreTrainedMode
     heads = tmp_path / "heads"
     make_specbound(target).save_pretrained(heads)
     change_config(heads, exit_layers=list(range(1, 100_001)), num_target_layers=100_002)
-    message = "exit_layers=.1, 2, .* characters.*, more than the 256 that are built"
+    message = "exit_layers=.1, 2, .* characters.*, and the maximum is 256"
     refused(heads, message)
     assert len(str(inspect_drafter(heads))) < 1000
 
@@ -306,7 +307,7 @@ def test_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, na
     (tmp_path / "secret").write_bytes((folder / name).read_bytes())
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path / "secret")
-    message = f"{name} of '.*saved' is a link to '.*secret', outside the folder; files elsewhere are not opened"
+    message = f"{name} of '.*saved' is a link to '.*secret', outside the folder, and such files are not opened"
     with pytest.raises(ValueError, match=message):
         load_drafter(folder)
 
@@ -436,7 +437,7 @@ def test_heads_of_absurd_numbers_are_refused(target: PreTrainedModel, tmp_path: 
     (folder / "config.json").write_text('{"medusa_num_heads": 3}')
     name = "0.999999999999.linear.weight"
     write_header(folder / "model.safetensors", json.dumps({name: tensor([1, 1], 4)}).encode(), data=b"\0" * 4)
-    refused(folder, "with gaps: the file is not whole")
+    refused(folder, "with gaps: the file is incomplete")
 
 
 FORMATS: dict[str, Callable[[PreTrainedModel], Any]] = {

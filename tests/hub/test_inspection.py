@@ -64,7 +64,7 @@ def test_vocabulary_map_in_a_file_of_its_own_is_not_missing(target: PreTrainedMo
     weights = load_file(tmp_path / "model.safetensors")
     maps = {name: weights.pop(name) for name in ("d2t", "t2d")}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert inspect_drafter(tmp_path).problems == ["missing weight d2t [48]", "missing weight t2d [64]"]
+    assert inspect_drafter(tmp_path).problems == ["missing: d2t [48]", "missing: t2d [64]"]
     torch.save(maps, tmp_path / "vocab_mapping.pt")
     assert inspect_drafter(tmp_path).problems == []
     assert load_drafter(tmp_path).d2t.tolist() == maps["d2t"].tolist()
@@ -85,19 +85,19 @@ def test_problems_are_told(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     found = inspect_drafter(folder)
     assert found.problems == [
-        "missing weight norm.weight [32]",
-        "unknown weight other [2]",
-        "fc.weight is [32, 3], but config.json makes it [32, 64]",
-        "other is stored as I8, which is not one of F64, F32, F16, BF16",
+        "missing: norm.weight [32]",
+        "unexpected: other [2]",
+        "of another shape: fc.weight is [32, 3] in model.safetensors, but config.json makes it [32, 64]",
+        "of another dtype: other is I8, not F64 or F32 or F16 or BF16",
     ]
-    assert "problems:\n  - missing weight norm.weight [32]" in str(found)
+    assert "problems:\n  - missing: norm.weight [32]" in str(found)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a positive integer"),
-        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, more than the 256 that are built"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers=1000000000, and the maximum is 256"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),
@@ -140,14 +140,14 @@ def test_vocabulary_map_of_another_type_is_told(target: PreTrainedModel, tmp_pat
     METHODS["eagle3"](target).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"d2t": weights["d2t"].int()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert inspect_drafter(tmp_path).problems == ["d2t is stored as I32, not as I64"]
-    with pytest.raises(ValueError, match="of another type: d2t is I32"):
+    assert inspect_drafter(tmp_path).problems == ["of another dtype: d2t is I32, not I64"]
+    with pytest.raises(ValueError, match="of another dtype: d2t is I32, not I64"):
         load_drafter(tmp_path)
 
 
 def test_learned_mask_vector_is_refused_unopened(folder: Path) -> None:
     (folder / "mask_embedding.pt").write_bytes(b"?")
-    message = "has a file mask_embedding.pt: a learned vector in place of the mask token's embedding"
+    message = "has a file mask_embedding.pt: a learned vector instead of the mask token's embedding"
     assert message in inspect_drafter(folder).problems[0]
     with pytest.raises(ValueError, match=message):
         load_drafter(folder)
@@ -177,7 +177,7 @@ def test_draft_model_that_no_repo_can_hold_is_told(hub: LoopbackHub, target: Pre
         (tmp_path / "config.json").write_text(json.dumps(config | {"draft_model": place}))
         hub.add("me/other", tmp_path)
         [problem] = inspect_drafter("me/other").problems
-        assert f"the draft model should be in {place!r}, seen from the checkpoint, but it is not there" in problem
+        assert f"the draft model {place!r}, relative to the checkpoint, does not exist" in problem
 
 
 @pytest.mark.parametrize("model_type", _DEFAULTS)
@@ -199,9 +199,9 @@ def test_own_layouts_are_known_by_their_prefix() -> None:
             {"vocab_size": 65},
             "model.embed_tokens.weight, the embedding, is [64, 32], but config.json makes it",
         ),
-        ("llama", {"num_hidden_layers": 5}, "the weights have layers 0 to 3, but config.json says there are 5"),
+        ("llama", {"num_hidden_layers": 5}, "the weights have layers 0 to 3, but config.json has 5 layers"),
         ("gpt-neox", {"hidden_size": 48}, "gpt_neox.embed_in.weight, the embedding, is [64, 32], but"),
-        ("gpt2", {"n_layer": 3}, "the weights have layers 0 to 3, but config.json says there are 3"),
+        ("gpt2", {"n_layer": 3}, "the weights have layers 0 to 3, but config.json has 3 layers"),
     ],
 )
 def test_plain_language_model_of_another_config_is_told(
@@ -219,7 +219,7 @@ def test_plain_language_model_of_another_config_is_told(
     [
         ({"lora_rank": 4}, "exit-layer-01/adapter_model.safetensors holds {"),
         ({"exit_layers": [1, 2, 3, 4, 5, 6, 8], "num_target_layers": 9}, "exit-layer-08/adapter_model.safetensors is"),
-        ({"draft_vocab_size": 9}, "d2t is [64], but config.json makes it [9]"),
+        ({"draft_vocab_size": 9}, "d2t is [64] in model.safetensors, but config.json makes it [9]"),
         ({"exit_layers": None}, "exit_layers is None; it must be a list of at least one layer"),
     ],
 )

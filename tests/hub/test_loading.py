@@ -275,15 +275,17 @@ def test_options_that_are_refused_stay_as_they_were(method: str, target: PreTrai
 
 
 def test_arguments_of_the_wrong_kind_raise(folder: Path) -> None:
-    with pytest.raises(TypeError, match="target='owner/target' is a str; it must be the loaded target model itself"):
+    with pytest.raises(
+        TypeError, match="target='owner/target' is a str; it must be the loaded target model, or left out"
+    ):
         load_drafter(folder, "owner/target")
-    with pytest.raises(TypeError, match="target=Linear.* is a Linear; it must be the loaded target model itself"):
+    with pytest.raises(TypeError, match="target=Linear.* is a Linear; it must be the loaded target model, or left out"):
         load_drafter(folder, torch.nn.Linear(2, 2))
     for dtype in ("int8", "nonsense", torch.int64):
         with pytest.raises(ValueError, match=f"dtype={dtype!r} is not a floating-point type"):
             load_drafter(folder, dtype=dtype)
     for dtype in ("float8_e4m3fn", torch.float8_e5m2):
-        with pytest.raises(ValueError, match=f"dtype={dtype!r} is none that models run in here: .* 'float64'"):
+        with pytest.raises(ValueError, match=f"dtype={dtype!r} is not supported: .* 'float64'"):
             load_drafter("./absent", dtype=dtype)
     assert load_drafter(folder, dtype="half").dtype == torch.float16
     with pytest.raises(ValueError, match="revision='main' was given, but '.*saved' is a local folder"):
@@ -292,7 +294,7 @@ def test_arguments_of_the_wrong_kind_raise(folder: Path) -> None:
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", 99, 1.5])
 def test_device_that_is_not_here_raises_before_anything_is_read(device: Any) -> None:
-    with pytest.raises(ValueError, match=f"device={device!r} cannot be used here.*leave it out"):
+    with pytest.raises(ValueError, match=f"device={device!r} is not available.*leave it out"):
         load_drafter("./absent", device=device)
 
 
@@ -303,7 +305,7 @@ def test_ngram_names_the_drafter_that_needs_no_checkpoint(
         assert load_drafter(name, tree_budget=3).options.tree_budget == 3
         with pytest.raises(ValueError, match=f"{name!r} is a drafter without a checkpoint.*load_drafter"):
             inspect_drafter(name)
-        with pytest.raises(ValueError, match=f"revision='v1' of '{name}', which has no checkpoint"):
+        with pytest.raises(ValueError, match=f"revision='v1' was given for '{name}', which has no checkpoint"):
             load_drafter(name, revision="v1")
     with pytest.raises(ValueError, match=r"'mtp' is a drafter without a checkpoint.*load_drafter\('mtp', target\)"):
         inspect_drafter("mtp")
@@ -319,14 +321,15 @@ def test_ngram_names_the_drafter_that_needs_no_checkpoint(
 def test_missing_weight_raises(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.pop("layers.1.mlp.up_proj.weight"))
     with pytest.raises(
-        ValueError, match="not those of the dflash drafter.*missing: layers.1.mlp.up_proj.weight. Nothing"
+        ValueError,
+        match=r"not those of the dflash drafter.*missing: layers.1.mlp.up_proj.weight \[64, 32\]. Nothing",
     ):
         load_drafter(folder)
 
 
 def test_unexpected_weight_raises(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64, 32)}))
-    with pytest.raises(ValueError, match="not part of it: lm_head.weight"):
+    with pytest.raises(ValueError, match="unexpected: lm_head.weight"):
         load_drafter(folder)
 
 
@@ -339,9 +342,7 @@ def test_weight_of_another_shape_raises(folder: Path) -> None:
 
 def test_weight_of_another_kind_of_number_raises(folder: Path) -> None:
     change_weights(folder, lambda tensors: tensors.update({"norm.weight": torch.zeros(32, dtype=torch.int8)}))
-    with pytest.raises(
-        ValueError, match=r"not of a floating-point type that can be loaded \(F64.*\): norm.weight is I8"
-    ):
+    with pytest.raises(ValueError, match=r"of another dtype: norm.weight is I8, not F64 or F32 or F16 or BF16"):
         load_drafter(folder)
 
 
@@ -382,7 +383,8 @@ def test_pickled_weights_are_never_opened(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     with pytest.raises(
-        FileNotFoundError, match="neither model.safetensors nor .*pytorch_model.bin would have to be unpickled"
+        FileNotFoundError,
+        match="neither model.safetensors nor .*pytorch_model.bin is a pickle, whose loading can run code",
     ):
         load_drafter(folder)
     assert not (tmp_path / "ran").exists()
@@ -460,7 +462,7 @@ def test_folder_of_an_encoder_raises(tmp_path: Path) -> None:
 def test_weights_of_a_plain_language_model_under_a_drafters_config_raise(folder: Path, target: PreTrainedModel) -> None:
     save_file({name: tensor.clone() for name, tensor in target.state_dict().items()}, folder / "model.safetensors")
     with pytest.raises(
-        ValueError, match="missing: fc.weight, hidden_norm.weight.* and .* more; not part of it: lm_head.weight"
+        ValueError, match="missing: fc.weight .*, hidden_norm.weight.* and .* more; unexpected: lm_head.weight"
     ):
         load_drafter(folder)
 

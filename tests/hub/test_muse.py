@@ -128,7 +128,7 @@ def test_what_needs_the_vocabulary_is_refused(target: PreTrainedModel, tmp_path:
     assistant_of(6).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     drafter = load_drafter(tmp_path, target)
-    with pytest.raises(ValueError, match="vocab_size is None, and this layout names the target's vocabulary"):
+    with pytest.raises(ValueError, match="vocab_size is None, and this layout needs the target's"):
         export_drafter(drafter, tmp_path / "out", target_id="owner/target")
     drafter.config.vocab_size = 64
     export_drafter(drafter, tmp_path / "out", target_id="owner/target")

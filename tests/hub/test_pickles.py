@@ -1,4 +1,4 @@
-"""Pickles of tensors are listed as torch would load them, without torch; what is no tensor is refused and not run."""
+"""Headers of pickles are those of the tensors that they hold; anything else is refused, and no code is run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdec.hub.pickles import pickle_header
-from hf_specdec.hub.tensors import described_by_torch
+from hf_specdec.hub.tensors import describe, load_tensors, pickle_header
 
 TENSORS = {
     "f32": torch.zeros(2, 3),
@@ -36,7 +35,7 @@ def test_list_is_what_torch_loads(kind: Callable[..., Any], zipped: bool, tmp_pa
     file = tmp_path / "weights.bin"
     torch.save(kind(TENSORS), file, _use_new_zipfile_serialization=zipped)
     found = pickle_header(file, "it")
-    assert found == described_by_torch(file, "it")
+    assert found == {name: describe(tensor, file) for name, tensor in load_tensors(file, "it").items()}
     assert {name: found[name].shape for name in TENSORS} == {name: tuple(t.shape) for name, t in TENSORS.items()}
 
 
@@ -48,11 +47,13 @@ def test_state_dict_of_a_module_is_listed(tmp_path: Path) -> None:
     }
 
 
-def rewritten(file: Path, change: Callable[[str, bytes], bytes]) -> None:
-    """The same archive with other contents."""
+def rewritten(
+    file: Path, change: Callable[[str, bytes], bytes] = lambda name, data: data, compression: int = zipfile.ZIP_STORED
+) -> None:
+    """Writes the same archive with other contents, or compressed."""
     with zipfile.ZipFile(file) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "w", compression) as archive:
         for name, data in content.items():
             archive.writestr(name, change(name, data))
 
@@ -100,5 +101,21 @@ def test_what_is_no_tensor_is_refused_and_not_run(content: Any, protocol: int, t
 def test_damage_is_refused(change: Any, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3, 5)}, tmp_path / "weights.bin")
     rewritten(tmp_path / "weights.bin", change)
-    with pytest.raises(ValueError, match="cannot be read as plain tensors"):
+    for read in (pickle_header, load_tensors):
+        with pytest.raises(ValueError, match="cannot be read as plain tensors"):
+            read(tmp_path / "weights.bin", "it")
+
+
+def test_compressed_archive_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2**20)}, tmp_path / "weights.bin")
+    rewritten(tmp_path / "weights.bin", compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="cannot be read as plain tensors") as refused:
+        pickle_header(tmp_path / "weights.bin", "it")
+    assert "it is compressed" in str(refused.value.__cause__)
+
+
+@pytest.mark.parametrize("content", [torch.zeros(3), [torch.zeros(3)], {"a": 1}, {"a": torch.zeros(3).to_sparse()}])
+def test_content_other_than_tensors_by_name_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "weights.bin")
+    with pytest.raises(ValueError, match="must hold tensors by name|cannot be read as plain tensors"):
         pickle_header(tmp_path / "weights.bin", "it")

@@ -65,7 +65,7 @@ def test_tensors_tell_where_the_config_is_a_plain_language_models() -> None:
 
 def test_family_of_another_version_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "hf_specdec_eagle31"}')
-    message = "model_type 'hf_specdec_eagle31', and there is no family 'eagle31' here. Did you mean 'eagle3'.*update"
+    message = "model_type 'hf_specdec_eagle31', but there is no family 'eagle31'. Did you mean 'eagle3'.*update"
     with pytest.raises(ValueError, match=message):
         load_drafter(tmp_path)
     assert re.search(message, inspect_drafter(tmp_path).problems[0])

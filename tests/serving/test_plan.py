@@ -122,7 +122,7 @@ def test_medusa_heads_are_served_as_they_are(target: PreTrainedModel, folder: Pa
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(make_specblock, "authors' own fork of SGLang"), (make_specbound, "SpecBound changes how the target itself runs")],
+    [(make_specblock, "authors' fork of SGLang"), (make_specbound, "SpecBound changes how the target runs")],
 )
 def test_drafter_that_vllm_cannot_run_raises_with_what_it_can(
     make: Any, why: str, target: PreTrainedModel, folder: Path

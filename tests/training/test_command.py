@@ -18,17 +18,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_chunked_causal_mask
 
-from hf_specdec import load_drafter
+from hf_specdec import export_drafter, load_drafter
 from hf_specdec.training import dflash, specbound
 from hf_specdec.training.command import main
 from hf_specdec.training.specblock import new_drafter
 from hf_specdec.training.start_from import initialize_from
 from hf_specdec.training.text import read_text
+from tests.hub.layouts import as_zlab, save
 from tests.targets import HYBRIDS, fresh_target, make_target, one_prompt, tiny_tokenizer
 
 
@@ -99,6 +101,31 @@ def test_training_goes_on_with_the_vocabulary_that_lies_beside_the_weights(
     drafter = new_drafter(target, torch.arange(32))
     initialize_from(drafter, tmp_path, target)
     assert drafter.target_ids(torch.arange(3)).tolist() == [0, 2, 4]
+
+
+def test_a_drafter_that_started_from_a_published_one_is_written_in_its_layout(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"target_layer_ids": [0, 1], "mask_token_id": 1, "block_size": 4}
+    published = dflash.new_drafter(target, **settings)
+    config, tensors = as_zlab(published, block_size=4, dflash_config={"target_layer_ids": [0, 1]})
+    config["num_target_layers"] = target.config.num_hidden_layers
+    (tmp_path / "source").mkdir()
+    save(tmp_path / "source", config, tensors)
+    drafter = dflash.new_drafter(target, **settings)
+    initialize_from(drafter, tmp_path / "source", target)
+    with torch.no_grad():
+        drafter.norm.weight += 0.5
+    export_drafter(drafter, tmp_path / "out", to="source")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert [name for name in tensors if not torch.equal(tensors[name], written[name])] == ["norm.weight"]
+
+    other = dflash.new_drafter(target, **settings)
+    other.config.rms_norm_eps = 1e-3
+    initialize_from(other, tmp_path / "source", target)
+    with pytest.raises(ValueError, match="config field rms_norm_eps is 0.001 and was 1e-06"):
+        export_drafter(other, tmp_path / "other", to="source")
 
 
 def test_an_earlier_drafter_of_another_method_raises(target: PreTrainedModel, tmp_path: Path) -> None:

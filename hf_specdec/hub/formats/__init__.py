@@ -1,4 +1,4 @@
-"""Layouts of checkpoints, those of others and, in `own.py`, ours: how config fields and tensor names become ours.
+"""Layouts of checkpoints: how their config fields and tensor names are converted to those of this library.
 
-Which layout a checkpoint is of is decided in `hub/recognition.py`, the files are the business of `hub/files.py`.
+`own.py` has the layouts of this library. `hub/recognition.py` finds the layout of a checkpoint.
 """

@@ -1,4 +1,4 @@
-"""What a foreign layout is to the loader, and what several layouts have in common."""
+"""The interface of a layout to the loader, and what several layouts have in common."""
 
 from __future__ import annotations
 
@@ -19,22 +19,38 @@ Config = dict[str, Any]
 Headers = Mapping[str, StoredTensor]
 Shapes = dict[str, tuple[int, ...]]
 
-# Rotary tables follow from the config; some savers write them.
+# Rotary tables are computed from the config; some checkpoints store them too.
 ROTARY = r"rotary_emb\.inv_freq$"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A checkpoint in our terms.
+    """Config fields and tensor names of a checkpoint, converted to those of this library.
 
     Attributes:
-        fields: of the family's config class.
-        names: our name of each stored tensor that is part of it; the others are left out knowingly. A tensor that the
-            layout does not know keeps its name, so that the loader refuses it.
+        fields: fields of the family's config class.
+        names: stored name -> our name, of each tensor to load. Known tensors that are not needed, such as `t2d`, are
+            missing. A tensor that is unknown in the layout keeps its name, so that the loader refuses it.
     """
 
     fields: Config
     names: Mapping[str, str]
+
+    def stored(self, headers: Headers) -> dict[str, StoredTensor]:
+        """The stored tensors that are loaded, by our names.
+
+        Raises:
+            ValueError: two stored tensors have the same name here, so that one of them would be ignored.
+        """
+        found: dict[str, str] = {}
+        for theirs, ours in self.names.items():
+            if ours in found:
+                raise ValueError(
+                    f"The weights hold both {found[ours]} and {theirs}, which are two names of the same weight: remove "
+                    "the one that the drafter was not trained with."
+                )
+            found[ours] = theirs
+        return {ours: headers[theirs] for ours, theirs in found.items()}
 
 
 @dataclass(frozen=True)
@@ -42,22 +58,22 @@ class Format:
     """A layout of checkpoints.
 
     Attributes:
-        name: for messages.
+        name: its name, for messages.
         family: the drafter family that loads it.
-        read: puts a `config.json` and the headers of the weights in our terms. Before the weights are there it is asked
-            with None for them, and returns None where the config alone does not say enough. Raises ValueError, naming
-            the field, if the checkpoint makes no sense.
-        keys: of its `config.json`; None for plain language models, whose configs are the host's own to read.
-        other_weights: files that may hold the weights where there is no `model.safetensors`, the first that is there;
-            pickles among them are opened with `weights_only` alone.
-        beside: further files of the layout, and the tensors (our names) that each holds where it is there.
-        check: looks at the loaded tensors, those left out included; raises ValueError or warns.
+        read: converts a `config.json` and the headers of the weights. It is called with None for the headers before
+            the weights are downloaded, and returns None if the config alone is not sufficient. Raises ValueError,
+            naming the field, if the checkpoint is not consistent.
+        keys: the keys of its `config.json`; None for plain language models, whose configs transformers reads.
+        other_weights: files that may hold the weights if there is no `model.safetensors`; the first that exists is
+            read. Pickles are opened with `weights_only`.
+        beside: optional further files, and the tensors (our names) that each holds.
+        check: checks the stored tensors, including those that are not loaded; raises ValueError or warns.
         problems: for plain language models: differences between the headers and the config.
-        own_files: for `inspect_drafter`: further safetensors files, and ends of names of tensors with their shapes.
-        missing: for `inspect_drafter`: what else the config names and is not there, seen from the checkpoint's folder;
-            None for one on the Hub, of which nothing else is known.
-        refused: files without which a drafter of this layout would draft badly and that are not read, and why.
-        training: what is known of how all drafters of this layout were trained, as in a training record.
+        own_files: for `inspect_drafter`: further safetensors files, with suffixes of tensor names and their shapes.
+        missing: for `inspect_drafter`: problems with other checkpoints that the config names. The folder is the
+            checkpoint's, or None for a checkpoint on the Hub.
+        refused: files that are not supported, but without which the drafter would draft badly, and the reason.
+        training: entries of the training record that are the same for all drafters of this layout.
     """
 
     name: str
@@ -75,11 +91,11 @@ class Format:
 
 
 def as_it_is(fields: Config, stored: Headers | None) -> Reading:
-    """The reading of a layout whose fields and names are ours."""
+    """The reading of a layout of this library: fields and names are not converted."""
     return Reading(fields, {name: name for name in stored or () if not re.search(ROTARY, name)})
 
 
-# What a decoder layer is made of; anything else in a foreign config is either read by name or means nothing to us.
+# The fields of a config that define a decoder.
 _SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -99,7 +115,7 @@ _SHAPE = (
     "max_window_layers",
     "layer_types",
 )
-# What Llama and Qwen3 configs mean by leaving a field out: the defaults of transformers' config classes.
+# Defaults of transformers' config classes, for fields that a config does not have.
 _DEFAULTS: dict[str, Config] = {
     "llama": {
         "vocab_size": 32000,
@@ -144,21 +160,21 @@ _DEFAULTS: dict[str, Config] = {
 
 
 def decoder_shape(fields: Config, model_type: str | None = None) -> Config:
-    """The decoder of a config, with everything that it leaves out at the defaults of the class it names.
+    """The decoder fields of a config; missing fields get the defaults of the config class.
 
     Args:
-        fields: a Llama or Qwen3 config, with its rotary base as `rope_parameters`, as `rope_theta` or absent (10000).
-        model_type: "llama" or "qwen3"; what the config says where None.
+        fields: a Llama or Qwen3 config; its rotary base is in `rope_parameters`, in `rope_theta`, or missing (10000).
+        model_type: "llama" or "qwen3"; None for that of the config.
 
     Raises:
-        ValueError: a decoder of another kind, or a size that is no number.
+        ValueError: the model type is another one, or a size is not a positive integer.
     """
     shape = with_defaults(fields, fields.get("model_type", "llama") if model_type is None else model_type)
     return shape | {"rope_parameters": rope_parameters(fields), "tie_word_embeddings": False}
 
 
 def with_defaults(fields: Config, model_type: str) -> Config:
-    """The fields that shape a decoder, completed as the config class of `model_type` completes them."""
+    """The fields that define a decoder, completed with the defaults of the config class of `model_type`."""
     if model_type not in _DEFAULTS:
         raise ValueError(f"model_type of the draft layers is {model_type!r}; known are {sorted(_DEFAULTS)}.")
     shape = _DEFAULTS[model_type] | {name: fields[name] for name in _SHAPE if fields.get(name) is not None}
@@ -169,7 +185,7 @@ def with_defaults(fields: Config, model_type: str) -> Config:
 
 
 def check_sizes(fields: Config) -> None:
-    """Raises ValueError if a size of a decoder is given and is not a positive integer."""
+    """Raises ValueError if a size of a decoder is set and is not a positive integer."""
     for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim",
@@ -180,11 +196,11 @@ def check_sizes(fields: Config) -> None:
 
 
 def rope_parameters(fields: Config, base: float = 10000.0) -> Config:
-    """The rotary settings of a config, old or new.
+    """The rotary settings of a config, from `rope_parameters` or the older `rope_scaling` and `rope_theta`.
 
     Args:
-        fields: of the config.
-        base: where it names none; that of Llama code.
+        fields: the config.
+        base: rotary base if the config has none; the default is that of Llama.
 
     Example:
         >>> rope_parameters({"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
@@ -198,10 +214,10 @@ def rope_parameters(fields: Config, base: float = 10000.0) -> Config:
 
 
 def layer_list(fields: Config, key: str) -> list[int] | None:
-    """A list of layer ids, None where absent.
+    """The list of layer ids under a key; None if the key is missing.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is not a list of integers.
     """
     layers = fields.get(key)
     if layers is None:

@@ -1,7 +1,7 @@
 """DeepSpec's drafters: DFlash under the class name of DSpark, and EAGLE-3 with five taps.
 
-DeepSpec's DFlash reads its slots one place further on than z-lab's: the root's slot predicts, too. Its configs do not
-say so. Both kinds bring embeddings and head. Source: shared facts on formats, section 5.2 and A3; deepseek-ai/DeepSpec.
+In DeepSpec's DFlash, the slot of the root also predicts a token, unlike in z-lab's; the configs have no field for it.
+Both kinds store embeddings and head. Source: shared facts on formats, section 5.2 and A3; deepseek-ai/DeepSpec.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hf_specdec.hub.formats.keys import decoder
 
 
 def is_deepspec_dflash(fields: Config) -> bool:
-    """Whether a config of DSpark's class is a DFlash drafter: no Markov head and no confidence head."""
+    """Whether a config with the class of DSpark describes a DFlash drafter: no Markov head and no confidence head."""
     named = "Qwen3DSparkModel" in (fields.get("architectures") or ())
     return named and fields.get("markov_rank") == 0 and not fields.get("enable_confidence_head", True)
 
 
 def is_deepspec_eagle3(fields: Config) -> bool:
-    """Whether a config is of DeepSpec's EAGLE-3 for Qwen3 targets."""
+    """Whether a config describes DeepSpec's EAGLE-3 for Qwen3 targets."""
     return "Qwen3Eagle3Model" in (fields.get("architectures") or ())
 
 
@@ -31,7 +31,7 @@ def _taps(fields: Config) -> list[int]:
 
 
 def read_dflash(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a DFlash drafter of DeepSpec; `stored` are the tensors of its files, if known."""
+    """Converts fields and tensor names of DeepSpec's DFlash drafter."""
     ours = decoder_shape(fields, "qwen3") | {
         "draft_vocab_size": fields.get("vocab_size"),
         "num_target_layers": fields.get("num_target_layers"),
@@ -47,7 +47,7 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for an EAGLE-3 drafter of DeepSpec."""
+    """Converts fields and tensor names of DeepSpec's EAGLE-3 drafter."""
     ours = decoder_shape(fields, "qwen3") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
         "target_layer_ids": _taps(fields),
@@ -57,9 +57,9 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours, stored)
 
 
-# What DeepSpec's README says of all of them.
+# According to DeepSpec's README, for all its drafters.
 _TRAINING = {"chat_template": True, "thinking": False}
-# The configs are copies of the target's: a rotary share in them is the target's, draft layers turn whole heads.
+# The configs are copies of the target's: its partial_rotary_factor does not apply to draft layers.
 _TARGETS = ("partial_rotary_factor", "target_model_type", "target_text_model_type")
 _TAPS = ("num_target_layers", "target_layer_ids", "target_model_name_or_path")
 DEEPSPEC_DFLASH = Format(

@@ -1,6 +1,6 @@
-"""DFlash 2 as z-lab publishes it, which is also how `DFlash2Drafter` is saved.
+"""DFlash 2 as z-lab publishes it; `DFlash2Drafter` is saved in this layout too.
 
-The layout is DFlash's with further keys in `dflash_config`, or at the top, and further tensors, none of them optional.
+It is the layout of DFlash with further keys, in `dflash_config` or at the top level, and further tensors, all required.
 Source: shared facts on formats of 2026, section 1; z-lab/dflash.
 """
 
@@ -19,16 +19,16 @@ _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.suc
 
 
 def is_dflash2(fields: Config) -> bool:
-    """Whether a `config.json` is of a DFlash 2 drafter in z-lab's layout."""
+    """Whether a `config.json` has z-lab's layout of DFlash 2."""
     named = any("DFlash2" in name for name in fields.get("architectures") or ())
     return named or bool({"selector_rank", "conv_kernel_size"} & {*fields, *(fields.get("dflash_config") or ())})
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a DFlash 2 drafter of z-lab's layout.
+    """Converts fields and tensor names of a DFlash 2 drafter in z-lab's layout.
 
     Raises:
-        ValueError: something is said twice, with two values.
+        ValueError: a key is in two places, with different values.
     """
     nested = dict(fields.get("dflash_config") or {})
     block = {key: once(fields, nested, key) for key in _KEYS}
@@ -38,13 +38,13 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     rest = {key: value for key, value in fields.items() if key not in _KEYS}
     rest |= {"dflash_config": nested, "final_logit_softcapping": cap if cap is not None and cap > 0 else None}
     reading = zlab.read(rest, stored)
-    # Some savers keep the codebooks as tables of embeddings.
+    # Some checkpoints have the codebooks as embedding modules.
     tables = {f"{codebook}.weight": codebook for codebook in _CODEBOOKS}
     return Reading(reading.fields, {name: tables.get(ours, ours) for name, ours in reading.names.items()})
 
 
 def _with_keys(section: Section, *further: str) -> Section:
-    """Keys of DFlash's layout, with those that are read here."""
+    """A section of DFlash's layout with the additional keys."""
     only = {key: values for key, values in section.only.items() if key not in _KEYS}
     return replace(section, read=section.read.union(_KEYS, further), only=only)
 

@@ -1,9 +1,8 @@
-"""Which keys of a `config.json` each reader knows. A key that it does not know is named, never left aside.
+"""Which keys of a `config.json` each reader knows. Unknown keys raise an error or are reported, never ignored silently.
 
-A `Section` lists the keys of one object of a config: those that the reader reads, those that it need not read, and
-those that it need not read as long as they have certain values. Every `Format` has one, but that of plain language
-models. Values are the business of the readers; keys that make the host load or run something are dropped by
-`hf_specdec/host_keys.py`, before keys are compared.
+A `Section` lists the keys of one object of a config: keys that the reader reads, keys that it need not read, and keys
+that it need not read if they have certain values. Every `Format` has one, except that of plain language models. Readers
+check the values. `hf_specdec/host_keys.py` first drops the keys by which transformers would load or run something.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Section:
     """The keys of one object of a config.
 
     Attributes:
-        read: those that the reader reads.
-        idle: those that change nothing that the drafter computes.
-        only: those that change it, by the values for which the reader is right without reading them.
-        nested: the objects in it, by their keys.
-        descriptive: whether nothing in it changes what the drafter computes, whatever its keys.
+        read: keys that the reader reads.
+        idle: keys that do not change what the drafter computes.
+        only: keys that may change it, with the values that do not.
+        nested: objects in it, by their keys.
+        descriptive: whether no key in it changes what the drafter computes.
     """
 
     read: frozenset[str] = frozenset()
@@ -41,15 +40,14 @@ def check_keys(section: Section, fields: Config, defaults: Mapping[str, Any], fi
     """Compares the keys of a config with those that its reader knows.
 
     Args:
-        section: the reader's.
+        section: the keys that the reader knows.
         fields: the config.
-        defaults: what fields at the top that are missing mean to the host's config class, where that is at hand; a key
-            with such a value says nothing.
-        file: which file it is and of what, for messages.
+        defaults: defaults of transformers' config class, if known; an unknown key with its default value is ignored.
+        file: name of the file and of the drafter, for messages.
         format: name of the layout, for messages.
 
     Returns:
-        The unknown keys that change nothing, with their values.
+        The unknown keys without effect, with their values.
 
     Raises:
         ValueError: an unknown key may change what the drafter computes; names all such keys, with their values.
@@ -69,14 +67,14 @@ def check_keys(section: Section, fields: Config, defaults: Mapping[str, Any], fi
     if refused:
         raise ValueError(
             f"{file} has {listed(refused)}: the reader of {format} does not know what the drafter computes with "
-            "that. Update hf_specdec, or use another drafter; where you know that a key changes nothing, remove it "
-            "from a copy of the checkpoint."
+            "that. Update hf_specdec, or use another drafter; if you know that a key has no effect, remove it from a "
+            "copy of the checkpoint."
         )
     return idle
 
 
 def _unknown(section: Section, fields: Config, place: str) -> Iterator[tuple[str, str, Any, Section]]:
-    """Place, key and value of what a section does not know, and the section."""
+    """Place, key, value and section of each unknown key."""
     for key, value in fields.items():
         if key in section.nested:
             if isinstance(value, dict):
@@ -88,31 +86,31 @@ def _unknown(section: Section, fields: Config, place: str) -> Iterator[tuple[str
             yield place, key, value, section
 
 
-# What the host writes into every config, or did in earlier versions, and no drafter computes with.
+# Keys that transformers, or an earlier version of it, writes into every config, and that no drafter uses.
 HOST = frozenset(
     (
-        # Of the file and of outputs.
+        # About the file and the outputs.
         "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type", "name_or_path",
         "output_attentions", "output_hidden_states", "return_dict", "tokenizer_class", "torch_dtype", "torchscript",
         "transformers_version", "use_bfloat16", "use_cache", "use_return_dict",
-        # Of classifiers, encoders and decoders of other kinds.
+        # For classifiers, encoders and other decoders.
         "add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "id2label", "is_decoder", "label2id",
         "num_labels", "prefix", "problem_type", "pruned_heads", "task_specific_params", "tf_legacy_loss",
         "tie_encoder_decoder",
-        # Of training.
+        # For training.
         "attention_dropout", "initializer_range", "pretraining_tp",
-        # Of generation, which drafters leave to the target.
+        # For generation, where the target's are used.
         "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
         "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
         "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty",
         "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
         "output_scores", "pad_token_id", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
         "sep_token_id", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
-        # Embeddings and head are told by the tensors.
+        # Whether a drafter has embeddings and a head follows from the tensors.
         "tie_word_embeddings",
     )
 )  # fmt: skip
-# Of targets with experts, whose configs many drafters' are copied from: a draft layer with experts has other tensors.
+# Keys of targets with experts, since drafters' configs are often copies of them: draft layers have no experts.
 EXPERTS = frozenset(
     (
         "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
@@ -127,7 +125,7 @@ ROPE = Section(
             "rope_type", "short_factor", "truncate", "type",
         )
     ),
-    # Of images: the positions of text are the same on all axes.
+    # For images: positions of text are the same on all axes.
     idle=frozenset(("mrope_interleaved", "mrope_section")),
     only={"partial_rotary_factor": (1,)},
 )  # fmt: skip
@@ -140,7 +138,7 @@ DECODER = frozenset(
     )
 )  # fmt: skip
 WHOLE_ROTARY = {"partial_rotary_factor": (1,), "rope_interleaved": (False,)}
-# What every config of a drafter that this library saves may have.
+# Keys that this library writes into the configs of drafters.
 OURS = frozenset(("drafting_options", "target_name_or_path", "target_revision", "target_tokenizer_sha256"))
 
 
@@ -150,6 +148,6 @@ def decoder(
     only: Mapping[str, tuple[Any, ...]] | None = None,
     nested: Mapping[str, Section] | None = None,
 ) -> Section:
-    """The section of a decoder's config that has further keys; what is `idle` may have any value."""
+    """The section of a decoder's config with further keys."""
     limited = {key: values for key, values in {**WHOLE_ROTARY, **(only or {})}.items() if key not in idle}
     return Section(DECODER.union(read), HOST | EXPERTS.union(idle), limited, {**ROPES, **(nested or {})})

@@ -1,7 +1,7 @@
-"""Plain language models: whether the headers of the weights are those of the config.
+"""Plain language models: compares the headers of the weights with the config.
 
-transformers knows hundreds of architectures, each with names of its own, so only what nearly all of them share is
-compared: the embedding, the head, the number of layers, and that every layer is there.
+transformers has hundreds of architectures with different tensor names, so only what nearly all of them have is
+compared: the embedding, the head, and the numbers of the layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 def problems(fields: Config, stored: Headers) -> list[str]:
-    """What in the weights is not what the config says; sizes that a config does not name are not compared."""
+    """Differences between the weights and the config; sizes that the config does not have are not compared."""
     vocab = fields.get("vocab_size")
     hidden = fields.get("hidden_size", fields.get("n_embd"))
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
@@ -32,7 +32,7 @@ def problems(fields: Config, stored: Headers) -> list[str]:
         found.append("missing weight: no token embedding among them")
     numbers = {int(match[1]) for match in map(_LAYER.search, stored) if match}
     if type(layers) is int and numbers and numbers != set(range(layers)):
-        found.append(f"the weights have layers {_ranges(numbers)}, but config.json says there are {layers}, from 0")
+        found.append(f"the weights have layers {_ranges(numbers)}, but config.json has {layers} layers, from 0")
     padding = fields.get("pad_token_id")
     if type(padding) is int and type(vocab) is int and not -vocab <= padding < vocab:
         found.append(f"pad_token_id is {padding}, but config.json makes a vocabulary of {vocab}")
@@ -40,7 +40,7 @@ def problems(fields: Config, stored: Headers) -> list[str]:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """Numbers in words.
+    """Numbers as ranges.
 
     Example:
         >>> _ranges({0, 1, 2, 4})
@@ -61,6 +61,6 @@ LANGUAGE_MODEL = Format(
     as_it_is,
     problems=problems,
     refused={
-        "adapter_config.json": "an adapter of PEFT, which is not loaded; merge_and_unload() makes one model of the two"
+        "adapter_config.json": "a PEFT adapter, which is not loaded; merge it into its model with merge_and_unload()"
     },
 )

@@ -1,8 +1,8 @@
-"""Medusa-1 heads as FasterDecoding publishes them: a bare config, and heads in a pickle or in safetensors.
+"""Medusa-1 heads as FasterDecoding publishes them: a minimal config, and heads in a pickle or in safetensors.
 
-Tensors are `{head}.{layer}.linear.weight` and `.bias` and then `{head}.{layers}.weight`, with or without a prefix
-`medusa_head.`. Uploaded configs name fewer heads than are stored, so the tensors are counted. Source: shared facts on
-formats, section 6; FasterDecoding/Medusa.
+Tensors are `{head}.{layer}.linear.weight` and `.bias`, and `{head}.{layers}.weight`, with or without the prefix
+`medusa_head.`. Published configs give fewer heads than are stored, so the number of heads is that of the tensors.
+Source: shared facts on formats, section 6; FasterDecoding/Medusa.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bi
 
 
 def read(fields: Config, stored: Headers | None) -> Reading | None:
-    """Our fields and tensor names for Medusa-1 heads; None before the headers of the weights are known."""
+    """Converts fields and tensor names of Medusa-1 heads; None before the headers of the weights are known."""
     if stored is None:
-        return None  # neither width nor vocabulary nor the true number of heads is in the config
+        return None  # the config has neither the hidden size nor the vocabulary size, and a wrong number of heads
     if any(name.startswith("model.") for name in stored):
         raise ValueError(
-            "It holds a whole language model beside its Medusa heads (Medusa-2), and the heads fit that model alone. "
-            "Medusa-1 heads, which leave their target as it is, can be loaded."
+            "The weights hold a whole language model and Medusa heads (Medusa-2), which fit only that model. Medusa-1 "
+            "heads, which are trained for an unchanged target, can be loaded."
         )
     names: dict[str, str] = {}
     heads: set[int] = set()
@@ -44,7 +44,7 @@ def read(fields: Config, stored: Headers | None) -> Reading | None:
             hidden_size = tensor.shape[0]
             names[name] = f"heads.{head}.blocks.{layer}.{kind}"
     if heads != set(range(len(heads))) or layers > len(stored):
-        raise ValueError(f"The stored heads are numbered {sorted(heads)[:8]}, with gaps: the file is not whole.")
+        raise ValueError(f"The stored heads have the numbers {sorted(heads)[:8]}, with gaps: the file is incomplete.")
     ours = {
         "hidden_size": hidden_size,
         "vocab_size": vocab_size,
@@ -60,7 +60,7 @@ MEDUSA = Format(
     "Medusa",
     "medusa",
     read,
-    # A whole model beside its heads, refused by its tensors, has a decoder's config.
+    # Medusa-2, refused by its tensors, has the config of a decoder.
     decoder("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers"),
     other_weights=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
 )

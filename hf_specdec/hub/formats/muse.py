@@ -1,7 +1,7 @@
-"""transformers' own DFlash drafter, of Muse Glimmer: z-lab's network under two other tensor names, with a flat config.
+"""transformers' DFlash drafter, of Muse Glimmer: z-lab's network with two other tensor names and a flat config.
 
-It borrows the target's embedding and head, and its config names no vocabulary. No layer is causal inside the block.
-Its window counts the distance, ours the positions: one more. Fields left out are at the defaults of its config class.
+It uses the target's embedding and head, and its config has no vocabulary size. No layer is causal inside the block.
+Its sliding window excludes the token's own position, ours includes it. Missing fields have the defaults of its class.
 Source: shared facts on formats of 2026, section 6.1; transformers, muse_glimmer_assistant.
 """
 
@@ -18,25 +18,25 @@ from hf_specdec.hub.formats.base import (
     layer_list,
     rope_parameters,
     with_defaults,
-)
+)  # fmt: skip
 from hf_specdec.hub.formats.keys import decoder
 
 MODEL_TYPE = "muse_glimmer_assistant"
 _NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-# Defaults that are no decoder's.
+# Defaults of fields that are not in `with_defaults`.
 _BLOCK_SIZE, _MASK_TOKEN_ID, _TARGET_LAYER_IDS, _ROPE_THETA = 16, 201818, [1, 13, 25, 37, 49], 500000.0
 
 
 def is_muse(config: Config) -> bool:
-    """Whether a `config.json` is of transformers' DFlash drafter."""
+    """Whether a `config.json` describes transformers' DFlash drafter."""
     return config.get("model_type") == MODEL_TYPE
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a `MuseGlimmerAssistantModel`.
+    """Converts fields and tensor names of a `MuseGlimmerAssistantModel`.
 
     Raises:
-        ValueError: a size is none.
+        ValueError: a size is not valid.
     """
     ours = with_defaults(fields, MODEL_TYPE)
     if type(ours["sliding_window"]) is not int or ours["sliding_window"] < 0:

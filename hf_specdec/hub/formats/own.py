@@ -1,6 +1,6 @@
-"""Layouts of this library alone, for kinds of drafters whose published layouts leave too much unsaid to be written.
+"""Layouts of this library, for families whose published layouts do not have a field for everything.
 
-Such a config has `model_type` "hf_specdec_" and the family's name, so that nothing else can be meant.
+Such a config has the `model_type` "hf_specdec_" and the family's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DRAFTERS = Path(__file__).parents[2] / "drafters"  # a folder for each family
 
 
 def specbound_files(fields: Config) -> dict[str, Shapes]:
-    """Files beside the main one, and what each holds: a LoRA adapter of the target's head for every exit layer."""
+    """SpecBound's further files: a LoRA adapter of the target's head for each exit layer."""
     if fields.get("head", "lora") != "lora":
         return {}
     rank = fields.get("lora_rank", 64)
@@ -30,7 +30,7 @@ def specbound_files(fields: Config) -> dict[str, Shapes]:
 
 
 def missing_draft_model(fields: Config, folder: Path | None) -> list[str]:
-    """What keeps a SpecBranch drafter from its draft model; a Hub id is not looked for."""
+    """Problems with the draft model that a SpecBranch config names; a Hub id is not requested."""
     place = fields.get("draft_model")
     if not isinstance(place, str):
         return [f"{CONFIG_FILE} names no draft model: draft_model is {place!r}"]
@@ -40,10 +40,10 @@ def missing_draft_model(fields: Config, folder: Path | None) -> list[str]:
     else:
         elsewhere = not relative and not absolute and place != "draft_model"
         found = elsewhere or (folder / place).resolve().is_dir()
-    return [] if found else [f"the draft model should be in {place!r}, seen from the checkpoint, but it is not there"]
+    return [] if found else [f"the draft model {place!r}, relative to the checkpoint, does not exist"]
 
 
-# Of each family, what its config class adds to those of the host.
+# For each family, the fields that its config class adds to those of transformers.
 _EAGLE3 = (
     "draft_vocab_size", "fc_norm", "norm_before_fc", "norm_before_head", "norm_before_residual", "norm_output",
     "own_embeddings", "qk_norm", "target_hidden_size", "target_layer_ids", *OURS,
@@ -73,14 +73,14 @@ _KEYS = {
 
 
 def own_format(config: Config, name: str) -> Format | None:
-    """The layout that a `config.json` is of; None where it is none of ours.
+    """The layout of this library that a `config.json` has; None for any other layout.
 
     Args:
         config: the `config.json`.
-        name: where it came from, for the message.
+        name: the name of the drafter, for messages.
 
     Raises:
-        ValueError: it is of a family that is not here.
+        ValueError: its family is unknown.
     """
     model_type = str(config.get("model_type"))
     if not model_type.startswith(PREFIX):
@@ -90,7 +90,7 @@ def own_format(config: Config, name: str) -> Format | None:
     if family not in known:
         nearest = difflib.get_close_matches(family, known, n=1)
         raise ValueError(
-            f"{name!r} has model_type {model_type!r}, and there is no family {family!r} here."
+            f"{name!r} has model_type {model_type!r}, but there is no family {family!r}."
             f"{f' Did you mean {nearest[0]!r}?' if nearest else ''} Known: {', '.join(known)}. If it was saved by "
             "another version of hf_specdec, update hf_specdec."
         )

@@ -1,7 +1,7 @@
 """EAGLE-3 as SafeAILab publishes it: a Llama config with `draft_vocab_size`, tensors `midlayer.*`.
 
-The config names no target layers: they are the default three. Head and, as a rule, no embeddings. Where no rotary base
-is named it is 10000. Source: shared facts on formats, section 4; SafeAILab/EAGLE.
+The config has no target layers: the default three are read. Checkpoints have a head and usually no embeddings. The
+default rotary base is 10000. Source: shared facts on formats, section 4; SafeAILab/EAGLE.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, eagle_config
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for an EAGLE-3 drafter as SafeAILab publishes it."""
+    """Converts fields and tensor names of SafeAILab's EAGLE-3 drafter."""
     ours = decoder_shape(fields, "llama") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
         "target_hidden_size": fields.get("target_hidden_size"),

@@ -1,6 +1,6 @@
-"""SpecBlock as its authors publish it, which is also how `SpecBlockDrafter` is saved: fields and names are ours.
+"""SpecBlock as its authors publish it; `SpecBlockDrafter` has the same fields and names, and is saved in this layout.
 
-The vocabulary map lies in `vocab_mapping.pt` or among the weights. Source: shared facts on formats, section 7;
+The vocabulary map is in `vocab_mapping.pt` or in the weights. Source: shared facts on formats, section 7;
 shiweijiezero/SpecBlock.
 """
 
@@ -8,38 +8,31 @@ from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import (
-    ROTARY,
-    Config,
-    Format,
-    Headers,
-    Reading,
-)
+from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading
 from hf_specdec.hub.formats.keys import OURS, decoder
 
-# A frozen copy of the target's embedding: official checkpoints leave it out, some savers do not.
+# A frozen copy of the target's embedding, which the authors' checkpoints do not have, but some others do.
 _LEFT_OUT = re.compile(rf"{ROTARY}|^input_layer\.embed_tokens\.")
-_RANK_FEATURES, _RANK_HIDDEN = 15, 256  # of the rank head, Appendix B
 
 
 def is_specblock(config: Config) -> bool:
-    """Whether a `config.json` is of the SpecBlock layout; its `model_type` says nothing."""
+    """Whether a `config.json` has the SpecBlock layout; its `model_type` is that of a language model."""
     named = any("SpecBlock" in name for name in config.get("architectures") or ())
     return named or "diffspec_draft_token_num" in config
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a SpecBlock drafter.
+    """Converts fields and tensor names of a SpecBlock drafter.
 
     Raises:
-        ValueError: `block_size`, under which others know the tokens of a block, is another number than the layout's.
+        ValueError: `block_size`, the key of other layouts, differs from `diffspec_draft_token_num`.
     """
     fields = dict(fields)
     tokens = fields.get("diffspec_draft_token_num", 7)
     if (block_size := fields.pop("block_size", tokens)) != tokens:
         raise ValueError(
-            f"block_size is {block_size!r} and diffspec_draft_token_num {tokens!r} (7 where it is missing); both are "
-            "the tokens of a block: correct the one, or remove block_size."
+            f"block_size is {block_size!r} and diffspec_draft_token_num {tokens!r} (7 if it is missing); both are "
+            "the number of tokens of a block: correct one of them, or remove block_size."
         )
     return Reading(fields, {name: name for name in stored or () if not _LEFT_OUT.search(name)})
 

@@ -1,7 +1,7 @@
-"""EAGLE-3 and P-EAGLE as SpecForge exports them: SafeAILab's tensors, more in the config.
+"""EAGLE-3 and P-EAGLE as SpecForge exports them: SafeAILab's tensor names, and more config fields.
 
-`norm_output`, on by default, is the norm before the head here; elsewhere the same key says which state goes into the
-next draft step. Source: shared facts on formats, section 5.1 and A2, A6; sgl-project/SpecForge.
+`norm_output`, true by default, is the norm before the head in this layout; in others the same key selects the state
+that is passed to the next draft step. Source: shared facts on formats, section 5.1 and A2, A6; sgl-project/SpecForge.
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
-from hf_specdec.hub.formats.eagle3 import (
-    check_vocabulary_maps,
-    eagle3_reading,
-    peagle_reading,
-)
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
 from hf_specdec.hub.formats.keys import Section, decoder
 
-# Of a config with an `eagle_config`; the rest of what nvidia's trainer writes there says how its layer is made.
+# Keys of configs with an `eagle_config`, as nvidia's trainer writes it; those in `only` define the layer.
 EAGLE_CONFIG: dict[str, Any] = {
-    "idle": ("bias", "target_model_type", "truncated_vocab_size"),  # told by the tensors, or the target's
+    "idle": ("bias", "target_model_type", "truncated_vocab_size"),  # follow from the tensors, or are the target's
     "nested": {
         "eagle_config": Section(
             read=frozenset(("eagle_aux_hidden_state_layer_ids", "norm_before_fc")),
@@ -36,9 +32,9 @@ EAGLE_CONFIG: dict[str, Any] = {
 
 
 def eagle_config(fields: Config) -> Config:
-    """What the nested `eagle_config` of SpecForge's and nvidia's drafters says; nothing where there is none.
+    """Our fields for the nested `eagle_config` of SpecForge's and nvidia's drafters, if there is one.
 
-    Its layer ids are 0-based layers whose outputs are read, as ours are.
+    Its layer ids have the same meaning as ours: 0-based layers whose outputs are read.
     """
     nested = fields.get("eagle_config") or {}
     found: Config = {"target_layer_ids": layer_list(nested, "eagle_aux_hidden_state_layer_ids")}
@@ -48,7 +44,7 @@ def eagle_config(fields: Config) -> Config:
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for an EAGLE-3 drafter as SpecForge writes it."""
+    """Converts fields and tensor names of SpecForge's EAGLE-3 drafter."""
     ours = decoder_shape(fields, "llama") | {
         "draft_vocab_size": fields.get("draft_vocab_size"),
         "target_hidden_size": fields.get("target_hidden_size"),
@@ -59,7 +55,7 @@ def read(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_peagle(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a P-EAGLE drafter as SpecForge writes it."""
+    """Converts fields and tensor names of SpecForge's P-EAGLE drafter."""
     return peagle_reading(read(fields, stored), fields)
 
 

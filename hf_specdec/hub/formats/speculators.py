@@ -1,9 +1,9 @@
-"""The speculators layout of vllm-project, an envelope around a nested layer config.
+"""The speculators layout of vllm-project: fields of the drafter, and a nested config of its layers.
 
-It holds EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters. Its layer ids are indices of `output_hidden_states`,
-one more than ours. The nested config leaves out what is at the defaults of the class it names; we write every field,
-since readers differ in what they make of a missing one. Tensors have our names. Source: shared facts on formats,
-sections 3.1, 3.2, 3.4, 10.2 and 10.3, and of 2026, section 1.6; vllm-project/speculators.
+It is used for EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark drafters. Its layer ids are indices of
+`output_hidden_states`, which are one more than ours. Missing fields of the nested config have the defaults of its
+class; we write all fields, since readers have different defaults. Tensors have our names. Source: shared facts on
+formats, sections 3.1, 3.2, 3.4, 10.2 and 10.3, and of 2026, section 1.6; vllm-project/speculators.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ from hf_specdec.hub.formats.dflash import dflash_reading
 from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS
 from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
 from hf_specdec.hub.formats.dspark import with_heads
-from hf_specdec.hub.formats.eagle3 import (
-    check_vocabulary_maps,
-    eagle3_reading,
-    peagle_reading,
-)
+from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
 from hf_specdec.hub.formats.keys import HOST, Section, decoder
 
-# The training class's.
+# Of the training class.
 _DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def speculators_type(fields: Config) -> str | None:
-    """Which kind of drafter is in the envelope; None where there is no envelope."""
+    """The kind of drafter; None for a config in another layout."""
     if "speculators_model_type" not in fields and "speculators_config" not in fields:
         return None
     return (
@@ -49,14 +45,14 @@ def _common(fields: Config) -> Config:
 
 
 def _taps(fields: Config, key: str) -> list[int] | None:
-    """The target layers whose outputs are read: what enters layer L is what leaves layer L - 1."""
+    """The target layers whose outputs are read: the input of layer L is the output of layer L - 1."""
     states = layer_list(fields, key)
     return None if states is None else [index - 1 for index in states]
 
 
 def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for an EAGLE-3 drafter in the speculators layout."""
-    # Every default here is the training class's; vLLM takes a missing norm_before_residual for true.
+    """Converts fields and tensor names of an EAGLE-3 drafter in the speculators layout."""
+    # All defaults are those of the training class; in vLLM a missing norm_before_residual is true.
     ours = _common(fields) | {flag: bool(fields.get(flag, False)) for flag in _EAGLE3_FLAGS}
     ours |= {
         "target_layer_ids": _taps(fields, "eagle_aux_hidden_state_layer_ids"),
@@ -66,12 +62,12 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_peagle(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a P-EAGLE drafter in the speculators layout."""
+    """Converts fields and tensor names of a P-EAGLE drafter in the speculators layout."""
     return peagle_reading(read_eagle3(fields, stored), fields)
 
 
 def read_dflash(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a DFlash drafter in the speculators layout."""
+    """Converts fields and tensor names of a DFlash drafter in the speculators layout."""
     ours = _common(fields)
     taps = _taps(fields, "aux_hidden_state_layer_ids")
     if taps is None:
@@ -82,7 +78,7 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
     if fields.get("target_hidden_size") not in (None, ours["hidden_size"]):
         raise ValueError(
             f"target_hidden_size is {fields['target_hidden_size']!r} and hidden_size {ours['hidden_size']!r}: DFlash "
-            "drafters of another width than their target are not supported."
+            "drafters with another hidden size than their target are not supported."
         )
     causal = fields["transformer_layer_config"].get("is_causal")
     if fields.get("sliding_window_non_causal"):
@@ -104,8 +100,8 @@ def read_dflash(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_dspark(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a DSpark drafter in the speculators layout."""
-    # The class's own defaults; of the slots engines disagree (shared facts on formats of 2026, section 2.6).
+    """Converts fields and tensor names of a DSpark drafter in the speculators layout."""
+    # Defaults of the class; engines have different ones for the slots (shared facts on formats of 2026, section 2.6).
     given = {"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"} | fields
     reading = read_dflash(given, stored)
     heads = {key: given[key] for key in DSPARK_HEADS if given.get(key) is not None}
@@ -114,7 +110,7 @@ def read_dspark(fields: Config, stored: Headers | None) -> Reading:
 
 
 def read_dflash2(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a DFlash 2 drafter in the speculators layout."""
+    """Converts fields and tensor names of a DFlash 2 drafter in the speculators layout."""
     given = {"sliding_window_non_causal": True} | _DFLASH2_DEFAULTS | fields
     reading = read_dflash(given, stored)
     block = reading.fields["dflash_config"] | {key: given[key] for key in CONVOLUTIONS}
@@ -129,10 +125,10 @@ def write_eagle3(fields: Config, target: Config) -> Config:
         target: see `_envelope`.
 
     Raises:
-        ValueError: the layout, or vLLM, has no way to say what a field says.
+        ValueError: the layout or vLLM does not support the value of a field.
     """
     if not fields["norm_before_head"]:
-        raise ValueError("norm_before_head is false, and this layout always norms before the head.")
+        raise ValueError("norm_before_head is false, and in this layout there is always a norm before the head.")
     taps = fields["target_layer_ids"]
     if taps is None:
         layers = target["num_layers"]
@@ -151,14 +147,14 @@ def write_eagle3(fields: Config, target: Config) -> Config:
         config["target_hidden_size"] = fields["target_hidden_size"]
     for key in ("attention_bias", "mlp_bias"):
         if fields["qk_norm"] and fields[key]:
-            # vLLM's qwen3 layer, which has the norms, has biases on neither o_proj nor the MLP.
-            raise ValueError(f"{key} is set beside norms of queries and keys, and vLLM has no draft layer with both.")
+            # vLLM's Qwen3 layer, which has the norms, has no biases on o_proj and the MLP.
+            raise ValueError(f"{key} and qk_norm are both set, and vLLM has no draft layer with both.")
     layer = _layer(fields, "qwen3" if fields["qk_norm"] else "llama") | {
         "num_hidden_layers": fields["num_hidden_layers"]
     }
     if len(taps) != 3:
-        # vLLM makes this config the draft model's as it is, and its Llama class counts taps by this field alone, three
-        # where it is missing (vllm-project/vllm, llama_eagle3.py).
+        # vLLM uses this nested config as the draft model's, and its Llama class reads the number of taps only from this
+        # field; the default is three (vllm-project/vllm, llama_eagle3.py).
         layer["num_aux_hidden_states"] = len(taps)
     return config | {"transformer_layer_config": layer}
 
@@ -166,7 +162,7 @@ def write_eagle3(fields: Config, target: Config) -> Config:
 def write_peagle(fields: Config, target: Config) -> Config:
     """The `config.json` for a `PEagleDrafter` whose config has these fields; arguments as for `write_eagle3`."""
     if fields["fc_norm"]:
-        raise ValueError("fc_norm is true, and vLLM does not read it of P-EAGLE drafters.")
+        raise ValueError("fc_norm is true, and vLLM does not read it for P-EAGLE drafters.")
     tokens = fields["num_draft_tokens"]
     envelope = _envelope("peagle", fields, target, "PEagleSpeculator", speculative_tokens=tokens)
     return write_eagle3(fields, target) | envelope | {"mask_token_id": fields["mask_token_id"]}
@@ -186,7 +182,7 @@ def write_dflash2(fields: Config, target: Config) -> Config:
         raise ValueError("sample_from_anchor is True, and vLLM refuses DFlash drafters whose root slot predicts.")
     for key in ("output_multiplier", "input_embedding_scale"):
         if block.get(key, 1) != 1:
-            raise ValueError(f"{key} is {block[key]!r}, and this layout has no such factor.")
+            raise ValueError(f"{key} is {block[key]!r}, and this layout has no field for it.")
     config = _block_config("dflash2", "DFlash2DraftModel", fields["block_size"] - 1, fields, target)
     return config | {key: block[key] for key in CONVOLUTIONS}
 
@@ -206,29 +202,29 @@ def write_dspark(fields: Config, target: Config) -> Config:
 
 
 def _block_config(kind: str, architecture: str, speculative_tokens: int, fields: Config, target: Config) -> Config:
-    """What the configs of drafters that fill a block have in common; arguments as for `_envelope`."""
+    """The fields that the configs of DFlash, DFlash 2 and DSpark have in common; arguments as for `_envelope`."""
     block, layers = fields["dflash_config"], fields["num_hidden_layers"]
     if block.get("attention_sink_bias"):
         raise ValueError("attention_sink_bias is set, and this layout has no attention sinks.")
     if fields["vocab_size"] is None:
         raise ValueError(
-            "vocab_size is None, and this layout names the target's vocabulary: set drafter.config.vocab_size to the "
-            "number of rows of the target's embedding first."
+            "vocab_size is None, and this layout needs the target's: set drafter.config.vocab_size to the number of "
+            "rows of the target's embedding first."
         )
     if fields.get("final_logit_softcapping") is not None:
-        raise ValueError("final_logit_softcapping is set, and this layout has no cap on logits.")
+        raise ValueError("final_logit_softcapping is set, and this layout has no field for it.")
     kinds = {(fields["windows"][layer], fields["causal"][layer]) for layer in range(layers)}
     sliding = {causal for window, causal in kinds if window is not None}
     if (None, True) in kinds or len(sliding) > 1 or len({window for window, _ in kinds} - {None}) > 1:
         raise ValueError(
-            f"Its draft layers are of the kinds (window, causal inside the block) {sorted(kinds, key=str)}; this "
-            "layout has full layers that are not causal, and one kind of sliding layers."
+            f"The draft layers have the kinds (window, causal inside the block) {sorted(kinds, key=str)}; in this "
+            "layout full layers are not causal, and all sliding layers are of one kind."
         )
     if len(kinds) > 1:
         warnings.warn(
-            "Full and sliding draft layers are mixed: vLLM needs its V2 model runner for them"
+            "The drafter has full and sliding draft layers: vLLM needs its V2 model runner for them"
             + (
-                ", masks the full ones wrongly so far (vllm-project/vllm#56692), and will accept fewer drafts."
+                ", and will accept fewer drafts because of a wrong mask for full layers (vllm-project/vllm#56692)."
                 if True in sliding
                 else "."
             ),
@@ -248,22 +244,22 @@ def _block_config(kind: str, architecture: str, speculative_tokens: int, fields:
         window = max(window for window in fields["windows"] if window is not None)
         layer |= {"sliding_window": window, "use_sliding_window": True}
     if True not in sliding:
-        # vLLM takes sliding_window_non_causal for full layers, too (vllm-project/vllm#47745); from 0.28 on this field
-        # of the draft model's config comes first.
+        # vLLM applies sliding_window_non_causal to full layers too (vllm-project/vllm#47745); since 0.28 this field of
+        # the draft model's config takes precedence.
         layer["is_causal"] = False
     return config | {"transformer_layer_config": layer}
 
 
 def _envelope(kind: str, fields: Config, target: Config, architecture: str, speculative_tokens: int) -> Config:
-    """What every speculators config has around its layer config.
+    """The fields of every speculators config, without the layer config.
 
     Args:
         kind: "eagle3", "peagle", "dflash", "dflash2" or "dspark".
-        fields: of our config.
-        target: `id` on the Hub or path of its folder, `architectures` and `num_layers`; the last two may be unknown,
-            empty or None.
-        architecture: of the drafter.
-        speculative_tokens: that vLLM drafts by default.
+        fields: the fields of our config.
+        target: `id`, the Hub id or the path of a folder; `architectures`, empty if unknown; `num_layers`, None if
+            unknown.
+        architecture: class of the drafter.
+        speculative_tokens: number of tokens that vLLM drafts by default.
     """
     return {
         "architectures": [architecture],
@@ -288,7 +284,7 @@ def _layer(fields: Config, model_type: str) -> Config:
         raise ValueError(f"hidden_act is {fields['hidden_act']!r}, and vLLM has these layers with silu only.")
     if fields.get("mlp_bias"):
         layer["mlp_bias"] = True
-    # Readers from before rope_parameters know only the base at the top level.
+    # Older readers, without rope_parameters, read the base at the top level.
     return layer | {"rope_theta": fields["rope_parameters"]["rope_theta"]}
 
 
@@ -296,13 +292,13 @@ def _states(taps: list[int], target: Config) -> list[int]:
     """Indices of hidden states for 0-based layers."""
     if target["num_layers"] is not None and max(taps) >= target["num_layers"] - 1:
         raise ValueError(
-            f"The drafter reads target layers {taps} of {target['num_layers']}, and engines disagree about the output "
-            "of the last one: with or without the final norm."
+            f"The drafter reads target layers {taps} of {target['num_layers']}, and engines differ in the output of "
+            "the last one: with or without the final norm."
         )
     return [layer + 1 for layer in taps]
 
 
-# How engines draft with it, and its target.
+# How engines draft with the drafter, and its target.
 _DRAFTING = Section(
     idle=frozenset(("algorithm", "default_proposal_method", "proposal_methods")),
     nested={
@@ -312,7 +308,7 @@ _DRAFTING = Section(
 )
 
 
-# Attributes of the writer's class, not of the drafter, which its older versions wrote as well.
+# Class attributes of the config class, which older versions of speculators wrote.
 _OF_THE_CLASS = (
     "attribute_map", "base_config_key", "base_model_ep_plan", "base_model_pp_plan", "base_model_tp_plan",
     "has_no_defaults_at_init", "is_composition", "keys_to_ignore_at_inference", "sub_configs",
@@ -320,7 +316,7 @@ _OF_THE_CLASS = (
 
 
 def _keys(*read: str, layer: Section) -> Section:
-    """The keys of an envelope around a layer config."""
+    """The keys of a config with this layer config."""
     return Section(
         frozenset(("draft_vocab_size", "speculators_model_type", "target_hidden_size", *read)),
         HOST.union(("embed_requires_grad", "speculators_version", *_OF_THE_CLASS)),
@@ -332,40 +328,19 @@ _DFLASH = (
     "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal",
 )  # fmt: skip
 SPECULATORS = {
-    "eagle3": Format(
-        "EAGLE-3 (speculators)",
-        "eagle3",
-        read_eagle3,
-        # The number of taps is that of their list.
-        _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
-        check=check_vocabulary_maps,
-    ),
-    "peagle": Format(
-        "P-EAGLE (speculators)",
-        "peagle",
-        read_peagle,
-        _keys("eagle_aux_hidden_state_layer_ids", "mask_token_id", *_EAGLE3_FLAGS, layer=decoder()),
-        check=check_vocabulary_maps,
-    ),
-    "dflash": Format(
-        "DFlash (speculators)",
-        "dflash",
-        read_dflash,
-        _keys(*_DFLASH, layer=decoder("is_causal")),
-        check=check_vocabulary_maps,
-    ),
-    "dflash2": Format(
-        "DFlash 2 (speculators)",
-        "dflash2",
-        read_dflash2,
-        _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal")),
-        check=check_vocabulary_maps,
-    ),
-    "dspark": Format(
-        "DSpark (speculators)",
-        "dspark",
-        read_dspark,
-        _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal")),
-        check=check_vocabulary_maps,
-    ),
-}
+    family: Format(f"{name} (speculators)", family, read, keys, check=check_vocabulary_maps)
+    for family, name, read, keys in (
+        (
+            "eagle3", "EAGLE-3", read_eagle3,
+            # The number of taps is the length of their list.
+            _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
+        ),
+        (
+            "peagle", "P-EAGLE", read_peagle,
+            _keys("eagle_aux_hidden_state_layer_ids", "mask_token_id", *_EAGLE3_FLAGS, layer=decoder()),
+        ),
+        ("dflash", "DFlash", read_dflash, _keys(*_DFLASH, layer=decoder("is_causal"))),
+        ("dflash2", "DFlash 2", read_dflash2, _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal"))),
+        ("dspark", "DSpark", read_dspark, _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal"))),
+    )
+}  # fmt: skip

@@ -1,8 +1,8 @@
-"""DFlash as z-lab publishes it, which is also how `DFlashDrafter` is saved: fields and names are ours.
+"""DFlash as z-lab publishes it; `DFlashDrafter` has the same fields and names, and is saved in this layout.
 
-What is particular to DFlash is in `dflash_config`, or at the top of files that others made. JetSpec's drafters are of
-this layout, with `causal_head` in `dflash_config`. Source: shared facts on formats, section 1 and A2, and of 2026,
-section 3; z-lab/dflash, hao-ai-lab/JetSpec.
+Fields of DFlash are in `dflash_config`, in some files of others at the top level. JetSpec's drafters have this layout
+too, with `causal_head` in `dflash_config`. Source: shared facts on formats, section 1 and A2, and of 2026, section 3;
+z-lab/dflash, hao-ai-lab/JetSpec.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _EITHER = ("block_size", "num_target_layers")
 
 
 def is_zlab(config: Config) -> bool:
-    """Whether a `config.json` is of the z-lab DFlash layout; its `model_type` says nothing."""
+    """Whether a `config.json` has z-lab's DFlash layout; its `model_type` is that of a language model."""
     return "dflash_config" in config or any(name.startswith("DFlash") for name in config.get("architectures") or ())
 
 
 def read(fields: Config, stored: Headers | None) -> Reading:
-    """Our fields and tensor names for a DFlash drafter of the z-lab layout.
+    """Converts fields and tensor names of a DFlash drafter in z-lab's layout.
 
     Raises:
-        ValueError: something is said twice, with two values, or of a drafter of another width than its target.
+        ValueError: a key is in two places, with different values, or the hidden size is not the target's.
     """
     nested = dict(fields.get("dflash_config") or {})
     for key in (*_NESTED, *_EITHER):
@@ -39,7 +39,8 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     if nested.get("target_hidden_size") not in (None, fields.get("hidden_size")):
         raise ValueError(
             f"dflash_config.target_hidden_size is {nested['target_hidden_size']!r} and hidden_size "
-            f"{fields.get('hidden_size')!r}: DFlash drafters of another width than their target are not supported."
+            f"{fields.get('hidden_size')!r}: DFlash drafters with another hidden size than their target are not "
+            "supported."
         )
     if nested.get("layer_ids") not in (None, nested.get("target_layer_ids")):
         raise ValueError(
@@ -52,7 +53,7 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     return as_it_is(rest | {"dflash_config": nested}, stored)
 
 
-# What other networks that say to be DFlash's have, and the values with which it is not there.
+# Parts of other networks with DFlash's class, and the values that switch them off.
 _NOT_PLAIN: dict[str, tuple[Any, ...]] = {
     "enable_confidence_head": (False,),
     "input_embedding_scale": (1,),
@@ -66,10 +67,10 @@ _BLOCK = Section(
             "target_hidden_size", "use_swa", *_NESTED, *_EITHER,
         )
     ),
-    idle=frozenset(("runtime_block_size",)),  # of engines; shorter than the trained one
+    idle=frozenset(("runtime_block_size",)),  # used by engines; smaller than the trained one
     only=_NOT_PLAIN
     | {
-        "attention_mode": ("gqa", "mha"),  # told by the numbers of heads
+        "attention_mode": ("gqa", "mha"),  # follows from the numbers of heads
         "projector_type": ("dflash",),
         "pure_draft_prefix_len": (0,),
         "shift_label": (False,),
@@ -93,5 +94,5 @@ ZLAB = Format(
         only=_NOT_PLAIN,
         nested={"dflash_config": _BLOCK},
     ),
-    refused={"mask_embedding.pt": "a learned vector in place of the mask token's embedding, which is not supported"},
+    refused={"mask_embedding.pt": "a learned vector instead of the mask token's embedding, which is not supported"},
 )

@@ -62,10 +62,10 @@ def test_drafts_are_the_marginals_of_one_causal_forward(target: PreTrainedModel,
 
 def test_a_mask_token_said_twice_and_proposals_without_a_number_raise() -> None:
     reading = Reading({}, {})
-    with pytest.raises(ValueError, match="mask_token_id is 3 at the top and 4 in dflash_config"):
+    with pytest.raises(ValueError, match="mask_token_id is 3 at the top level and 4 in dflash_config"):
         peagle_reading(reading, {"mask_token_id": 3, "dflash_config": {"mask_token_id": 4}})
     for methods in ({"speculative_tokens": 4}, ["greedy"], [{}]):
-        with pytest.raises(ValueError, match="its first entry must say speculative_tokens"):
+        with pytest.raises(ValueError, match="its first entry must have speculative_tokens"):
             peagle_reading(reading, {"speculators_config": {"proposal_methods": methods}})
 
 

@@ -130,7 +130,9 @@ def test_inspecting_a_pair_reports_a_draft_model_that_is_not_there(place: str | 
         if found.is_dir():
             found.rename(tmp_path / "elsewhere")
     [problem] = inspect_drafter(folder).problems
-    assert (f"should be in {place!r}, seen from the checkpoint" if place else "names no draft model") in problem
+    assert (
+        f"the draft model {place!r}, relative to the checkpoint, does not exist" if place else "names no draft model"
+    ) in problem
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
