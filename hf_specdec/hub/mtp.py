@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.mtp import Layout, MTPDrafter, find_layout
+from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, find_layout
+from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import Source
-from hf_specdec.hub.target_files import locate_target
+from hf_specdec.hub.target_files import dequantised, locate_target
 
 MTP = "mtp"
 
@@ -50,21 +51,14 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
         if not asked:
             return None
         raise ValueError(_nothing_found(target, files.shards))
-    wanted = sorted(name for name in files.shards if _belongs(name, layout))
-    scaled = [name for name in wanted if name.endswith("weight_scale_inv")]
-    if scaled:
+    wanted = [name for name in files.shards if layout.part_of(name) is not None]
+    tensors = dequantised(files.load(wanted), files.config, target.dtype, target.name_or_path)
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise ValueError(
-            f"The multi-token-prediction layer of {target.name_or_path!r} is stored in blocks of 8 bits with scales "
-            f"({scaled[0]} and {len(scaled) - 1} more), which is not read: use a checkpoint of the target in bfloat16."
+            f"The multi-token-prediction layer of {target.name_or_path!r} has NaN or infinite numbers in {listed(broken)}: "
+            "the checkpoint is damaged. Download it again, or use another drafter."
         )
-    return MTPDrafter(target, layout, files.load(wanted), **drafting_options)
-
-
-def _belongs(name: str, layout: Layout) -> bool:
-    """Whether a tensor is the layer's, copies of the target's tables left aside."""
-    if any(name.startswith(f"{other}.") for other in layout.others):
-        return False
-    return name.startswith(layout.layer) or any(name.startswith(f"{own}.") for own in layout.own())
+    return MTPDrafter(target, layout, tensors, **drafting_options)
 
 
 def _nothing_found(target: PreTrainedModel, names: Any) -> str:
@@ -74,9 +68,8 @@ def _nothing_found(target: PreTrainedModel, names: Any) -> str:
     near = [name for name in names if "mtp" in name]
     hint = f" Its config says {said}." if said else ""
     if near:
-        hint += f" {near[0]} and {len(near) - 1} more are of a layout that is not read yet."
+        hint += f" {near[0]} and {len(near) - 1} more are of a layout that is not supported."
     return (
         f"The checkpoint of target {target.name_or_path!r} has no multi-token-prediction layer that is known here: "
-        f"looked for eh_proj, mtp.fc and mtp_linear_proj among its {len(names)} tensors.{hint} Use another "
-        "drafter for it."
+        f"looked for {', '.join(LOOKED_FOR)} among its {len(names)} tensors.{hint} Use another drafter for it."
     )
