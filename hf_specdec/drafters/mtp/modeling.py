@@ -201,8 +201,12 @@ class MTPDrafter(Drafter, nn.Module):
         self(nothing, nothing, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=cache)
         held = [layer for layer in cache.layers if layer.is_initialized]
         index = held[0].index
-        return len(held), held[0].keys.shape[1], held[0].keys.shape[-1], held[0].values.shape[-1], (
-            None if index is None else index.shape[-1]
+        return (
+            len(held),
+            held[0].keys.shape[1],
+            held[0].keys.shape[-1],
+            held[0].values.shape[-1],
+            (None if index is None else index.shape[-1]),
         )
 
 
@@ -234,7 +238,7 @@ class _Block(nn.Module):
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index
             if hasattr(module, "config"):  # a copy: the loop may run the target with another attention function
-                        module.config._attn_implementation = "eager" if eager else "sdpa"
+                module.config._attn_implementation = "eager" if eager else "sdpa"
         self.layer_type = types[place]
         slides = self.layer_type in SLIDING if any(types) else True  # without types, a window is that of all layers
         self.window: int | None = getattr(config, "sliding_window", None) if slides else None
