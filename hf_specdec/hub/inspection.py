@@ -11,16 +11,17 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.drafters.mtp import find_layout
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, read_json, weight_files
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.loading import make_blueprint
 from hf_specdec.hub.tensors import DTYPES, describe
@@ -49,7 +50,8 @@ class Inspection:
         tensors: name in the file -> shape.
         dtypes: number type, by safetensors' name -> tensors stored in it.
         files: weight files.
-        notes: keys of its config that are dropped, not acted on, or mean nothing here.
+        notes: keys of its config that are dropped, not acted on, or mean nothing here; a multi-token-prediction layer
+            that it holds as a target.
         problems: why it would not load, or would draft badly; empty where nothing was found.
     """
 
@@ -121,7 +123,7 @@ def inspect_drafter(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         _look(found, source, folder)
-    found.notes += [str(warning.message) for warning in said]
+    found.notes += [str(warning.message) for warning in said] + _prediction_layer(found, folder)
     return found
 
 
@@ -142,6 +144,27 @@ def _look(found: Inspection, source: Source, folder: Path) -> None:
             found.problems += _own_files(source, folder, format, fields)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
+
+
+def _prediction_layer(found: Inspection, folder: Path) -> list[str]:
+    """What to know of the multi-token-prediction layer in a target's checkpoint; empty if it has none."""
+    how = "load_drafter('mtp', target)"
+    names: Collection[str] = found.tensors
+    try:
+        fields = read_json(folder / CONFIG_FILE, found.name)
+        if not names:  # the config was refused
+            names = read_headers(weight_files(folder, found.name), found.name)
+    except (OSError, ValueError):
+        if not names:
+            return []
+    text = fields | (fields.get("text_config") or {})
+    layout = find_layout(names, text.get("num_hidden_layers", 0), text.get("model_type", ""))
+    if layout is None:
+        return []
+    place = f"It holds a multi-token-prediction layer at {layout.projection}"
+    if layout.needs is not None:
+        return [f"{place}, which {how} does not support: the layer needs {layout.needs}."]
+    return [f"{place}, with which it drafts for itself as a target: {how}."]
 
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, find_layout
+from hf_specdec.drafters.mtp import COUNTS, LOOKED_FOR, MTPDrafter, find_layout
 from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.target_files import dequantised, locate_target
@@ -55,16 +55,15 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
     tensors = dequantised(files.load(wanted), files.config, target.dtype, target.name_or_path)
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise ValueError(
-            f"The multi-token-prediction layer of {target.name_or_path!r} has NaN or infinite numbers in {listed(broken)}: "
-            "the checkpoint is damaged. Download it again, or use another drafter."
+            f"The multi-token-prediction layer of {target.name_or_path!r} has NaN or infinite numbers in "
+            f"{listed(broken)}: the checkpoint is damaged. Download it again, or use another drafter."
         )
     return MTPDrafter(target, layout, tensors, **drafting_options)
 
 
 def _nothing_found(target: PreTrainedModel, names: Any) -> str:
     config = target.config.get_text_config(decoder=True)
-    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
-    said = {key: getattr(config, key) for key in keys if getattr(config, key, None)}
+    said = {key: getattr(config, key) for key in COUNTS if getattr(config, key, None)}
     near = [name for name in names if "mtp" in name]
     hint = f" Its config says {said}." if said else ""
     if near:

@@ -102,7 +102,7 @@ def dequantised(
         tensor([[2., 2., 4.],
                 [2., 2., 4.]])
     """
-    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    block: Any = (config.get("quantization_config") or {}).get("weight_block_size")
     whole = {key: tensor for key, tensor in tensors.items() if not key.endswith(SCALE)}
     for key, scale in ((key.removesuffix(SCALE), tensor) for key, tensor in tensors.items() if key.endswith(SCALE)):
         stored = whole.get(key)

@@ -168,6 +168,8 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
         ),
     ),
 )  # fmt: skip
+# Keys of a config that count the layers.
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 LOOKED_FOR = ("eh_proj", "input_proj", "mtp.fc", "mtp_linear_proj")
 # Model types that differ from their row.
 _FAMILIES: dict[str, dict[str, Any]] = {

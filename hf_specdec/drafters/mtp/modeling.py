@@ -56,10 +56,10 @@ class MTPDrafter(Drafter, nn.Module):
 
     It fits that target alone and is not saved: it lies in the target's checkpoint already.
 
-    Of several such layers the first is applied again for each further token, as vLLM does for one layer. In training,
-    layer k reads the output of layer k - 1 at the same positions with the tokens shifted once more (DeepSeek-V3, Section
-    2.2): its keys and values at the last k positions depend on the drafted tokens, so that every branch of a tree would
-    need entries of its own for tokens that are committed already.
+    Of several such layers the first is applied again for each further token, as vLLM does for checkpoints with one. In
+    training, layer k reads the output of layer k - 1 at the same positions, with the tokens shifted once more
+    (DeepSeek-V3, Section 2.2): its keys and values at the last k committed positions depend on the drafted tokens, so
+    that each branch of a tree would need its own entries for them.
 
     Args:
         target: the model; embedding, head and rotary positions stay its own.
@@ -89,8 +89,8 @@ class MTPDrafter(Drafter, nn.Module):
             )
         if any(parameter.device == _META for parameter in target.parameters()):
             raise ValueError(
-                f"Weights of {kind} are offloaded, so that its multi-token-prediction layer has no modules to be a copy "
-                "of: load the target without offloading, or use another drafter."
+                f"Weights of {kind} are offloaded, and its multi-token-prediction layer is made of copies of its "
+                "modules: load the target without offloading, or use another drafter."
             )
         base: Any = target.get_decoder()
         norm = getattr(base, "norm", getattr(base, "norm_f", None))
@@ -213,8 +213,8 @@ class MTPDrafter(Drafter, nn.Module):
 class _Block(nn.Module):
     """A decoder layer of the target's kind, with weights of its own.
 
-    Its attention is that of a layer of the wanted type; its MLP that of any layer, because a checkpoint may combine them
-    as no layer of the target does (MiMo-V2-Flash: sliding attention with a dense MLP).
+    Its attention is that of a layer of the wanted type, its MLP that of any layer: a checkpoint may combine them as no
+    layer of the target does (MiMo-V2-Flash: sliding attention with a dense MLP).
 
     Args:
         target: the model.
@@ -234,6 +234,7 @@ class _Block(nn.Module):
             tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
         self.layer, place = _loaded(target, layers, [each == wanted for each in types], tensors, layout.layers[index])
         eager = target.config._attn_implementation == "eager"
+        module: Any
         for module in self.layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from hf_specdec import load_drafter
+from hf_specdec import inspect_drafter, load_drafter
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.mtp import MTPDrafter, find_layout
 from tests.support_table import HIDDEN, VOCAB, tiny_config
@@ -379,6 +379,24 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=needs):
             load_drafter("mtp", plain)
         _files_with(Made(plain, {}, []), {name: None})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inspecting_a_target_tells_of_the_layer(tmp_path: Path) -> None:
+    made = make_target("glm4_moe", tmp_path)
+    found = inspect_drafter(tmp_path)
+    assert not found.problems
+    layer = "It holds a multi-token-prediction layer at model.layers.4.eh_proj, with which it drafts for itself"
+    assert found.notes == [f"{layer} as a target: load_drafter('mtp', target)."]
+    _files_with(made, {}, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    quantised = inspect_drafter(tmp_path)
+    assert "quantised drafters are not supported" in quantised.problems[0]
+    assert quantised.notes == found.notes, "as a target it may be quantised"
+    _files_with(made, dict.fromkeys(made.stored))
+    assert not inspect_drafter(tmp_path).notes
+    inkling = {"mtp.layers.0.input_proj.weight": torch.ones(1)}
+    _files_with(made, inkling)
+    assert "does not support: the layer needs a decoder layer with short conv" in inspect_drafter(tmp_path).notes[0]
 
 
 @pytest.mark.filterwarnings("ignore")
