@@ -176,6 +176,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"recurs_normed": False},
     "glm4_moe_lite": {"recurs_normed": False, "zero_first": False},
     "glm_ocr": {"recurs_normed": False, "zero_first": False},
+    "mellum": {"layer_type": "sliding_attention"},
     "qwen4_exp": {"needs": "the several residual streams of this family's decoder layers"},
     "qwen4_exp_text": {"needs": "the several residual streams of this family's decoder layers"},
 }

@@ -259,9 +259,10 @@ class _Block(nn.Module):
             mask = mask.masked_fill(past.unsqueeze(1), torch.finfo(mask.dtype).min)
         arguments: dict[str, Any] = {}
         if rotary is not None:
+            # Of text, height and width, where the family has all three; transformers 5.17 does not expand them itself.
+            axes = position_ids.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else position_ids
             typed = "layer_type" in inspect.signature(rotary.forward).parameters
-            turned = rotary(hidden, position_ids, self.layer_type) if typed else rotary(hidden, position_ids)
-            arguments["position_embeddings"] = turned
+            arguments["position_embeddings"] = rotary(hidden, axes, *([self.layer_type] if typed else []))
         output = self.layer(
             hidden, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
             **arguments,
