@@ -178,7 +178,7 @@ def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDr
     norms = {f"{name}.{key}": tensor.clone() for key, tensor in base.norm.state_dict().items() for name in "ehf"}
     tensors |= {"join.weight": joined, **norms}
     return MTPDrafter(
-        target, Layout("e", "h", "join", "f", ("layer.",)), tensors, **{"depth": 3, "top_k": 3, **options}
+        target, Layout("e", "h", "join", "f", ("layer.",), zero_first=True), tensors, **{"depth": 3, "top_k": 3, **options}
     )
 
 

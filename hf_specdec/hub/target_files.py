@@ -35,16 +35,23 @@ class TargetFiles:
         """Reads tensors, on the host and in the types that they are stored in.
 
         Raises:
-            ValueError: the index names something else than a safetensors file beside it.
+            ValueError: the index names something else than a safetensors file beside it, or a file is damaged or lacks
+                a tensor that the index says is in it.
             OSError: a file cannot be had.
         """
         wanted = sorted(names)
         shards = sorted({self.shards[name] for name in wanted})
-        if any("/" in shard or not shard.endswith(".safetensors") for shard in shards):
+        if any("/" in shard or "\\" in shard or not shard.endswith(".safetensors") for shard in shards):
             raise ValueError(
                 f"{INDEX_FILE} of {self.source.name!r} names {shards}, which are no safetensors files beside it."
             )
         folder = self.source.locate(shards, revision=self.commit)
+        held = read_headers([folder / shard for shard in shards], self.source.name)
+        if lost := [name for name in wanted if name not in held or held[name].file.name != self.shards[name]]:
+            raise ValueError(
+                f"{INDEX_FILE} of {self.source.name!r} says that {self.shards[lost[0]]} holds {lost[0]}, but it does "
+                "not: the checkpoint is damaged. Copy or download it again."
+            )
         tensors: dict[str, Tensor] = {}
         for shard in shards:
             with safe_open(folder / shard, framework="pt") as stored:
@@ -63,7 +70,12 @@ def locate_target(source: Source, commit: str | None = None) -> TargetFiles:
     config = locate_config(source, commit)
     folder = source.locate([INDEX_FILE], revision=commit)
     if (folder / INDEX_FILE).is_file():
-        shards: dict[str, str] = read_json(folder / INDEX_FILE, source.name).get("weight_map") or {}
+        shards = read_json(folder / INDEX_FILE, source.name).get("weight_map") or {}
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise ValueError(
+                f"{INDEX_FILE} of {source.name!r} has a weight_map that does not name a file per tensor: the "
+                "checkpoint is damaged. Copy or download it again."
+            )
     else:
         folder = source.locate([WEIGHTS_FILE], revision=commit)
         shards = dict.fromkeys(read_headers([folder / WEIGHTS_FILE], source.name), WEIGHTS_FILE)
@@ -102,12 +114,14 @@ def dequantised(
         tensor([[2., 2., 4.],
                 [2., 2., 4.]])
     """
-    block: Any = (config.get("quantization_config") or {}).get("weight_block_size")
+    settings = config.get("quantization_config")
+    block: Any = settings.get("weight_block_size") if isinstance(settings, dict) else None
+    sized = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
     whole = {key: tensor for key, tensor in tensors.items() if not key.endswith(SCALE)}
     for key, scale in ((key.removesuffix(SCALE), tensor) for key, tensor in tensors.items() if key.endswith(SCALE)):
         stored = whole.get(key)
         blocks = None
-        if stored is not None and stored.dim() == 2 and isinstance(block, list) and len(block) == 2 and min(block) > 0:
+        if stored is not None and stored.dim() == 2 and sized:
             blocks = [-(-size // each) for size, each in zip(stored.shape, block, strict=True)]
         if stored is None or list(scale.shape) != blocks:
             raise ValueError(

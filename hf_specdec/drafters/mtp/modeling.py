@@ -240,8 +240,10 @@ class _Block(nn.Module):
                 module.layer_idx = index
             if hasattr(module, "config"):  # a copy: the loop may run the target with another attention function
                 module.config._attn_implementation = "eager" if eager else "sdpa"
-        self.layer_type = types[place]
-        slides = self.layer_type in SLIDING if any(types) else True  # without types, a window is that of all layers
+        rotary = getattr(target.get_decoder(), "rotary_emb", None)
+        typed = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        self.rotary_type = [types[place]] if typed else []
+        slides = types[place] in SLIDING if any(types) else True  # without types, a window is that of all layers
         self.window: int | None = getattr(config, "sliding_window", None) if slides else None
         indexed = any(name.endswith("indexer") for name, _ in self.layer.named_modules())
         self.needs_mask = eager or indexed or self.window is not None  # else torch's causal attention is used
@@ -261,8 +263,7 @@ class _Block(nn.Module):
         if rotary is not None:
             # Of text, height and width, where the family has all three; transformers 5.17 does not expand them itself.
             axes = position_ids.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else position_ids
-            typed = "layer_type" in inspect.signature(rotary.forward).parameters
-            arguments["position_embeddings"] = rotary(hidden, axes, *([self.layer_type] if typed else []))
+            arguments["position_embeddings"] = rotary(hidden, axes, *self.rotary_type)
         output = self.layer(
             hidden, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
             **arguments,

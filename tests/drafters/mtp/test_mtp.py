@@ -257,6 +257,21 @@ def test_drafts_are_those_of_the_equations(family: str, targets: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["glm4_moe", "mellum", "deepseek_v32"])  # a window or an indexer meets the padding
+@torch.no_grad()
+def test_padding_changes_no_draft(family: str, targets: Any) -> None:
+    made = targets(family)
+    watched = Watched(load_drafter("mtp", made.target, depth=3, top_k=1, tree_budget=3))
+    prompts = ragged_prompts()
+    made.target.generate(**prompts, **GREEDY, assistant_model=watched)
+    for drafted in watched.rounds[:4]:
+        for row, padding in enumerate((prompts["attention_mask"] == 0).sum(1).tolist()):
+            text = torch.tensor([drafted.text(row)[padding:]])
+            expected = expected_chain(made, text, 3, FAMILIES[family])
+            assert drafted.tree.token_ids[row, 1:].tolist() == expected
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_targets_and_drafts_are_made(family: str, targets: Any) -> None:
     target = targets(family).target
@@ -416,6 +431,15 @@ def test_sharded_checkpoints_are_read_by_their_index(tmp_path: Path) -> None:
     again: Any = load_drafter("mtp", made.target)
     for name, tensor in drafter.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+    for place, message in (
+        (first, f"says that {first} holds mtp.fc.weight, but it does not"),
+        ("../elsewhere.safetensors", "no safetensors files beside it"),
+        (1, "has a weight_map that does not name a file per tensor"),
+    ):
+        index = {"weight_map": shards | {"mtp.fc.weight": place}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=message):
+            load_drafter("mtp", made.target)
 
 
 def test_layouts_are_told_by_names_of_tensors() -> None:
