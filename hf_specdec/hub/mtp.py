@@ -8,12 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.mtp import COUNTS, LOOKED_FOR, MTPDrafter, find_layout
+from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, find_layout
 from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.target_files import dequantised, locate_target
 
 MTP = "mtp"
+# Keys of a target's config that count its layers for this.
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options: Any) -> MTPDrafter | None:
@@ -28,7 +30,7 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
         None where something else is meant: another name, or a target as its own draft model, without such a layer.
 
     Raises:
-        ValueError: there is no target, its checkpoint has no such layer, or one of a layout that is not read.
+        ValueError: there is no target; its checkpoint has no such layer, or one that is damaged or not supported.
         OSError: its files cannot be had.
     """
     asked = source.name == MTP and not Path(MTP).is_dir()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class Layout:
             return None
         return next((prefix for prefix in self.layers if name.startswith(prefix)), None)
 
-    def below(self, prefix: str, known: Iterable[str]) -> Layout:
+    def below(self, prefix: str, known: Collection[str]) -> Layout:
         """The layout with a prefix in front of all names.
 
         "*" in `final_norm` stands for the first number for which a checkpoint has that norm; in `layers` for all up to
@@ -168,8 +168,6 @@ _ROWS: tuple[tuple[str, str | None, Layout], ...] = (
         ),
     ),
 )  # fmt: skip
-# Keys of a config that count the layers.
-COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 LOOKED_FOR = ("eh_proj", "input_proj", "mtp.fc", "mtp_linear_proj")
 # Model types that differ from their row.
 _FAMILIES: dict[str, dict[str, Any]] = {

@@ -116,9 +116,13 @@ class MTPDrafter(Drafter, nn.Module):
         vocab, hidden = table.shape
         projection = nn.Linear(2 * hidden, hidden, bias="bias" in parts.get(layout.projection, {})).to(table)
         self.projection = _filled(projection, layout.projection, parts, kind)
-        head = nn.Linear(hidden, vocab, bias=False, dtype=table.dtype, device=table.device)
-        self.head = None if layout.head is None else _filled(head, layout.head, parts, kind)
-        blocks = [_Block(target, layout, index, parts.get(prefix, {})) for index, prefix in enumerate(layout.layers)]
+        self.head = None
+        if layout.head is not None:
+            self.head = _filled(nn.Linear(hidden, vocab, bias=False).to(table), layout.head, parts, kind)
+        blocks: list[_Block] = []
+        for number, prefix in enumerate(layout.layers):
+            index = sum(block.attends for block in blocks)
+            blocks.append(_Block(target, layout, number, parts.get(prefix, {}), index))
         self.blocks = nn.ModuleList(blocks)
         self.eval().requires_grad_(False)
         self.entry_shape = self._probe()
@@ -197,17 +201,12 @@ class MTPDrafter(Drafter, nn.Module):
     def _probe(self) -> tuple[int, int, int, int, int | None]:
         """Layers, heads, and widths of keys, of values and of an indexer's keys, as the layer keeps them."""
         nothing = torch.zeros(1, 1, self.projection.out_features, device=self.device, dtype=self.dtype)
-        cache = TreeCache(len(self.blocks), [DynamicIndexedLayer()] * len(self.blocks))
+        count = sum(bool(block.attends) for block in self.blocks)
+        cache = TreeCache(count, [DynamicIndexedLayer()] * count)
         self(nothing, nothing, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=cache)
-        held = [layer for layer in cache.layers if layer.is_initialized]
-        index = held[0].index
-        return (
-            len(held),
-            held[0].keys.shape[1],
-            held[0].keys.shape[-1],
-            held[0].values.shape[-1],
-            (None if index is None else index.shape[-1]),
-        )
+        held: Any = cache.layers[0]
+        index_dim = None if held.index is None else held.index.shape[-1]
+        return count, held.keys.shape[1], held.keys.shape[-1], held.values.shape[-1], index_dim
 
 
 class _Block(nn.Module):
@@ -219,20 +218,31 @@ class _Block(nn.Module):
     Args:
         target: the model.
         layout: of the checkpoint.
-        index: of this layer among those that run one after the other.
+        number: of this layer among those that run one after the other.
         tensors: by their names in the checkpoint, without the layer's prefix.
+        index: of its entries in the cache.
     """
 
-    def __init__(self, target: PreTrainedModel, layout: Layout, index: int, tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self, target: PreTrainedModel, layout: Layout, number: int, tensors: dict[str, Tensor], index: int
+    ) -> None:
         super().__init__()
         config: Any = target.config.get_text_config(decoder=True)
         own = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None)
-        wanted = own[index] if own else layout.layer_type
+        wanted = own[number] if own else layout.layer_type
         layers = list(decoder_layers(target))
         types = getattr(config, "layer_types", None) or [None] * len(layers)
         for theirs, ours in layout.renamed:
             tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
-        self.layer, place = _loaded(target, layers, [each == wanted for each in types], tensors, layout.layers[index])
+        self.layer, place = _loaded(target, layers, [each == wanted for each in types], tensors, layout.layers[number])
+        kind = types[place]
+        if kind == "linear_attention":
+            raise ValueError(
+                f"The multi-token-prediction layer of target {target.name_or_path!r} ({type(target).__name__}) is one "
+                f"of {kind}, whose recurrent state a draft tree would have to keep per node. That is not supported: use "
+                "another drafter."
+            )
+        self.attends = kind not in ("moe", "mlp")  # layers of Nemotron-H are either
         eager = target.config._attn_implementation == "eager"
         module: Any
         for module in self.layer.modules():
@@ -242,8 +252,8 @@ class _Block(nn.Module):
                 module.config._attn_implementation = "eager" if eager else "sdpa"
         rotary = getattr(target.get_decoder(), "rotary_emb", None)
         typed = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
-        self.rotary_type = [types[place]] if typed else []
-        slides = types[place] in SLIDING if any(types) else True  # without types, a window is that of all layers
+        self.rotary_type = [kind] if typed else []
+        slides = kind in SLIDING if any(types) else True  # without types, a window is that of all layers
         self.window: int | None = getattr(config, "sliding_window", None) if slides else None
         indexed = any(name.endswith("indexer") for name, _ in self.layer.named_modules())
         self.needs_mask = eager or indexed or self.window is not None  # else torch's causal attention is used

@@ -400,6 +400,20 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_layers_with_states_are_refused(tmp_path: Path) -> None:
+    made = make_target("nemotron_h", tmp_path)
+    made.target.config.mtp_layers_block_type = ["linear_attention", "moe"]
+    prefix, saved = "mtp.layers.0.", load_file(tmp_path / WEIGHTS)
+    changes: dict[str, Tensor | None] = {name: None for name in made.stored if name.startswith(f"{prefix}mixer")}
+    for name, tensor in saved.items():
+        if found := re.fullmatch(r"backbone\.layers\.0\.(mixer.*)", name):
+            changes[prefix + found[1]] = tensor
+    _files_with(made, changes)
+    with pytest.raises(ValueError, match="is one of linear_attention, whose recurrent state"):
+        load_drafter("mtp", made.target)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_inspecting_a_target_tells_of_the_layer(tmp_path: Path) -> None:
     made = make_target("glm4_moe", tmp_path)
     found = inspect_drafter(tmp_path)
