@@ -239,7 +239,7 @@ class _Block(nn.Module):
         if kind == "linear_attention":
             raise ValueError(
                 f"The multi-token-prediction layer of target {target.name_or_path!r} ({type(target).__name__}) is one "
-                f"of {kind}, whose recurrent state a draft tree would have to keep per node. That is not supported: use "
+                f"of {kind}, whose states a draft tree would have to keep per node. That is not supported: use "
                 "another drafter."
             )
         self.attends = kind not in ("moe", "mlp")  # layers of Nemotron-H are either
