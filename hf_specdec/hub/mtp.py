@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, find_layout
+from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, check_supported, find_layout
 from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.target_files import dequantised, locate_target
@@ -53,6 +53,7 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
         if not asked:
             return None
         raise ValueError(_nothing_found(target, files.shards))
+    check_supported(target, layout)
     wanted = [name for name in files.shards if layout.part_of(name) is not None]
     tensors = dequantised(files.load(wanted), files.config, target.dtype, target.name_or_path)
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:

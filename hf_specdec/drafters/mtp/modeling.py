@@ -51,6 +51,40 @@ class MTPOptions(Eagle3Options):
     tree_budget: int | Literal["auto"] = 16
 
 
+def check_supported(target: PreTrainedModel, layout: Layout) -> None:
+    """Raises ValueError if a target's layer cannot be built, which is known before its tensors are read."""
+    kind = f"The multi-token-prediction layer of {_kind(target)}"
+    if layout.needs is not None:
+        raise ValueError(f"{kind} needs {layout.needs}. That is not supported: use another drafter.")
+    copies = f"{kind} is built from copies of the target's modules"
+    for parameter in target.parameters():
+        if parameter.device == _META:
+            raise ValueError(
+                f"{copies}, but weights of the target are offloaded: load it without offloading, or use another "
+                "drafter."
+            )
+        if parameter.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{copies}, but weights of the target are quantised ({parameter.dtype}): load it in bfloat16, with "
+                "quantization_config=FineGrainedFP8Config(dequantize=True) if it is stored in blocks of 8 bits, or use "
+                "another drafter."
+            )
+    if _final_norm(target) is None:
+        raise ValueError(
+            f"{copies}, but its {type(target.get_decoder()).__name__} has no final norm under a name that is known "
+            "here: use another drafter."
+        )
+
+
+def _kind(target: PreTrainedModel) -> str:
+    return f"target {target.name_or_path!r} ({type(target).__name__})"
+
+
+def _final_norm(target: PreTrainedModel) -> Any:
+    base = target.get_decoder()
+    return getattr(base, "norm", getattr(base, "norm_f", None))
+
+
 class MTPDrafter(Drafter, nn.Module):
     """The multi-token-prediction layer of a target, made by `load_drafter("mtp", target)`.
 
@@ -68,7 +102,7 @@ class MTPDrafter(Drafter, nn.Module):
         drafting_options: of `MTPOptions`.
 
     Raises:
-        ValueError: the tensors are not those of such a layer of this target, or the layer needs what is not here.
+        ValueError: the tensors are not those of such a layer of this target. `check_supported` comes first.
     """
 
     options_class = MTPOptions
@@ -81,25 +115,9 @@ class MTPDrafter(Drafter, nn.Module):
         self.options = self.options_class()
         self.set_options(**drafting_options)
         self.layout, self.name_or_path = layout, target.name_or_path
-        kind = f"target {target.name_or_path!r} ({type(target).__name__})"
-        if layout.needs is not None:
-            raise ValueError(
-                f"The multi-token-prediction layer of {kind} needs {layout.needs}. That is not supported: use another "
-                "drafter."
-            )
-        if any(parameter.device == _META for parameter in target.parameters()):
-            raise ValueError(
-                f"Weights of {kind} are offloaded, and its multi-token-prediction layer is made of copies of its "
-                "modules: load the target without offloading, or use another drafter."
-            )
+        kind = _kind(target)
         base: Any = target.get_decoder()
-        norm = getattr(base, "norm", getattr(base, "norm_f", None))
-        if norm is None:
-            raise ValueError(
-                f"{type(base).__name__} of {kind} has no final norm under a name that is known here, of which its "
-                "multi-token-prediction layer would need copies. This kind of target is not supported: use another "
-                "drafter."
-            )
+        norm = _final_norm(target)
         table = target.get_input_embeddings().weight
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         # What `Eagle3Generator` asks for.
@@ -238,9 +256,8 @@ class _Block(nn.Module):
         kind = types[place]
         if kind == "linear_attention":
             raise ValueError(
-                f"The multi-token-prediction layer of target {target.name_or_path!r} ({type(target).__name__}) is one "
-                f"of {kind}, whose states a draft tree would have to keep per node. That is not supported: use "
-                "another drafter."
+                f"The multi-token-prediction layer of {_kind(target)} is one of {kind}, whose "
+                "states a draft tree would have to keep per node. That is not supported: use another drafter."
             )
         self.attends = kind not in ("moe", "mlp")  # layers of Nemotron-H are either
         eager = target.config._attn_implementation == "eager"
@@ -331,7 +348,7 @@ def _loaded(
                 load_part(target, f"{path}.{number}", layer, tensors, device)
                 return layer, number
     fewest = min(tried.values(), key=len)
-    raise _misfit(f"target {target.name_or_path!r} ({type(target).__name__})", [f"{prefix}{each}" for each in fewest])
+    raise _misfit(_kind(target), [f"{prefix}{each}" for each in fewest])
 
 
 def _emptied(module: nn.Module) -> nn.Module:

@@ -401,6 +401,22 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_targets_whose_modules_cannot_be_copied_are_refused(tmp_path: Path) -> None:
+    target = make_target("olmo_hybrid", tmp_path).target
+    weight = target.model.layers[3].self_attn.o_proj.weight
+    for data, message in (
+        (
+            weight.to(torch.float8_e4m3fn),
+            r"quantised \(torch.float8_e4m3fn\): load it in bfloat16, with quant",
+        ),
+        (weight.to("meta"), "are offloaded: load it without offloading"),
+    ):
+        target.model.layers[3].self_attn.o_proj.weight = nn.Parameter(data, requires_grad=False)
+        with pytest.raises(ValueError, match=message):
+            load_drafter("mtp", target)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_layers_with_states_are_refused(tmp_path: Path) -> None:
     made = make_target("nemotron_h", tmp_path)
     made.target.config.mtp_layers_block_type = ["linear_attention", "moe"]
