@@ -217,8 +217,8 @@ def load_part(
         model: stays as it is.
         place: name of the submodule, such as "model.layers.3".
         part: a module of that kind, with its parameters on the meta device; they are replaced.
-        tensors: by their names in a checkpoint, without `place`.
-        device: to load to, in the types of the parameters; "meta" compares names and shapes only.
+        tensors: by their names in a checkpoint, without `place`; on the meta device only names and shapes are compared.
+        device: to load to, in the types of the parameters.
 
     Returns:
         The differences between what the module has and what was given; empty if they fit.
@@ -234,7 +234,7 @@ def load_part(
     mapping = conversion_mapping.get_model_conversion_mapping(model)
     config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
     with _without_progress_bar():
-        given = {f"{place}.{name}": tensor.to(device) for name, tensor in tensors.items()}
+        given = {f"{place}.{name}": tensor for name, tensor in tensors.items()}
         info, _ = core_model_loading.convert_and_load_state_dict_in_model(skeleton, given, config)
     start = len(place) + 1
     failed = [f"{name[start:]} cannot be made of its parts" for name in info.conversion_errors]

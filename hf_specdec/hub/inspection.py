@@ -149,16 +149,15 @@ def _look(found: Inspection, source: Source, folder: Path) -> None:
 def _prediction_layer(found: Inspection, folder: Path) -> list[str]:
     """What to know of the multi-token-prediction layer in a target's checkpoint; empty if it has none."""
     how = "load_drafter('mtp', target)"
-    names: Collection[str] = found.tensors
     try:
         fields = read_json(folder / CONFIG_FILE, found.name)
-        if not names:  # the config was refused
-            names = read_headers(weight_files(folder, found.name), found.name)
+        # Without them where the config was refused.
+        names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
     except (OSError, ValueError):
-        if not names:
-            return []
-    text = fields | (fields.get("text_config") or {})
-    layout = find_layout(names, text.get("num_hidden_layers", 0), text.get("model_type", ""))
+        return []
+    nested = fields.get("text_config")
+    text = fields | (nested if isinstance(nested, dict) else {})
+    layout = find_layout(names, text.get("num_hidden_layers", 0), str(text.get("model_type")))
     if layout is None:
         return []
     place = f"It holds a multi-token-prediction layer at {layout.projection}"

@@ -195,7 +195,7 @@ def find_layout(names: Iterable[str], num_layers: int, model_type: str) -> Layou
     """
     known = set(names)
     for pattern, beside, layout in _ROWS:
-        projection = re.compile(rf"{pattern.replace('N', str(num_layers))}\.weight")
+        projection = re.compile(rf"{pattern.replace('N', re.escape(str(num_layers)))}\.weight")
         for prefix in (found[1] or "" for found in map(projection.fullmatch, sorted(known)) if found):
             if beside is None or f"{prefix}{beside}.weight" in known:
                 return replace(layout.below(prefix, known), **_FAMILIES.get(model_type, {}))

@@ -246,8 +246,8 @@ class _Block(nn.Module):
     ) -> None:
         super().__init__()
         config: Any = target.config.get_text_config(decoder=True)
-        own = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None)
-        wanted = own[number] if own else layout.layer_type
+        own = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None) or ()
+        wanted = own[number] if number < len(own) else layout.layer_type
         layers = list(decoder_layers(target))
         types = getattr(config, "layer_types", None) or [None] * len(layers)
         for theirs, ours in layout.renamed:
