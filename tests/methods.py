@@ -177,7 +177,8 @@ def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDr
     joined = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
     norms = {f"{name}.{key}": tensor.clone() for key, tensor in base.norm.state_dict().items() for name in "ehf"}
     tensors |= {"join.weight": joined, **norms}
-    return MTPDrafter(target, Layout("e", "h", "join", "f", "layer."), tensors, **{"depth": 3, "top_k": 3, **options})
+    layout = Layout("e", "h", "join", "f", ("layer.",), zero_first=True)
+    return MTPDrafter(target, layout, tensors, **{"depth": 3, "top_k": 3, **options})
 
 
 def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer
 
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.host import DummyLayer
@@ -83,18 +83,24 @@ class TreeCache(Cache):
         head_dim: int,
         *,
         value_dim: int | None = None,
+        index_dim: int | None = None,
         dtype: torch.dtype,
         device: torch.device,
         capacity: int = GROWTH,
         workspace: Workspace | None = None,
     ) -> TreeCache:
-        """A cache without committed entries that starts with rounds; all layers of one shape on one device."""
-        cache = cls(num_layers)
+        """A cache without committed entries that starts with rounds; all layers of one shape on one device.
+
+        `index_dim` is the width of an indexer's keys; None for layers without an indexer.
+        """
+        cache = cls(num_layers, [] if index_dim is None else [DynamicIndexedLayer()] * num_layers)
         cache.workspace = workspace
         keys = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device=device)
         values = keys if value_dim is None else keys.new_empty(batch, kv_heads, 0, value_dim)
         for layer in cache.layers:
             layer.lazy_initialization(keys, values)
+            if index_dim is not None:
+                layer.index = keys.new_empty(batch, 1, 0, index_dim)
         cache.begin_rounds(capacity)
         return cache
 

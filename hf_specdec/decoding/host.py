@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -16,10 +18,14 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     cache_utils,
+    conversion_mapping,
+    core_model_loading,
 )
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
+from transformers.utils import logging
 
 from hf_specdec.decoding.once import once_per_model
 
@@ -31,6 +37,8 @@ CACHE = "past_key_values"  # the argument for the cache in most forwards
 # What we wrap or call, and the first parameters that each must have.
 EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "load_assistant_model": (pipelines, ("model", "assistant_model", "assistant_tokenizer")),
+    "get_model_conversion_mapping": (conversion_mapping, ("model",)),
+    "convert_and_load_state_dict_in_model": (core_model_loading, ("model", "state_dict", "load_config")),
     **{
         name: (GenerationMixin, ("self", *parameters))
         for name, parameters in {
@@ -195,3 +203,54 @@ def restrict_prefix_function(processors: LogitsProcessorList, is_current: Callab
         return PrefixConstrainedLogitsProcessor(of_current_rows, processor._num_beams)
 
     return LogitsProcessorList(map(restricted, processors))
+
+
+def load_part(
+    model: PreTrainedModel, place: str, part: nn.Module, tensors: Mapping[str, Tensor], device: torch.device
+) -> list[str]:
+    """Loads tensors that a checkpoint of a model could have for one of its submodules, into another module.
+
+    The host's loader renames and joins them as it does for the model itself, whose checkpoints may store experts one by
+    one or have other names than its modules.
+
+    Args:
+        model: stays as it is.
+        place: name of the submodule, such as "model.layers.3".
+        part: a module of that kind, with its parameters on the meta device; they are replaced.
+        tensors: by their names in a checkpoint, without `place`; on the meta device only names and shapes are compared.
+        device: to load to, in the types of the parameters.
+
+    Returns:
+        The differences between what the module has and what was given; empty if they fit.
+    """
+    skeleton = copy.copy(model)  # of `model`'s class, but without any submodule besides the part
+    skeleton.__dict__["_modules"] = {}
+    holder: nn.Module = skeleton
+    *above, last = place.split(".")
+    for name in above:
+        holder.add_module(name, nn.Module())
+        holder = getattr(holder, name)
+    holder.add_module(last, part)
+    mapping = conversion_mapping.get_model_conversion_mapping(model)
+    config = LoadStateDictConfig(device_map={"": device}, weight_mapping=mapping)
+    with _without_progress_bar():
+        given = {f"{place}.{name}": tensor for name, tensor in tensors.items()}
+        info, _ = core_model_loading.convert_and_load_state_dict_in_model(skeleton, given, config)
+    start = len(place) + 1
+    failed = [f"{name[start:]} cannot be made of its parts" for name in info.conversion_errors]
+    shapes = [
+        f"{name[start:]} {tuple(found)}, where {tuple(wanted)} belongs" for name, found, wanted in info.mismatched_keys
+    ]
+    missing = [f"{name[start:]} missing" for name in info.missing_keys - info.conversion_errors.keys()]
+    return sorted(failed + shapes + missing) + sorted(f"{name[start:]} not expected" for name in info.unexpected_keys)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

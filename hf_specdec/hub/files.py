@@ -20,11 +20,12 @@ from safetensors import SafetensorError, safe_open
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Drafters without a checkpoint, and the call that makes them; a folder of the same name takes precedence.
+# Drafters without a checkpoint, and how to get them; a folder of the same name takes precedence.
 WITHOUT_CHECKPOINT = {
-    "mtp": "load_drafter('mtp', target)",
-    "ngram": "load_drafter('ngram')",
-    "suffix": "load_drafter('suffix')",
+    "mtp": "load_drafter('mtp', target) makes one from a layer in the target's checkpoint. Inspect the target to see "
+    "whether it has such a layer",
+    "ngram": "load_drafter('ngram') makes one",
+    "suffix": "load_drafter('suffix') makes one",
 }
 MAX_JSON_BYTES = 2**26  # sufficient for an index of a million tensors
 MAX_JSON_DEPTH = 64
@@ -83,7 +84,7 @@ class Source:
         if self.name in WITHOUT_CHECKPOINT:
             raise ValueError(
                 f"{self.name!r} is a drafter without a checkpoint, so there are no files to read: "
-                f"{WITHOUT_CHECKPOINT[self.name]} makes one."
+                f"{WITHOUT_CHECKPOINT[self.name]}."
             )
         from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
         from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__

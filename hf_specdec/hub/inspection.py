@@ -11,15 +11,17 @@ import math
 import os
 import warnings
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.drafters.mtp import find_layout
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, weight_files
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, read_json, weight_files
 from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.loading import make_blueprint
 from hf_specdec.hub.tensors import differences
@@ -49,7 +51,8 @@ class Inspection:
         tensors: stored name -> shape.
         dtypes: dtype, by its name in safetensors -> number of tensors.
         files: names of the weight files.
-        notes: keys of its config that are dropped or have no effect, and other warnings.
+        notes: keys of its config that are dropped or have no effect, other warnings, and a multi-token-prediction layer
+            that it holds as a target.
         problems: reasons why it does not load, or drafts badly; empty if there are none.
     """
 
@@ -121,7 +124,7 @@ def inspect_drafter(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _fill(found, source, folder)
-    found.notes += [str(warning.message) for warning in caught]
+    found.notes += [str(warning.message) for warning in caught] + _prediction_layer(found, folder)
     return found
 
 
@@ -142,6 +145,26 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
             found.problems += _own_files(source, folder, format, fields)
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
+
+
+def _prediction_layer(found: Inspection, folder: Path) -> list[str]:
+    """A note on the multi-token-prediction layer in a target's checkpoint; empty if it has none."""
+    how = "load_drafter('mtp', target)"
+    try:
+        fields = read_json(folder / CONFIG_FILE, found.name)
+        # `found.tensors` is empty if the config was refused.
+        names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
+    except (OSError, ValueError):
+        return []
+    nested = fields.get("text_config")
+    text = fields | (nested if isinstance(nested, dict) else {})
+    layout = find_layout(names, text.get("num_hidden_layers", 0), str(text.get("model_type")))
+    if layout is None:
+        return []
+    place = f"It holds a multi-token-prediction layer at {layout.projection}"
+    if layout.needs is not None:
+        return [f"{place}, which {how} does not support: the layer needs {layout.needs}."]
+    return [f"{place}: as a target it drafts for itself, with {how}."]
 
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:

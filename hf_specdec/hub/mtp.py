@@ -8,11 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.mtp import Layout, MTPDrafter, find_layout
+from hf_specdec.drafters.mtp import LOOKED_FOR, MTPDrafter, check_supported, find_layout
+from hf_specdec.host_keys import listed
 from hf_specdec.hub.files import Source
-from hf_specdec.hub.target_files import locate_target
+from hf_specdec.hub.target_files import dequantised, locate_target
 
 MTP = "mtp"
+# Keys of a target's config that count its layers for this.
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options: Any) -> MTPDrafter | None:
@@ -27,7 +30,7 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
         None where something else is meant: another name, or a target as its own draft model, without such a layer.
 
     Raises:
-        ValueError: there is no target, its checkpoint has no such layer, or one of a layout that is not read.
+        ValueError: there is no target; its checkpoint has no such layer, or one that is damaged or not supported.
         OSError: its files cannot be had.
     """
     asked = source.name == MTP and not Path(MTP).is_dir()
@@ -50,33 +53,25 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
         if not asked:
             return None
         raise ValueError(_nothing_found(target, files.shards))
-    wanted = sorted(name for name in files.shards if _belongs(name, layout))
-    scaled = [name for name in wanted if name.endswith("weight_scale_inv")]
-    if scaled:
+    check_supported(target, layout)
+    wanted = [name for name in files.shards if layout.part_of(name) is not None]
+    tensors = dequantised(files.load(wanted), files.config, target.dtype, target.name_or_path)
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise ValueError(
-            f"The multi-token-prediction layer of {target.name_or_path!r} is stored in blocks of 8 bits with scales "
-            f"({scaled[0]} and {len(scaled) - 1} more), which is not read: use a checkpoint of the target in bfloat16."
+            f"The multi-token-prediction layer of {target.name_or_path!r} has NaN or infinite numbers in "
+            f"{listed(broken)}: the checkpoint is damaged. Download it again, or use another drafter."
         )
-    return MTPDrafter(target, layout, files.load(wanted), **drafting_options)
-
-
-def _belongs(name: str, layout: Layout) -> bool:
-    """Whether a tensor is the layer's, copies of the target's tables left aside."""
-    if any(name.startswith(f"{other}.") for other in layout.others):
-        return False
-    return name.startswith(layout.layer) or any(name.startswith(f"{own}.") for own in layout.own())
+    return MTPDrafter(target, layout, tensors, **drafting_options)
 
 
 def _nothing_found(target: PreTrainedModel, names: Any) -> str:
     config = target.config.get_text_config(decoder=True)
-    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
-    said = {key: getattr(config, key) for key in keys if getattr(config, key, None)}
+    said = {key: getattr(config, key) for key in COUNTS if getattr(config, key, None)}
     near = [name for name in names if "mtp" in name]
     hint = f" Its config says {said}." if said else ""
     if near:
-        hint += f" {near[0]} and {len(near) - 1} more are of a layout that is not read yet."
+        hint += f" {near[0]} and {len(near) - 1} more are of a layout that is not supported."
     return (
         f"The checkpoint of target {target.name_or_path!r} has no multi-token-prediction layer that is known here: "
-        f"looked for eh_proj, mtp.fc and mtp_linear_proj among its {len(names)} tensors.{hint} Use another "
-        "drafter for it."
+        f"looked for {', '.join(LOOKED_FOR)} among its {len(names)} tensors.{hint} Use another drafter for it."
     )

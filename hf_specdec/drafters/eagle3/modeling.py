@@ -131,10 +131,10 @@ class Eagle3Network(PretrainedDrafter):
         self.post_init()
 
     @property
-    def entry_shape(self) -> tuple[int, int, int, int]:
-        """Layers, heads, and widths of keys and values in its cache."""
+    def entry_shape(self) -> tuple[int, int, int, int, None]:
+        """Layers, heads, and widths of keys, of values and of an indexer's keys in its cache."""
         config = self.config
-        return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim
+        return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim, None
 
     def fuse(self, features: Tensor) -> Tensor:
         """Brings raw target states [batch, seq, taps * target_hidden] to [batch, seq, hidden]."""

@@ -84,10 +84,10 @@ class PairCache:
             capacity = new + self.room + 256
             if self.calls is not None:  # buffers of the size of the target's serve the whole call
                 capacity = max(self.target.cache.capacity, capacity_for(capacity))
-            layers, heads, key_dim, value_dim = drafter.entry_shape
+            layers, heads, key_dim, value_dim, index_dim = drafter.entry_shape
             self.cache = TreeCache.empty(
-                layers, batch, heads, key_dim, value_dim=value_dim, dtype=dtype, device=device, capacity=capacity,
-                workspace=None if self.calls is None else self.calls.workspace,
+                layers, batch, heads, key_dim, value_dim=value_dim, index_dim=index_dim, dtype=dtype, device=device,
+                capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
         if self.calls is not None and pending.tree is not None and new <= self.width:
             return self._take_in_captured(root_ids, pending)

@@ -2,16 +2,16 @@
 
     z_i = projection [norm_e(E[x_(i+1)]); norm_h(h_i)],   a_i = Layer(z_1 .. z_i),   logits of x_(i+2) = head(norm(a_i))
 
-with h_i the target's state behind its final norm, and for drafted tokens the layer's own. These are EAGLE's pairs, so
-that trees grow as EAGLE's do (`eagle3/candidates.py`). Layer, norms and rotary positions are of the target's own
-classes; embedding and head are the target's. Source: shared facts on formats of 2026, section 7.4; DeepSeek-V3, arXiv
-2412.19437, Section 2.2.
+with h_i the target's state, and for drafted tokens the layer's own. These are EAGLE's pairs, so that trees grow as
+EAGLE's do (`eagle3/candidates.py`). Layer, norms and rotary positions are of the target's own classes; embedding and
+head are the target's, but for families with a head in the layer. `layouts.py` says what differs between families.
+Source: shared facts on formats of 2026, section 7.4; DeepSeek-V3, arXiv 2412.19437, Section 2.2.
 """
 
 from __future__ import annotations
 
 import copy
-import re
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,14 +20,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.host import load_part
+from hf_specdec.decoding.masks import SLIDING, additive
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.eagle3 import Eagle3Options
 from hf_specdec.drafters.mtp.layouts import Layout
+
+_META = torch.device("meta")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,19 +51,58 @@ class MTPOptions(Eagle3Options):
     tree_budget: int | Literal["auto"] = 16
 
 
+def check_supported(target: PreTrainedModel, layout: Layout) -> None:
+    """Raises ValueError if a target's layer cannot be built, which is known before its tensors are read."""
+    kind = f"The multi-token-prediction layer of {_kind(target)}"
+    if layout.needs is not None:
+        raise ValueError(f"{kind} needs {layout.needs}. That is not supported: use another drafter.")
+    copies = f"{kind} is built from copies of the target's modules"
+    for parameter in target.parameters():
+        if parameter.device == _META:
+            raise ValueError(
+                f"{copies}, but weights of the target are offloaded: load it without offloading, or use another "
+                "drafter."
+            )
+        if parameter.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{copies}, but weights of the target are quantised ({parameter.dtype}): load it in bfloat16, with "
+                "quantization_config=FineGrainedFP8Config(dequantize=True) if it is stored in blocks of 8 bits, or use "
+                "another drafter."
+            )
+    if _final_norm(target) is None:
+        raise ValueError(
+            f"{copies}, but its {type(target.get_decoder()).__name__} has no final norm under a name that is known "
+            "here: use another drafter."
+        )
+
+
+def _kind(target: PreTrainedModel) -> str:
+    return f"target {target.name_or_path!r} ({type(target).__name__})"
+
+
+def _final_norm(target: PreTrainedModel) -> Any:
+    base = target.get_decoder()
+    return getattr(base, "norm", getattr(base, "norm_f", None))
+
+
 class MTPDrafter(Drafter, nn.Module):
     """The multi-token-prediction layer of a target, made by `load_drafter("mtp", target)`.
 
     It fits that target alone and is not saved: it lies in the target's checkpoint already.
 
+    Of several such layers the first is applied again for each further token, as vLLM does for checkpoints with one. In
+    training, layer k reads the output of layer k - 1 at the same positions, with the tokens shifted once more
+    (DeepSeek-V3, Section 2.2): its keys and values at the last k committed positions depend on the drafted tokens, so
+    that each branch of a tree would need its own entries for them.
+
     Args:
         target: the model; embedding, head and rotary positions stay its own.
         layout: how its checkpoint names the tensors.
-        tensors: of the layer, by their names in the checkpoint.
+        tensors: of the layer, by their names in the checkpoint, in any floating-point type.
         drafting_options: of `MTPOptions`.
 
     Raises:
-        ValueError: the tensors are not those of such a layer of this target.
+        ValueError: the tensors are not those of such a layer of this target. `check_supported` comes first.
     """
 
     options_class = MTPOptions
@@ -71,31 +115,33 @@ class MTPDrafter(Drafter, nn.Module):
         self.options = self.options_class()
         self.set_options(**drafting_options)
         self.layout, self.name_or_path = layout, target.name_or_path
+        kind = _kind(target)
         base: Any = target.get_decoder()
-        missing = [name for name in ("norm", "rotary_emb") if getattr(base, name, None) is None]
-        if missing:
-            raise ValueError(
-                f"{type(base).__name__} of target {target.name_or_path!r} has no {' and no '.join(missing)}, which its "
-                "multi-token-prediction layer would need a copy of: this kind of target is not known here."
-            )
+        norm = _final_norm(target)
         table = target.get_input_embeddings().weight
         self.num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         # What `Eagle3Generator` asks for.
         self.config = SimpleNamespace(own_embeddings=False, maps_vocabulary=False, draft_vocab_size=len(table))
-        self._borrowed = (target.get_output_embeddings(), base.rotary_emb)  # not submodules: they stay the target's
-        own, rest = {}, {}
+        # Not submodules: they stay the target's.
+        self._borrowed = (target.get_output_embeddings(), getattr(base, "rotary_emb", None))
+        parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if any(name.startswith(f"{each}.") for each in layout.own()):
-                own[name] = tensor
-            elif name.startswith(layout.layer):
-                rest[name.removeprefix(layout.layer)] = tensor
-        self.embedding_norm = _filled(base.norm, layout.embedding_norm, own)
-        self.state_norm = _filled(base.norm, layout.state_norm, own)
-        self.final_norm = None if layout.final_norm is None else _filled(base.norm, layout.final_norm, own)
-        hidden = table.shape[1]
-        projection = nn.Linear(2 * hidden, hidden, bias=f"{layout.projection}.bias" in own).to(table)
-        self.projection = _filled(projection, layout.projection, own)
-        self.layer = _decoder_layer(target, rest)
+            if (part := layout.part_of(name)) is not None:
+                parts.setdefault(part, {})[name.removeprefix(part).removeprefix(".")] = tensor
+        self.embedding_norm = _filled(norm, layout.embedding_norm, parts, kind)
+        self.state_norm = _filled(norm, layout.state_norm, parts, kind)
+        self.final_norm = None if layout.final_norm is None else _filled(norm, layout.final_norm, parts, kind)
+        vocab, hidden = table.shape
+        projection = nn.Linear(2 * hidden, hidden, bias="bias" in parts.get(layout.projection, {})).to(table)
+        self.projection = _filled(projection, layout.projection, parts, kind)
+        self.head = None
+        if layout.head is not None:
+            self.head = _filled(nn.Linear(hidden, vocab, bias=False).to(table), layout.head, parts, kind)
+        blocks: list[_Block] = []
+        for number, prefix in enumerate(layout.layers):
+            index = sum(block.attends for block in blocks)
+            blocks.append(_Block(target, layout, number, parts.get(prefix, {}), index))
+        self.blocks = nn.ModuleList(blocks)
         self.eval().requires_grad_(False)
         self.entry_shape = self._probe()
 
@@ -110,7 +156,7 @@ class MTPDrafter(Drafter, nn.Module):
         return self.projection.weight.dtype
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        return (self.num_layers,)  # what leaves the decoder, behind its final norm
+        return (self.num_layers if self.layout.state_normed else self.num_layers - 1,)
 
     def check_target(self, model: PreTrainedModel) -> None:
         if model.name_or_path != self.name_or_path or model.get_output_embeddings() is not self._borrowed[0]:
@@ -134,7 +180,8 @@ class MTPDrafter(Drafter, nn.Module):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32."""
-        return self._borrowed[0](self._normed(outputs)).float()
+        head = self._borrowed[0] if self.head is None else self.head
+        return head(self._normed(outputs)).float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """The ids are the target's."""
@@ -160,84 +207,160 @@ class MTPDrafter(Drafter, nn.Module):
         """
         if self.layout.zero_first:
             embeddings = embeddings.masked_fill((position_ids == 0).unsqueeze(-1), 0)
-        joined = self.projection(torch.cat([self.embedding_norm(embeddings), self.state_norm(states)], dim=-1))
-        output = self.layer(
-            joined,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            position_embeddings=self._borrowed[1](joined, position_ids),
-        )
-        return output[0] if isinstance(output, tuple) else output
+        joined = [self.embedding_norm(embeddings), self.state_norm(states)]
+        hidden = self.projection(torch.cat(joined[::-1] if self.layout.state_first else joined, dim=-1))
+        if mask is None and any(block.needs_mask for block in self.blocks):
+            mask = additive(position_ids.unsqueeze(1) <= position_ids.unsqueeze(2), self.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, position_ids, mask, cache, self._borrowed[1])
+        return hidden
 
     @torch.no_grad()
-    def _probe(self) -> tuple[int, int, int, int]:
-        """Layers, heads, and widths of keys and values, as the layer keeps them."""
+    def _probe(self) -> tuple[int, int, int, int, int | None]:
+        """Layers, heads, and widths of keys, of values and of an indexer's keys, as the layer keeps them."""
         nothing = torch.zeros(1, 1, self.projection.out_features, device=self.device, dtype=self.dtype)
-        cache = DynamicCache()
+        count = sum(bool(block.attends) for block in self.blocks)
+        cache = TreeCache(count, [DynamicIndexedLayer()] * count)
         self(nothing, nothing, torch.zeros(1, 1, dtype=torch.int64, device=self.device), cache=cache)
         held: Any = cache.layers[0]
-        return 1, held.keys.shape[1], held.keys.shape[-1], held.values.shape[-1]
+        index_dim = None if held.index is None else held.index.shape[-1]
+        return count, held.keys.shape[1], held.keys.shape[-1], held.values.shape[-1], index_dim
 
 
-def _filled(template: nn.Module, name: str, tensors: Mapping[str, Tensor]) -> Any:
+class _Block(nn.Module):
+    """A decoder layer of the target's kind, with weights of its own.
+
+    Its attention is that of a layer of the wanted type, its MLP that of any layer: a checkpoint may combine them as no
+    layer of the target does (MiMo-V2-Flash: sliding attention with a dense MLP).
+
+    Args:
+        target: the model.
+        layout: of the checkpoint.
+        number: of this layer among those that run one after the other.
+        tensors: by their names in the checkpoint, without the layer's prefix.
+        index: of its entries in the cache.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, layout: Layout, number: int, tensors: dict[str, Tensor], index: int
+    ) -> None:
+        super().__init__()
+        config: Any = target.config.get_text_config(decoder=True)
+        own = getattr(config, "mtp_layer_types", None) or getattr(config, "mtp_layers_block_type", None) or ()
+        wanted = own[number] if number < len(own) else layout.layer_type
+        layers = list(decoder_layers(target))
+        types = getattr(config, "layer_types", None) or [None] * len(layers)
+        for theirs, ours in layout.renamed:
+            tensors = {name.replace(theirs, ours): tensor for name, tensor in tensors.items()}
+        self.layer, place = _loaded(target, layers, [each == wanted for each in types], tensors, layout.layers[number])
+        kind = types[place]
+        if kind == "linear_attention":
+            raise ValueError(
+                f"The multi-token-prediction layer of {_kind(target)} is one of {kind}, whose "
+                "states a draft tree would have to keep per node. That is not supported: use another drafter."
+            )
+        self.attends = kind not in ("moe", "mlp")  # layers of Nemotron-H are either
+        eager = target.config._attn_implementation == "eager"
+        module: Any
+        for module in self.layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+            if hasattr(module, "config"):  # a copy: the loop may run the target with another attention function
+                module.config._attn_implementation = "eager" if eager else "sdpa"
+        rotary = getattr(target.get_decoder(), "rotary_emb", None)
+        typed = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        self.rotary_type = [kind] if typed else []
+        slides = kind in SLIDING if any(types) else True  # without types, a window is that of all layers
+        self.window: int | None = getattr(config, "sliding_window", None) if slides else None
+        indexed = any(name.endswith("indexer") for name, _ in self.layer.named_modules())
+        self.needs_mask = eager or indexed or self.window is not None  # else torch's causal attention is used
+
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Any, rotary: nn.Module | None
+    ) -> Tensor:
+        """[batch, seq, hidden] -> the same; the mask is additive, [batch, 1, seq, entries], or None for causal."""
+        if self.window is not None and mask is not None:
+            # Entries lie at their positions, but for a first forward with padding. Drafted tokens lie behind their
+            # positions, which hides none of them.
+            new, entries = mask.shape[-2:]
+            places = position_ids if new == entries else torch.arange(entries, device=mask.device).unsqueeze(0)
+            past = places.unsqueeze(1) <= position_ids.unsqueeze(2) - self.window
+            mask = mask.masked_fill(past.unsqueeze(1), torch.finfo(mask.dtype).min)
+        arguments: dict[str, Any] = {}
+        if rotary is not None:
+            # Of text, height and width, where the family has all three; transformers 5.17 does not expand them itself.
+            axes = position_ids.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else position_ids
+            arguments["position_embeddings"] = rotary(hidden, axes, *self.rotary_type)
+        output = self.layer(
+            hidden, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
+            **arguments,
+        )  # fmt: skip
+        return output[0] if isinstance(output, tuple) else output
+
+
+def _filled(template: nn.Module, name: str, parts: Mapping[str, Mapping[str, Tensor]], kind: str) -> Any:
     """A copy of a module with the weights of this name."""
-    module = copy.deepcopy(template)
-    given = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-    _load(module, given, name)
+    module, tensors = copy.deepcopy(template), parts.get(name, {})
+    wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    given = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    differ = [
+        f"{name}.{key} {given.get(key, 'missing')}, where {wanted.get(key, 'nothing')} belongs"
+        for key in sorted(wanted.keys() | given.keys())
+        if wanted.get(key) != given.get(key)
+    ]
+    if differ:
+        raise _misfit(kind, differ)
+    module.load_state_dict(tensors)
     return module
 
 
-def _load(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
-    wanted = module.state_dict()
-    shapes = {key: tuple(value.shape) for key, value in wanted.items()}
-    given = {key: tuple(value.shape) for key, value in tensors.items()}
-    if shapes != given:
-        differ = sorted(key for key in shapes.keys() | given.keys() if shapes.get(key) != given.get(key))
-        parts = [f"{key} {given.get(key, 'missing')}, where {shapes.get(key, 'nothing')} belongs" for key in differ]
-        more = f", and {len(parts) - 4} more" if len(parts) > 4 else ""
-        raise ValueError(
-            f"The multi-token-prediction tensors {name!r} of the checkpoint are not of this target's kind: "
-            f"{', '.join(parts[:4])}{more}. This layout is not read yet; use another drafter."
-        )
-    module.load_state_dict({key: tensor.to(wanted[key]) for key, tensor in tensors.items()})
+def _loaded(
+    target: PreTrainedModel, layers: list[nn.Module], fitting: list[bool], tensors: dict[str, Tensor], prefix: str
+) -> tuple[nn.Module, int]:
+    """A copy of a decoder layer with these weights, and the number of the layer that its attention is of.
+
+    Args:
+        target: the model.
+        layers: of its decoder.
+        fitting: which have the wanted type of attention; all are tried if none has.
+        tensors: by their names in the checkpoint, without `prefix`.
+        prefix: in the checkpoint, for the message.
+    """
+    path = next(name for name, module in target.named_modules() if layers[0] in module.children())
+    shapes = [{name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()} for layer in layers]
+    numbers = range(len(layers) - 1, -1, -1)  # the latest first
+    tried: dict[frozenset[Any], list[str]] = {}
+    described = {name: tensor.to(_META) for name, tensor in tensors.items()}
+    for number in (each for each in numbers if fitting[each] or not any(fitting)):
+        rest = {name: shape for name, shape in shapes[number].items() if not name.startswith("mlp.")}
+        for donor in numbers if hasattr(layers[number], "mlp") else (number,):
+            mlp = {name: shape for name, shape in shapes[donor].items() if name.startswith("mlp.")}
+            combined = shapes[number] if donor == number else rest | mlp
+            key = frozenset(combined.items())
+            if key in tried:
+                continue
+            layer: Any = _emptied(layers[number])
+            if donor != number:
+                layer.mlp = _emptied(layers[donor].mlp)  # type: ignore[arg-type]
+            tried[key] = load_part(target, f"{path}.{number}", layer, described, _META)
+            if not tried[key]:
+                device = next(layers[number].parameters()).device
+                load_part(target, f"{path}.{number}", layer, tensors, device)
+                return layer, number
+    fewest = min(tried.values(), key=len)
+    raise _misfit(_kind(target), [f"{prefix}{each}" for each in fewest])
 
 
-def _decoder_layer(target: PreTrainedModel, tensors: dict[str, Tensor]) -> nn.Module:
-    """A decoder layer of the target's kind with these weights, in a cache of its own."""
-    layers: Any = list(decoder_layers(target))
-    # The latest of the kind that has such tensors: a dense layer, one with experts, one without states.
-    names = {_EXPERT.sub(_joined_name, name) for name in tensors}
-    fitting = [layer for layer in layers if layer.state_dict().keys() in (names, tensors.keys())]
-    layer = copy.deepcopy((fitting or layers)[-1])
-    for module in layer.modules():
-        if hasattr(module, "layer_idx"):
-            module.layer_idx = 0
-        if hasattr(module, "config"):  # a copy: the loop may run the target with another attention function
-            module.config._attn_implementation = "eager" if target.config._attn_implementation == "eager" else "sdpa"
-    _load(layer, tensors if layer.state_dict().keys() == tensors.keys() else _joined(tensors), "decoder layer")
-    return layer
+def _emptied(module: nn.Module) -> nn.Module:
+    """A copy without the weights, whose parameters are on the meta device."""
+    empty = {id(each): nn.Parameter(each.to(_META), requires_grad=False) for each in module.parameters()}
+    return copy.deepcopy(module, empty)
 
 
-_EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.weight$")
-
-
-def _joined_name(expert: re.Match[str]) -> str:
-    return "experts.down_proj" if expert[2] == "down" else "experts.gate_up_proj"
-
-
-def _joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as the host's layers want them: experts that are stored one by one are joined."""
-    found: dict[str, Tensor] = {}
-    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for name, tensor in tensors.items():
-        if (one := _EXPERT.search(name)) is None:
-            found[name] = tensor
-        else:
-            experts.setdefault(name[: one.start()], {}).setdefault(int(one[1]), {})[one[2]] = tensor
-    for prefix, parts in experts.items():
-        each = [parts[number] for number in sorted(parts)]
-        found[f"{prefix}experts.gate_up_proj"] = torch.stack([torch.cat([part["gate"], part["up"]]) for part in each])
-        found[f"{prefix}experts.down_proj"] = torch.stack([part["down"] for part in each])
-    return found
+def _misfit(kind: str, differences: list[str]) -> ValueError:
+    more = f", and {len(differences) - 4} more" if len(differences) > 4 else ""
+    return ValueError(
+        f"The multi-token-prediction tensors in the checkpoint of {kind} are not those of a layer of this target: "
+        f"{', '.join(differences[:4])}{more}. The file is damaged or of a layout that is not supported: download it "
+        "again, or use another drafter."
+    )

@@ -15,6 +15,7 @@ _TABLES = {
     "head": re.compile(r"^(lm_head|embed_out)\.weight$"),
 }
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_PREDICTION_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.eh_proj\.weight$")  # numbered behind the model's layers
 
 
 def problems(fields: Config, stored: Headers) -> list[str]:
@@ -31,6 +32,9 @@ def problems(fields: Config, stored: Headers) -> list[str]:
     if not any(map(_TABLES["embedding"].search, stored)):
         found.append("missing weight: no token embedding among them")
     numbers = {int(match[1]) for match in map(_LAYER.search, stored) if match}
+    if type(layers) is int:
+        further = {int(match[1]) for match in map(_PREDICTION_LAYER.search, stored) if match}
+        numbers -= {number for number in further if number >= layers}
     if type(layers) is int and numbers and numbers != set(range(layers)):
         found.append(f"the weights have layers {_ranges(numbers)}, but config.json has {layers} layers, from 0")
     padding = fields.get("pad_token_id")
