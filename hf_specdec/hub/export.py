@@ -33,6 +33,7 @@ _EXPORT_MARK = "hf_specdec_export"  # in the config of an exported draft model
 _NOT_SERVED = {
     "specblock": "no engine but the authors' own fork of SGLang knows SpecBlock",
     "medusa": "vLLM serves Medusa heads as they were published (method medusa in --speculative-config)",
+    "gemma4_assistant": "vLLM serves Gemma 4 assistants as they were published (method mtp in --speculative-config)",
     "causal_lm": "a plain language model is served as it is (method draft_model in --speculative-config)",
     "specbound": "SpecBound changes how the target itself runs, and vLLM has no class for that",
     "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for that; its draft model is served "
