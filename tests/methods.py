@@ -218,6 +218,8 @@ def make_gemma4_assistant(target: PreTrainedModel, *, seed: int = 0, **settings:
     drafter = Gemma4AssistantDrafter(config).eval()
     for layer in drafter.layers:
         layer.layer_scalar.fill_(0.8)
+    if drafter.clusters is not None:
+        drafter.clusters.token_ordering.copy_(torch.randperm(config.vocab_size))
     drafter.set_options(**options)
     return drafter
 
