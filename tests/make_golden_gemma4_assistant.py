@@ -59,7 +59,11 @@ def main() -> None:
             described[f"{head}.config"] = json.dumps(json.loads((Path(folder) / "config.json").read_text()))
             stored = load_file(Path(folder) / "model.safetensors")
         found = {f"checkpoint.{name}": tensor for name, tensor in stored.items()}
-        found |= {f"{kind}.{name}": part for kind, both in entries.items() for name, part in zip(("keys", "values"), both)}
+        found |= {
+            f"{kind}.{name}": part
+            for kind, both in entries.items()
+            for name, part in zip(("keys", "values"), both, strict=True)
+        }
         found |= {"inputs": inputs[:, 0], "states": outputs.last_hidden_state[:, 0], "logits": outputs.logits[:, 0]}
         tensors |= {f"{head}.{name}": tensor.contiguous() for name, tensor in found.items()}
     file = Path(__file__).parent / "data" / "gemma4_assistant.safetensors"

@@ -379,8 +379,7 @@ class TargetModel:
         return self.position_offset + self.cache.lengths
 
     def committed_entries(self, layer: int, window: int | None = None) -> CommittedEntries:
-        """Keys and values of a layer, of the tokens before the root. Called between rounds, by generators that do not
-        draft early.
+        """Keys and values of a layer, of the tokens before the root. Needs the host to have read the last round.
 
         Args:
             layer: 0-based decoder layer that stores keys and values, and does not read those of another layer.

@@ -259,7 +259,9 @@ def as_gemma4_assistant(drafter: Gemma4AssistantDrafter, **fields: Any) -> tuple
     if "lm_head.weight" in tensors:  # of no use
         tensors["model.embed_tokens.weight"] = torch.zeros_like(tensors["lm_head.weight"])
     config = {name: value for name, value in (written | fields).items() if value is not None}
-    return config | {"text_config": {name: part for name, part in config["text_config"].items() if part is not None}}, tensors
+    return config | {
+        "text_config": {name: part for name, part in config["text_config"].items() if part is not None}
+    }, tensors
 
 
 def as_specblock(drafter: SpecBlockDrafter, **fields: Any) -> tuple[Fields, Tensors]:
@@ -655,9 +657,13 @@ CASES = {
         written={"target_layer_ids": [1, 5]},
     ),
     # Formats of 2026, 6.2: the head is the embedding where the two are tied; full layers are told apart in three ways.
-    "gemma4 assistant, a tied head": Case(**GEMMA4, ours={"final_logit_softcapping": 3.0}, written={
-        "text_config": {"final_logit_softcapping": 3.0},
-    }),
+    "gemma4 assistant, a tied head": Case(
+        **GEMMA4,
+        ours={"final_logit_softcapping": 3.0},
+        written={
+            "text_config": {"final_logit_softcapping": 3.0},
+        },
+    ),
     "gemma4 assistant, clusters, a head beside the embedding, older names": Case(
         **GEMMA4,
         ours={"num_centroids": 16, "centroid_intermediate_top_k": 5},
@@ -667,8 +673,11 @@ CASES = {
             "centroid_intermediate_top_k": 5,
             "tie_word_embeddings": False,
             "text_config": {
-                "per_layer_config": None, "global_head_dim": 8, "attention_k_eq_v": True,
-                "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
+                "per_layer_config": None,
+                "global_head_dim": 8,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 2,
+                "num_kv_shared_layers": 0,
             },
         },
     ),

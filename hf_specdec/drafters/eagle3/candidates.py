@@ -130,9 +130,9 @@ def grow_levels(
 
     Args:
         logits: [batch, draft_vocab] floating, for the tokens after the roots.
-        extend: called as `extend(level, token_ids, above)` with the [batch, width] int64 tokens of depth `level`, from 1
-            on, that are extended, and the places of their parents among those of the last call (0, the root, at level
-            1); gives [batch, width, draft_vocab] logits for the tokens after them.
+        extend: called as `extend(level, token_ids, above)` with the [batch, width] int64 tokens of depth `level`, from
+            1 on, that are extended, and the places of their parents among those of the last call (0, the root, at
+            level 1); gives [batch, width, draft_vocab] logits for the tokens after them.
         depth: levels.
         width: nodes of a level that are extended, and tokens that each is extended by.
         to_target_ids: gives target ids for ids of the draft vocabulary.

@@ -1,8 +1,8 @@
 """Gemma4AssistantConfig: the small stack of a Gemma 4 assistant, and what it reads of its target.
 
-The published layout is nested and leaves sizes to defaults; `hub/formats/gemma4_assistant.py` translates it to the fields
-here. What is written to disk is this description, under a `model_type` of its own. Source: shared facts on formats of
-2026, section 6.2; transformers, gemma4_assistant and gemma4.
+The published layout is nested and leaves sizes to defaults; `hub/formats/gemma4_assistant.py` translates it to the
+fields here. What is written to disk is this description, under a `model_type` of its own. Source: shared facts on
+formats of 2026, section 6.2; transformers, gemma4_assistant and gemma4.
 """
 
 from __future__ import annotations
@@ -112,15 +112,16 @@ class Gemma4AssistantConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no drafter can be built from this config."""
-        sizes = ["backbone_hidden_size", "sliding_window", "centroid_intermediate_top_k"]
-        sizes += [name for name in ("global_head_dim", "num_global_key_value_heads", "num_centroids") if getattr(self, name)]
-        for name in sizes:
-            if type(value := getattr(self, name)) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r} in this Gemma 4 assistant's config; it must be an integer >= 1.")
+        sizes = ("backbone_hidden_size", "sliding_window", "centroid_intermediate_top_k")
+        optional = ("global_head_dim", "num_global_key_value_heads", "num_centroids")
+        for name in (*sizes, *optional):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name in optional and value is None):
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
         if len(self.layer_types) != self.num_hidden_layers or not {*self.layer_types} <= {SLIDING, FULL}:
             raise ValueError(
-                f"layer_types is {self.layer_types!r} and num_hidden_layers {self.num_hidden_layers}; each layer must be "
-                f"{SLIDING!r} or {FULL!r}."
+                f"layer_types is {self.layer_types!r} and num_hidden_layers {self.num_hidden_layers}; each layer must "
+                f"be {SLIDING!r} or {FULL!r}."
             )
         for kind in sorted(set(self.layer_types)):
             rope = self.rope_parameters.get(kind)

@@ -97,6 +97,8 @@ class QueryAttention(nn.Module):
 class QueryLayer(nn.Module):
     """A decoder layer of Gemma 4: norms before and behind attention and MLP, and a factor at the end."""
 
+    layer_scalar: Tensor
+
     def __init__(self, config: Gemma4AssistantConfig, layer_type: str) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -223,8 +225,8 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
         family = config.target_model_type
         if family is not None and not str(target.model_type).startswith(family):
             raise ValueError(
-                f"Drafter {name!r} reads keys and values of {family} targets, but target {target_name!r} has model_type "
-                f"{target.model_type!r}. {way_out(self)}"
+                f"Drafter {name!r} reads keys and values of {family} targets, but target {target_name!r} has "
+                f"model_type {target.model_type!r}. {way_out(self)}"
             )
         hidden = config.backbone_hidden_size
         check_shapes(self, model, hidden_size=hidden, embedding_size=hidden, vocab_size=config.vocab_size)
@@ -252,8 +254,8 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
             check_supported(model)
         except TreesRefusedError as error:
             raise ValueError(
-                f"{error}. Drafter {name!r} reads the keys and values that the target keeps where trees are verified, so "
-                "transformers' loop cannot stand in for ours; use another drafter there."
+                f"{error}. Drafter {name!r} reads the keys and values that the target keeps where trees are verified, "
+                "so transformers' loop cannot stand in for ours; use another drafter there."
             ) from error
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
@@ -272,6 +274,6 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
 
     def card_summary(self) -> str:
         return (
-            "A Gemma 4 assistant: a few layers that attend to the target's own keys and values and draft token by token. "
-            "hf_specdec grows a draft tree with it, wherever it is most confident."
+            "A Gemma 4 assistant: a few layers that attend to the target's own keys and values and draft token by "
+            "token. hf_specdec grows a draft tree with it, wherever it is most confident."
         )

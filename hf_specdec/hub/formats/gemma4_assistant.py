@@ -70,19 +70,15 @@ def read(fields: Config, stored: Headers | None) -> Reading:
     layers = ours["num_hidden_layers"]
     if text.get("num_kv_shared_layers") not in (None, 0, layers):
         raise ValueError(
-            f"num_kv_shared_layers is {text['num_kv_shared_layers']!r} and num_hidden_layers {layers}: all layers of an "
-            "assistant read the target's keys and values, or it is no assistant."
+            f"num_kv_shared_layers is {text['num_kv_shared_layers']!r} and num_hidden_layers {layers}: all layers of "
+            "an assistant read the target's keys and values."
         )
-    types = text.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)]
-    if not isinstance(types, list):
-        raise ValueError(f"layer_types is {types!r}; it must be a list.")
+    pattern = ["sliding_attention" if layer % 6 < 5 else "full_attention" for layer in range(layers)]
+    types = text.get("layer_types") or pattern
     types = [*types[:-1], "full_attention"]  # the config class sets the last one so
-    ropes = text.get("rope_parameters") or DEFAULT_ROPES
-    if not isinstance(ropes, dict) or not all(isinstance(rope, dict) for rope in ropes.values()):
-        raise ValueError(f"rope_parameters is {ropes!r}; it must hold those of each layer type.")
     ours |= _of_full_layers(text, types) | {
         "layer_types": types,
-        "rope_parameters": {key: {"rope_type": "default"} | rope for key, rope in ropes.items()},
+        "rope_parameters": text.get("rope_parameters") or DEFAULT_ROPES,
         "backbone_hidden_size": fields.get("backbone_hidden_size", BACKBONES[kind]),
         "target_model_type": "gemma4",
         "tie_word_embeddings": False,
@@ -97,28 +93,24 @@ def _of_full_layers(text: Config, types: list[Any]) -> Config:
     """Head dimension and heads of keys in full layers.
 
     Raises:
-        ValueError: layers of one type have several, or sliding layers other than the config's own.
+        ValueError: full layers differ, or others have overrides too.
     """
     by_layer = text.get("per_layer_config")
     if by_layer is None:
         head_dim, heads = text.get("global_head_dim"), text.get("num_global_key_value_heads")
-        found = {"head_dim": GLOBAL_HEAD_DIM if head_dim is None else head_dim}
+        found: Any = {"head_dim": GLOBAL_HEAD_DIM if head_dim is None else head_dim}
         if heads is not None and text.get("attention_k_eq_v"):
             found["num_key_value_heads"] = heads
     else:
-        full = {str(layer) for layer, kind in enumerate(types) if kind == "full_attention"}
-        given = list(by_layer.values()) if isinstance(by_layer, dict) else []
+        full = [str(layer) for layer, kind in enumerate(types) if kind == "full_attention"]
+        given = list(by_layer.values()) if isinstance(by_layer, dict) else [None]
         found = given[0] if given else {}
-        if not isinstance(by_layer, dict) or by_layer.keys() - full or (given and by_layer.keys() != full):
-            raise ValueError(
-                f"per_layer_config is {by_layer!r}; it must say the same of all full layers, {sorted(full)}, and nothing "
-                "of others."
-            )
         known = {"head_dim", "num_key_value_heads"}
-        if any(each != found or not isinstance(each, dict) or each.keys() - known for each in given):
+        same = isinstance(found, dict) and found.keys() <= known and all(each == found for each in given)
+        if not same or (given and sorted(by_layer) != sorted(full)):
             raise ValueError(
-                f"per_layer_config is {by_layer!r}; it must say the same of all full layers, and no more than "
-                f"{sorted(known)}."
+                f"per_layer_config is {by_layer!r}; it must say {' and '.join(sorted(known))} of the full layers, "
+                f"{full}, the same of each, and nothing else."
             )
     check_sizes(found)
     return {
@@ -156,7 +148,8 @@ _TEXT = Section(
     )),
     # Those of experts and of per-layer inputs matter where these are switched on.
     idle=HOST | {
-        "max_position_embeddings", "moe_intermediate_size", "num_experts", "top_k_experts", "vocab_size_per_layer_input",
+        "max_position_embeddings", "moe_intermediate_size", "num_experts", "top_k_experts",
+        "vocab_size_per_layer_input",
     },
     only={
         "enable_moe_block": (False,),
