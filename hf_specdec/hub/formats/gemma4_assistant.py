@@ -46,6 +46,10 @@ _CLUSTERS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
 # What savers may write for layers that share keys and values, and readers drop.
 _NOT_READ = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 _ROPE = ("factor", "partial_rotary_factor", "rope_theta", "rope_type")
+_TOKENS = (
+    "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
+    "image_token_id", "video_token_id",
+)  # fmt: skip
 _ORDERING = "masked_embedding.token_ordering"
 
 
@@ -165,7 +169,8 @@ GEMMA4_ASSISTANT = Format(
     read,
     Section(
         OURS.union(("backbone_hidden_size", "tie_word_embeddings", "use_ordered_embeddings", *_CLUSTERS)),
-        HOST,
+        # Tokens of the target's, and a number of drafts of other readers.
+        HOST | {*_TOKENS, "block_size"},
         nested={"text_config": _TEXT},
     ),
     check=check,

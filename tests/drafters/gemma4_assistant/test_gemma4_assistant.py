@@ -7,6 +7,7 @@ so each round is compared with what a drafter would draft that knows nothing of 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,25 @@ from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     Gemma4AssistantConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
     Gemma4UnifiedAssistantConfig,
     Gemma4UnifiedTextConfig,
+    Gemma4VisionConfig,
     PreTrainedModel,
 )
 
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
+from hf_specdec.hub.checkpoint import read_config
+from hf_specdec.hub.files import Source
 from hf_specdec.hub.formats import gemma4_assistant as layout
+from hf_specdec.hub.loading import make_blueprint
 from tests.hub.layouts import as_gemma4_assistant, save
 from tests.methods import make_gemma4_assistant
-from tests.targets import PAD, PROMPTS, WINDOW, fresh_target, make_target, one_prompt
+from tests.targets import PAD, PROMPTS, WINDOW, fresh_target, make_target, one_prompt, ragged_prompts
 from tests.watched import Watched, WatchedRound
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -385,6 +392,92 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="missing: post_projection.weight"):
         load_drafter(tmp_path)
     assert "missing weight post_projection.weight" in inspect_drafter(tmp_path).problems[0]
+
+
+# As google publishes them, by their configs.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
+    "gemma-4-E2B-it-assistant": (
+        {
+            "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant",
+            "backbone_hidden_size": 1536, "centroid_intermediate_top_k": 32, "num_centroids": 2048,
+            "use_ordered_embeddings": True,
+            "text_config": {
+                "model_type": "gemma4_text", "attention_k_eq_v": False, "hidden_size": 256, "intermediate_size": 2048,
+                "num_attention_heads": 4, "num_key_value_heads": 1, "num_global_key_value_heads": None,
+                "sliding_window": 512, "max_position_embeddings": 131072,
+            },
+        },
+        {"layers.0.self_attn.q_proj": (1024, 256), "layers.3.self_attn.q_proj": (2048, 256),
+         "pre_projection": (256, 3072), "clusters.centroids": (2048, 256), "lm_head": (262144, 256)},
+    ),
+    "gemma-4-12B-it-assistant": (
+        {
+            "architectures": ["Gemma4UnifiedAssistantForCausalLM"], "model_type": "gemma4_unified_assistant",
+            "backbone_hidden_size": 3840, "centroid_intermediate_top_k": 32, "num_centroids": 2048,
+            "use_ordered_embeddings": False,
+            "text_config": {
+                "model_type": "gemma4_unified_text", "attention_k_eq_v": True, "hidden_size": 1024,
+                "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8,
+                "num_global_key_value_heads": 1, "sliding_window": 1024, "max_position_embeddings": 262144,
+                "use_bidirectional_attention": "vision",
+            },
+        },
+        {"layers.0.self_attn.q_proj": (4096, 1024), "layers.3.self_attn.q_proj": (8192, 1024),
+         "pre_projection": (1024, 7680), "post_projection": (3840, 1024), "lm_head": (262144, 1024)},
+    ),
+}  # fmt: skip
+PUBLISHED_BY_ALL = {
+    "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999, "eoa_token_index": 258883,
+    "eoi_token_id": 258882, "image_token_id": 258880, "dtype": "bfloat16", "tie_word_embeddings": True,
+    "transformers_version": "5.10.0.dev0",
+}  # fmt: skip
+PUBLISHED_TEXT = {
+    "_name_or_path": "", "architectures": None, "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+    "chunk_size_feed_forward": 0, "dtype": "bfloat16", "enable_moe_block": False, "eos_token_id": 1,
+    "final_logit_softcapping": None, "global_head_dim": 512, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "initializer_range": 0.02, "is_encoder_decoder": False,
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "moe_intermediate_size": None, "num_experts": None, "num_hidden_layers": 4, "num_kv_shared_layers": 4,
+    "output_attentions": False, "output_hidden_states": False, "pad_token_id": 0, "problem_type": None,
+    "return_dict": True, "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True, "top_k_experts": None, "use_cache": True, "use_double_wide_mlp": False,
+    "vocab_size": 262144, "vocab_size_per_layer_input": 0,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str, tmp_path: Path) -> None:
+    config, shapes = PUBLISHED[name]
+    config = PUBLISHED_BY_ALL | config | {"text_config": PUBLISHED_TEXT | config["text_config"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    format, fields = read_config(tmp_path, Source(str(tmp_path)))
+    reading = format.read(fields, None)
+    assert reading is not None
+    _, blueprint = make_blueprint(format, reading.fields, name)
+    tensors = blueprint.state_dict()
+    assert {key: tuple(tensors[f"{key}.weight"].shape) for key in shapes} == shapes
+
+
+def test_target_with_vision_is_read_through_its_language_model() -> None:
+    text = target_of("shares").config
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Gemma4Config(text_config=text, vision_config=Gemma4VisionConfig(**vision), audio_config=None)
+    torch.manual_seed(3)
+    target: Any = Gemma4ForConditionalGeneration._from_config(config, dtype=torch.float64).eval()
+    target.generation_config.update(pad_token_id=PAD, eos_token_id=None, bos_token_id=None)
+    drafter = make_gemma4_assistant(target_of("shares"), target_model_type="gemma4")
+    for prompts in (one_prompt(), ragged_prompts()):
+        alone = target.generate(**prompts, **GREEDY)
+        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        assert drafter.stats is not None
+        assert drafter.stats.num_draft_tokens > 0
 
 
 def test_report_names_what_it_is(tmp_path: Path) -> None:
