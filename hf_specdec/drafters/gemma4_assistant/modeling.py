@@ -149,7 +149,6 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
     config: Gemma4AssistantConfig
     options_class = Gemma4AssistantOptions
     options: Gemma4AssistantOptions
-    mergeable = False
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["QueryLayer"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from transformers import (
 from hf_specdec import export_drafter, inspect_drafter, load_drafter
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
+from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import Source
 from hf_specdec.hub.formats import gemma4_assistant as layout
 from hf_specdec.hub.loading import make_blueprint
+from hf_specdec.integration import hosts_loop
 from tests.hub.layouts import as_gemma4_assistant, save
-from tests.methods import make_gemma4_assistant
+from tests.methods import make_eagle3, make_gemma4_assistant, make_ngram
 from tests.targets import PAD, PROMPTS, WINDOW, fresh_target, make_target, one_prompt, ragged_prompts
 from tests.watched import Watched, WatchedRound
 
@@ -478,6 +481,18 @@ def test_target_with_vision_is_read_through_its_language_model() -> None:
         assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
         assert drafter.stats is not None
         assert drafter.stats.num_draft_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies")
+@pytest.mark.parametrize("loop", [nullcontext, hosts_loop])
+def test_merged_with_others_it_drafts_in_both_loops(loop: Any) -> None:
+    target = target_of("shares")
+    drafter = MergedDrafter(drafter_of(target), make_eagle3(target).double(), make_ngram(target), tree_budget=12)
+    alone = target.generate(**one_prompt(), **GREEDY)
+    with loop():
+        assert target.generate(**one_prompt(), **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats is not None
+    assert drafter.stats.by_source["gemma4_assistant"].num_drafts > 0
 
 
 def test_report_names_what_it_is(tmp_path: Path) -> None:
