@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.base import Drafter
@@ -18,6 +18,8 @@ from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantDrafter
+from hf_specdec.drafters.gemma4_assistant.modeling import storing_layers
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.merged import MergedDrafter
@@ -181,6 +183,48 @@ def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDr
     return MTPDrafter(target, layout, tensors, **{"depth": 3, "top_k": 3, **options})
 
 
+def make_gemma4_assistant(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Gemma4AssistantDrafter:
+    """A random assistant that reads what `target`, of any family, stores; `settings` as for `make_dflash`."""
+    names = ("depth", "top_k", "tree_budget")
+    options = {"depth": 3, "top_k": 3, "tree_budget": 9} | {
+        name: settings.pop(name) for name in names if name in settings
+    }
+    cache: Any = DynamicCache(config=target.config.get_text_config(decoder=True))
+    with torch.no_grad():
+        target(input_ids=torch.tensor([[1, 2]], device=target.device), past_key_values=cache, use_cache=True)
+    storing = {kind: cache.layers[layer] for kind, layer in storing_layers(target).items()}
+    kinds = [kind for kind in ("sliding_attention", "full_attention") if kind in storing]
+    if not kinds:
+        pytest.skip("no layer of this target stores keys and values")
+    keys, global_keys = storing[kinds[0]].keys, storing[kinds[-1]].keys
+    config = Gemma4AssistantConfig(
+        **{
+            "vocab_size": target.get_input_embeddings().num_embeddings,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": len(kinds) + 1,
+            "layer_types": [kinds[0], *kinds],
+            "num_attention_heads": 2 * keys.shape[1],
+            "num_key_value_heads": keys.shape[1],
+            "num_global_key_value_heads": global_keys.shape[1],
+            "head_dim": keys.shape[-1],
+            "global_head_dim": global_keys.shape[-1],
+            "sliding_window": getattr(target.config, "sliding_window", None) or 1,
+            "backbone_hidden_size": target.config.hidden_size,
+            "initializer_range": 0.3,
+        }
+        | settings
+    )
+    torch.manual_seed(seed)
+    drafter = Gemma4AssistantDrafter(config).eval()
+    for layer in drafter.layers:
+        layer.layer_scalar.fill_(0.8)
+    if drafter.clusters is not None:
+        drafter.clusters.token_ordering.copy_(torch.randperm(config.vocab_size))
+    drafter.set_options(**options)
+    return drafter
+
+
 def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
     """A look-up; a match of one token is enough, so that it finds something in what a random target says."""
     return NGramDrafter(**{"tree_budget": 9, "max_depth": 4, **options})
@@ -293,6 +337,7 @@ METHODS: dict[str, Callable[..., Drafter]] = {
     "causal_lm_chain": make_causal_lm_chain,
     "causal_lm_tree": make_causal_lm,
     "eagle3": make_eagle3,
+    "gemma4_assistant": make_gemma4_assistant,
     "medusa": make_medusa,
     "medusa_static": make_medusa_static,
     "merged": make_merged,

@@ -21,7 +21,7 @@ from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.decoding.tree import DraftTree, pick
 
 
 def best_path(tree: DraftTree) -> list[int]:
@@ -84,6 +84,7 @@ class HostChains:
         self.padding = 0  # tokens before the prompt
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
+        self.features: Tensor | None = None  # of its nodes, for generators with a cache of their own to read
         self.started = False
 
     def candidates(
@@ -117,7 +118,8 @@ class HostChains:
         tree = self.policy.draft(generator, context).within_vocabulary(self.vocab_size)
         self.tree, self.path = tree, self._verifiable(tree, self.max_length - input_ids.shape[1] - 1)
         if generator.reads_cache:
-            generator.verify(self.target, tree, RoundState(context.root_ids, root_positions))
+            output = generator.verify(self.target, tree, RoundState(context.root_ids, root_positions))
+            self.features = output.features
         self.stats.lap("tree")
         self.target.forget_taps()
         drafted = tree.token_ids[:, self.path[1:]].to(input_ids.device)
@@ -144,11 +146,13 @@ class HostChains:
             valid = mask[:, : prompt.shape[1]].to(device=prompt.device, dtype=torch.bool)
             self.padding = int((~valid).sum())
         if generator.reads_cache:
-            self.target.prefill_alone(prompt[:, self.padding :], self.max_length)
+            self.target.forget_taps()
+            features = self.target.prefill_alone(prompt[:, self.padding :], self.max_length).features
             self.target.begin_rounds(self.max_length)
-        elif valid is not None:
-            self.target.set_prompt_mask(valid)
-        features = None if generator.reads_cache else self.target.read_taps()
+        else:
+            if valid is not None:
+                self.target.set_prompt_mask(valid)
+            features = self.target.read_taps()
         if features is not None:  # fewer than the prompt if a cache was continued
             prompt = prompt[:, -features.shape[1] :]
             valid = None if valid is None else valid[:, -features.shape[1] :]
@@ -166,9 +170,11 @@ class HostChains:
         assert self.tree is not None
         path = torch.tensor([self.path[:count]], device=self.tree.token_ids.device)
         counts = Counts.of([count], input_ids.device)
-        features = None if generator.reads_cache else self.target.read_taps()
         if generator.reads_cache:
+            features = None if self.features is None else pick(self.features, path.to(self.features.device))
             self.target.cache.commit(path, counts)
+        else:
+            features = self.target.read_taps()
         last = length - 1 - self.padding
         committed = Committed(
             token_ids=input_ids[:, -count - 1 : -1],

@@ -76,6 +76,23 @@ class TargetOutput:
         )
 
 
+@dataclass(frozen=True)
+class CommittedEntries:
+    """What a decoder layer of the target has stored of the committed tokens, for drafters that attend to it.
+
+    Attributes:
+        keys: [batch, kv_heads, entries, head_dim], at rotary positions of their own. A view of the cache: good until
+            the next commit.
+        values: [batch, kv_heads, entries, value_dim], likewise.
+        mask: [batch, entries] bool. False for padding, nodes of the last round that were not committed, and entries
+            before the window.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+
+
 class TargetModel:
     """A host model bound to the needs of one `generate` call.
 
@@ -360,6 +377,26 @@ class TargetModel:
     def root_positions(self) -> Tensor:
         """[batch] int64 position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths
+
+    def committed_entries(self, layer: int, window: int | None = None) -> CommittedEntries:
+        """Keys and values of a layer, of the tokens before the root. Needs the host to have read the last round.
+
+        Args:
+            layer: 0-based decoder layer that stores keys and values, and does not read those of another layer.
+            window: only the last `window` entries of each row; None for all.
+        """
+        cache = self.cache
+        stored, lengths = cache.layers[layer], cache.lengths.unsqueeze(1)
+        first = 0 if window is None else max(0, min(cache.row_lengths) - window)
+        entries = torch.arange(first, cache.longest, device=lengths.device)
+        seen = entries < lengths
+        if window is not None:
+            seen &= entries >= lengths - window
+        if self.prompt_mask is not None:
+            known = self.prompt_mask[:, first : cache.longest].to(seen.device)
+            seen[:, : known.shape[1]] &= known
+        keys, values = (part[:, :, first : cache.longest] for part in (stored.keys, stored.values))
+        return CommittedEntries(keys, values, seen)
 
     def position_ids(self, tree: DraftTree, root_positions: Tensor) -> Tensor:
         """[batch, nodes] int64 position ids of a tree's nodes; nodes beyond the last output token stay in range."""

@@ -32,7 +32,8 @@ class Drafter(ABC):
 
     Attributes:
         options_class: what holds the drafting options of this kind of drafter.
-        mergeable: whether its trees may be merged with those of others: it asks nothing of the target but features.
+        mergeable: whether its trees may be merged with those of others: it asks nothing of the target but features
+            and what its cache holds of committed tokens.
         options: the drafting options; every drafter sets them in its `__init__`.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
         trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.

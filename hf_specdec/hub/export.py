@@ -38,6 +38,7 @@ _EXPORT_MARK = "hf_specdec_export"  # in the config of an exported draft model
 _NOT_SERVED = {
     "specblock": "only the authors' fork of SGLang supports SpecBlock",
     "medusa": "vLLM serves Medusa heads in their published layout (method medusa in --speculative-config)",
+    "gemma4_assistant": "vLLM serves Gemma 4 assistants in their published layout (method mtp in --speculative-config)",
     "causal_lm": "vLLM serves a plain language model without an export (method draft_model in --speculative-config)",
     "specbound": "SpecBound changes how the target runs, and vLLM has no class for it",
     "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for it; vLLM serves its draft model "

@@ -30,9 +30,10 @@ from hf_specdec.hub.wording import printable
 # The fields that a report shows; also found in `dflash_config`.
 _FACTS = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor",
-    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norm_before_head", "medusa_num_heads",
-    "medusa_num_layers", "diffspec_draft_token_num", "rank_classes", "rope_parameters",
+    "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "backbone_hidden_size",
+    "num_centroids", "sample_from_anchor", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+    "norm_before_head", "medusa_num_heads", "medusa_num_layers", "diffspec_draft_token_num", "rank_classes",
+    "rope_parameters",
 )  # fmt: skip
 MOST_PROBLEMS = 12  # number of different tensors that are listed
 

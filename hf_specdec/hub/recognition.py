@@ -16,6 +16,7 @@ from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH, DEEPSPEC_EAGLE3, is_deepspec_dflash, is_deepspec_eagle3
 from hf_specdec.hub.formats.dflash2 import DFLASH2, is_dflash2
 from hf_specdec.hub.formats.dspark import DSPARK, is_dspark
+from hf_specdec.hub.formats.gemma4_assistant import GEMMA4_ASSISTANT, is_gemma4_assistant
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
 from hf_specdec.hub.formats.medusa import MEDUSA
 from hf_specdec.hub.formats.muse import MUSE, is_muse
@@ -157,13 +158,7 @@ _BY_CONFIG: list[Rule] = [
     (_speculators("eagle"), Unread("speculators eagle", "a reader for EAGLE-1, whose drafters have no head")),
     (lambda config: speculators_type(config) is not None, Unread("speculators", "a kind that is named and known")),
     (is_muse, MUSE),
-    (
-        lambda config: config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"),
-        Unread(
-            "transformers assistant",
-            "the target's own keys and values, which it attends to: give it to stock generate without hf_specdec",
-        ),
-    ),
+    (is_gemma4_assistant, GEMMA4_ASSISTANT),
     (is_specblock, SPECBLOCK),
     (is_dflash2, DFLASH2),
     (is_deepspec_dflash, DEEPSPEC_DFLASH),

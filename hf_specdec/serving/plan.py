@@ -14,6 +14,7 @@ from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.mtp import find_layout
@@ -179,6 +180,7 @@ def _method(drafter: Drafter, name: str, target: str) -> str:
         (DSparkDrafter, "dspark"),
         (DFlashDrafter, "dflash"),
         (MedusaDrafter, "medusa"),
+        (Gemma4AssistantDrafter, MTP),
         (CausalLMDrafter, "draft_model"),
     ):
         if isinstance(drafter, kind):
@@ -227,4 +229,7 @@ def _needs_export(drafter: Drafter, source: Source) -> bool:
         return drafter.target_ids is not None
     if isinstance(drafter, MedusaDrafter):
         return False
-    return "speculators_config" not in read_json(source.locate([CONFIG_FILE]) / CONFIG_FILE, source.name)
+    config = read_json(source.locate([CONFIG_FILE]) / CONFIG_FILE, source.name)
+    if isinstance(drafter, Gemma4AssistantDrafter):  # as published; what we save is not exported either
+        return config["model_type"] == drafter.config.model_type
+    return "speculators_config" not in config

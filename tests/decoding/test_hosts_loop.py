@@ -91,8 +91,12 @@ def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(met
     target, prompts = make(), PROMPTS["batch of one"]()
     if method == "merged_three":
         pytest.skip("it has a draft model in it, which is run on trees in any loop; merged has not")
-    if method == "specbound" and make is gpt_neo:
-        with pytest.raises(ValueError, match="not known to be exact when run in slices"):
+    reads_cache = {
+        "specbound": "not known to be exact when run in slices",
+        "gemma4_assistant": "whose window counts entries of the cache.*transformers' loop cannot stand in for ours",
+    }
+    if method in reads_cache and make is gpt_neo:
+        with pytest.raises(ValueError, match=reads_cache[method]):
             drafter_of(method, target).check_target(target)
         return
     if method.startswith("causal_lm"):  # a draft model is run on trees in any loop

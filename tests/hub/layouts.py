@@ -22,9 +22,19 @@ from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dflash2 import DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
+from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
 from hf_specdec.drafters.medusa import MedusaDrafter
 from hf_specdec.drafters.specblock import SpecBlockDrafter
-from tests.methods import make_dflash, make_dflash2, make_dspark, make_eagle3, make_peagle, make_specblock
+from tests.methods import (
+    make_dflash,
+    make_dflash2,
+    make_dspark,
+    make_eagle3,
+    make_gemma4_assistant,
+    make_peagle,
+    make_specblock,
+)
+from tests.targets import make_target
 
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -218,6 +228,42 @@ def as_zlab(drafter: DFlashDrafter, **fields: Any) -> tuple[Fields, Tensors]:
     return config, dict(drafter.state_dict())
 
 
+def as_gemma4_assistant(drafter: Gemma4AssistantDrafter, **fields: Any) -> tuple[Fields, Tensors]:
+    config, text = drafter.config, fields.pop("text_config", {})
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
+        "num_key_value_heads", "head_dim", "attention_bias", "layer_types", "sliding_window", "rope_parameters",
+    )  # fmt: skip
+    full = [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    written = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": config.backbone_hidden_size,
+        "text_config": {name: getattr(config, name) for name in names}
+        | {
+            "model_type": "gemma4_text",
+            "hidden_activation": config.hidden_act,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": config.num_hidden_layers,
+            "per_layer_config": {str(layer): {"head_dim": config.global_head_dim} for layer in full},
+        }
+        | text,
+    }
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        if name == "lm_head.weight":
+            name = "model.embed_tokens.weight" if fields.get("tie_word_embeddings", True) else name
+        elif name.startswith(("layers.", "norm.")):
+            name = f"model.{name}"
+        tensors[name.replace("clusters.", "masked_embedding.")] = tensor
+    if "lm_head.weight" in tensors:  # of no use
+        tensors["model.embed_tokens.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+    config = {name: value for name, value in (written | fields).items() if value is not None}
+    return config | {
+        "text_config": {name: part for name, part in config["text_config"].items() if part is not None}
+    }, tensors
+
+
 def as_specblock(drafter: SpecBlockDrafter, **fields: Any) -> tuple[Fields, Tensors]:
     config = shape_of(drafter.config) | {
         "architectures": ["LlamaForCausalLMSpecBlockShift"],
@@ -245,6 +291,7 @@ def as_medusa(drafter: MedusaDrafter, prefix: str = "") -> Tensors:
 class Case:
     """A drafter of ours (`ours`: fields that make it), and how a layout has it.
 
+    `family` is that of a target which such a drafter needs, None for any of the right shape.
     `in_own_file` gives tensors that lie in files of their own, by file, and may change those in the main one.
     """
 
@@ -255,6 +302,13 @@ class Case:
     written: Fields = field(default_factory=dict)
     file: str = "model.safetensors"
     in_own_file: Callable[[Tensors], dict[str, Tensors]] = lambda tensors: {}
+    family: str | None = None
+
+    def target(self, target: PreTrainedModel) -> PreTrainedModel:
+        """A target that it fits: `target`, or one of the family that it needs."""
+        if self.family is None:
+            return target
+        return make_target(self.family, "sdpa", torch.float32, initializer_range=0.5)
 
     def save(self, drafter: Any, folder: Path) -> tuple[Fields, Tensors]:
         """Writes `drafter`, which is made of `ours`; returns config and tensors."""
@@ -293,6 +347,12 @@ SPEC_DSPARK = {"format": "DSpark (speculators)", "make": make_dspark, "write": a
 DEEP_DSPARK = {"format": "DSpark", "make": make_dspark, "write": as_deepspec_dspark}
 FORGE_DSPARK = {"format": "DSpark", "make": make_dspark, "write": as_specforge_dspark}
 ANGEL_DSPARK = {"format": "DSpark", "make": make_dspark, "write": as_angelspec_dspark}
+GEMMA4 = {
+    "format": "Gemma 4 assistant (transformers)",
+    "make": make_gemma4_assistant,
+    "write": as_gemma4_assistant,
+    "family": "gemma4",
+}
 OWN = {"own_embeddings": True, "own_head": True}
 
 # Of 8 layers, hs[2], hs[4] and hs[5] are what layers 1, 3 and 4 give.
@@ -595,6 +655,39 @@ CASES = {
         **ANGEL_DSPARK,
         ours={"dflash_config": {"target_layer_ids": [1, 5], "sample_from_anchor": False}},
         written={"target_layer_ids": [1, 5]},
+    ),
+    # Formats of 2026, 6.2: the head is the embedding where the two are tied; full layers are told apart in three ways.
+    "gemma4 assistant, a tied head": Case(
+        **GEMMA4,
+        ours={"final_logit_softcapping": 3.0},
+        written={
+            "text_config": {"final_logit_softcapping": 3.0},
+        },
+    ),
+    "gemma4 assistant, clusters, a head beside the embedding, older names": Case(
+        **GEMMA4,
+        ours={"num_centroids": 16, "centroid_intermediate_top_k": 5},
+        written={
+            "use_ordered_embeddings": True,
+            "num_centroids": 16,
+            "centroid_intermediate_top_k": 5,
+            "tie_word_embeddings": False,
+            "text_config": {
+                "per_layer_config": None,
+                "global_head_dim": 8,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 2,
+                "num_kv_shared_layers": 0,
+            },
+        },
+    ),
+    "gemma4 unified assistant, rotary defaults": Case(
+        **GEMMA4,
+        written={
+            "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
+            "model_type": "gemma4_unified_assistant",
+            "text_config": {"model_type": "gemma4_unified_text", "rope_parameters": None},
+        },
     ),
 }
 

@@ -77,6 +77,7 @@ def test_folder_in_a_published_layout_drafts_what_it_was_written_from(
     name: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     case = CASES[name]
+    target = case.target(target)
     drafter = build(case, target)
     config, tensors = case.save(drafter, tmp_path)
     assert recognise(config, "it", tensors.keys).name == case.format
@@ -94,6 +95,7 @@ def test_a_loaded_foreign_drafter_is_saved_in_our_layout_and_loads_again(
     name: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     case = CASES[name]
+    target = case.target(target)
     drafter = build(case, target)
     case.save(drafter, tmp_path)
     options = asdict(drafter.options)

@@ -31,6 +31,7 @@ def target() -> PreTrainedModel:
 @pytest.mark.parametrize("name", CASES)
 def test_report_on_a_published_layout_is_what_is_loaded(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
     case = CASES[name]
+    target = case.target(target)
     case.save(build(case, target), tmp_path)
     found = inspect_drafter(tmp_path)
     loaded = load_drafter(tmp_path, target)

@@ -52,6 +52,8 @@ CHANGES: list[tuple[str, str]] = [
     ("speculators dflash, converted", ""),
     ("speculators dflash, converted", "transformer_layer_config"),
     ("deepspec dflash, the root's slot predicts and nothing says so", ""),
+    ("gemma4 assistant, a tied head", ""),
+    ("gemma4 assistant, a tied head", "text_config"),
 ]
 
 
@@ -65,7 +67,7 @@ def change(folder: Path, section: str, **fields: Any) -> None:
 def test_unknown_key_is_named_in_an_error_and_without_a_value_in_a_warning(
     case: str, section: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
-    CASES[case].save(build(CASES[case], target), tmp_path)
+    CASES[case].save(build(CASES[case], CASES[case].target(target)), tmp_path)
     place = f"{section}." if section else ""
     change(tmp_path, section, gate_of_next_year=None)
     with pytest.warns(UserWarning, match=f"has {place}gate_of_next_year=None, which the reader of .* does not know"):
@@ -101,7 +103,7 @@ def test_a_switch_that_is_a_text_is_refused(
         load_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "specblock", "specbound", "specbranch"])
+@pytest.mark.parametrize("method", ["eagle3", "gemma4_assistant", "medusa", "specblock", "specbound", "specbranch"])
 def test_unknown_key_of_our_own_layouts_is_named(method: str, target: PreTrainedModel, tmp_path: Path) -> None:
     METHODS[method](target).save_pretrained(tmp_path)  # type: ignore[attr-defined]
     change(tmp_path, "", gate_of_next_year=True)

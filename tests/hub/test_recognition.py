@@ -16,7 +16,7 @@ from hf_specdec.hub.recognition import recognise
 # One sign for each row of the table, and what it means; rows 10 and 11 are told by tensors, or by nothing else.
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "1": ({"speculators_model_type": "eagle3"}, "EAGLE-3 (speculators)"),
-    "2": ({"model_type": "gemma4_assistant"}, "transformers assistant"),
+    "2": ({"model_type": "gemma4_assistant"}, "Gemma 4 assistant (transformers)"),
     "3": ({"diffspec_draft_token_num": 4}, "specblock"),
     "4": ({"dflash_config": {"selector_rank": 256}}, "DFlash 2"),
     "5": (

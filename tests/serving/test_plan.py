@@ -15,12 +15,13 @@ from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.serving import plan_serving
 from hf_specdec.training.causal_lm import new_draft_model
 from tests.drafters.mtp import test_mtp
-from tests.hub.layouts import LAYERS
+from tests.hub.layouts import LAYERS, as_gemma4_assistant, save
 from tests.methods import (
     make_causal_lm,
     make_dflash,
     make_dspark,
     make_eagle3,
+    make_gemma4_assistant,
     make_medusa,
     make_peagle,
     make_specblock,
@@ -118,6 +119,21 @@ def test_medusa_heads_are_served_as_they_are(target: PreTrainedModel, folder: Pa
     make_medusa(target).save_pretrained(folder.parent / "heads")
     plan = plan_serving(str(folder), str(folder.parent / "heads"))
     assert plan.speculative["method"] == "medusa"
+
+
+def test_gemma4_assistants_are_served_as_published(tmp_path: Path) -> None:
+    gemma = make_target("gemma4", "sdpa", torch.float32)
+    gemma.save_pretrained(tmp_path / "target")
+    drafter = make_gemma4_assistant(gemma)
+    (tmp_path / "published").mkdir()
+    save(tmp_path / "published", *as_gemma4_assistant(drafter))
+    plan = plan_serving(str(tmp_path / "target"), str(tmp_path / "published"))
+    assert plan.speculative["method"] == "mtp"
+    assert plan.speculative["model"] == str(tmp_path / "published")
+    drafter.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="vLLM serves Gemma 4 assistants as they were published"):
+        plan_serving(str(tmp_path / "target"), str(tmp_path / "ours"), export_folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

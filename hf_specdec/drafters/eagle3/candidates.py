@@ -8,6 +8,7 @@ arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in E
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
             key = ("levels", self.depth, self.top_k, self.vocab_size, at, cache.addresses)
             levels = self.calls(key, functools.partial(_levels, at), *values)
         context.lap("draft")
-        build = functools.partial(_best_tree, depth=self.depth, budget=self.tree_budget)
+        build = functools.partial(best_tree, depth=self.depth, budget=self.tree_budget)
         if self.calls is None:
             tree = build(root_ids, *levels)
         else:
@@ -70,7 +71,7 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
         return tree
 
     def levels(self, at: int, outputs: Tensor, root_positions: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """All candidates, level after level: scores, token ids, parents (see `_best_tree`), and which rows are finite.
+        """All candidates, level after level: scores, token ids, parents (see `best_tree`), and which rows are finite.
 
         Args:
             at: where the nodes' entries begin in the cache; those of the pairs lie before.
@@ -80,47 +81,28 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
         """
         drafter, cache = self.drafter, self.cache
         assert cache is not None
-        device, batch = outputs.device, outputs.shape[0]
+        batch = outputs.shape[0]
         width = min(self.top_k, drafter.config.draft_vocab_size)
         positions = root_positions.unsqueeze(1)
-        rows = torch.arange(batch, device=device).unsqueeze(1)
-        itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
+        rows = torch.arange(batch, device=outputs.device).unsqueeze(1)
+        itself = torch.eye(width, dtype=torch.bool, device=outputs.device).expand(batch, width, width)
+        # Of the level above: the drafter's outputs, and the nodes of this round that each node sees.
+        last, block = outputs.unsqueeze(1), itself.new_empty(batch, 1, 0)
 
-        # Candidates of all levels so far, level after level, parents by their place among them, -1 for the root.
-        logprobs, draft_ids = self._logits(outputs).log_softmax(-1).topk(width)
-        finite = logprobs.isfinite().all(-1)
-        token_ids = drafter.to_target_ids(draft_ids)
-        all_scores, all_ids, all_parents = [logprobs], [token_ids], [torch.full_like(token_ids, -1)]
-        # The nodes that the next level extends.
-        scores, ids = logprobs, token_ids
-        places = torch.arange(width, device=device).expand(batch, width)
-        states = drafter.recurrent(outputs).unsqueeze(1).expand(-1, width, -1)
-        block = itself
-        start = width
-        for level in range(1, self.depth):
+        def extend(level: int, token_ids: Tensor, above: Tensor) -> Tensor:
+            nonlocal last, block
+            block = torch.cat([block[rows, above], itself], dim=-1)
             with cache.writing_after((level - 1) * width):
-                outputs = drafter(
-                    self.embed(ids),
-                    states,
+                last = drafter(
+                    self.embed(token_ids),
+                    drafter.recurrent(last)[rows, above],
                     (positions + level - 1).expand(-1, width),
                     mask=self.additive(block, at, lengths),
                     cache=cache,
                 )
-            logprobs, draft_ids = self._logits(outputs).log_softmax(-1).topk(width)
-            finite &= logprobs.isfinite().all(-1).all(-1)
-            candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
-            token_ids = drafter.to_target_ids(draft_ids).flatten(1)
-            all_scores.append(candidates)
-            all_ids.append(token_ids)
-            all_parents.append(places.repeat_interleave(width, dim=1))
+            return self._logits(last)
 
-            scores, chosen = candidates.topk(width)
-            above = chosen // width
-            ids, places = token_ids.gather(1, chosen), start + chosen
-            states = drafter.recurrent(outputs)[rows, above]
-            block = torch.cat([block[rows, above], itself], dim=-1)
-            start += width * width
-        return torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite
+        return grow_levels(self._logits(outputs), extend, self.depth, width, drafter.to_target_ids)
 
     def _logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., draft_vocab] float32, without tokens that the target does not have."""
@@ -137,14 +119,56 @@ def _levels(at: int, generator: Eagle3Generator, *values: Tensor) -> tuple[Tenso
     return generator.levels(at, *values)
 
 
-def _best_tree(
+def grow_levels(
+    logits: Tensor,
+    extend: Callable[[int, Tensor, Tensor], Tensor],
+    depth: int,
+    width: int,
+    to_target_ids: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, ...]:
+    """All candidates, level after level: scores, token ids, parents, and which rows are finite; see `best_tree`.
+
+    Args:
+        logits: [batch, draft_vocab] floating, for the tokens after the roots.
+        extend: called as `extend(level, token_ids, above)` with the [batch, width] int64 tokens of depth `level`, from
+            1 on, that are extended, and the places of their parents among those of the last call (0, the root, at
+            level 1); gives [batch, width, draft_vocab] logits for the tokens after them.
+        depth: levels.
+        width: nodes of a level that are extended, and tokens that each is extended by.
+        to_target_ids: gives target ids for ids of the draft vocabulary.
+    """
+    logprobs, draft_ids = logits.log_softmax(-1).topk(width)
+    finite = logprobs[:, 0].isfinite()  # NaN is the greatest of all; -inf is a token that cannot be drafted
+    token_ids = to_target_ids(draft_ids)
+    all_scores, all_ids, all_parents = [logprobs], [token_ids], [torch.full_like(token_ids, -1)]
+    # The nodes that the next level extends; parents are given by their place among all candidates.
+    scores, ids, above = logprobs, token_ids, torch.zeros_like(token_ids)
+    places = torch.arange(width, device=logits.device).expand_as(token_ids)
+    start = width
+    for level in range(1, depth):
+        logprobs, draft_ids = extend(level, ids, above).log_softmax(-1).topk(width)
+        finite &= logprobs[..., 0].isfinite().all(-1)
+        candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
+        token_ids = to_target_ids(draft_ids).flatten(1)
+        all_scores.append(candidates)
+        all_ids.append(token_ids)
+        all_parents.append(places.repeat_interleave(width, dim=1))
+        scores, chosen = candidates.topk(width)
+        above = chosen // width
+        ids, places = token_ids.gather(1, chosen), start + chosen
+        start += width * width
+    return torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite
+
+
+def best_tree(
     root_ids: Tensor, scores: Tensor, token_ids: Tensor, parents: Tensor, finite: Tensor, *, depth: int, budget: int
 ) -> DraftTree:
     """The tree of the likeliest candidates.
 
     Args:
         root_ids: [batch] int64.
-        scores: [batch, candidates] float32, log-probability of the path to each; none exceeds its parent's.
+        scores: [batch, candidates] float32, log-probability of the path to each; none exceeds its parent's. -inf is
+            never drafted.
         token_ids: [batch, candidates] int64.
         parents: [batch, candidates] int64, place of each candidate's parent, which comes first; -1 for the root.
         finite: [batch] bool, False for rows without usable scores.
@@ -159,13 +183,13 @@ def _best_tree(
     node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
     above = parents.gather(1, best)
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
-    valid = finite.unsqueeze(1).expand(-1, kept + 1).clone()
-    valid[:, 0] = True
+    chosen = scores.gather(1, best)
+    valid = nn.functional.pad(finite.unsqueeze(1) & (chosen > -torch.inf), (1, 0), value=True)
     return DraftTree.from_parents(
         torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
         nn.functional.pad(node_parents, (1, 0), value=-1),
         max_depth=depth,
         valid=valid,
         finite=finite,
-        path_logprobs=nn.functional.pad(scores.gather(1, best), (1, 0)),
+        path_logprobs=nn.functional.pad(chosen, (1, 0)),
     )

@@ -125,6 +125,7 @@ class MergedGenerator(TreeCandidateGenerator):
             start += count * width
         self.sources = [source.candidate_generator(target) for source in drafter.sources]
         self.drops_rows = all(source.drops_rows for source in self.sources)
+        self.reads_cache = any(source.reads_cache for source in self.sources)
         self.trees: list[DraftTree | None] = [None for _ in self.sources]  # of the latest round, of those asked
         # Tokens that are expected to be accepted, before and after each was asked.
         self.expected: list[tuple[float, float]] = [(0.0, 0.0) for _ in self.sources]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hf_specdec.hub.files import CONFIG_FILE
 from hf_specdec.hub.formats.base import Config, Format, Shapes, as_it_is
+from hf_specdec.hub.formats.gemma4_assistant import GEMMA4_ROPES
 from hf_specdec.hub.formats.keys import HOST, OURS, Section, decoder
 
 PREFIX = "hf_specdec_"
@@ -51,6 +52,16 @@ _EAGLE3 = (
 _KEYS = {
     "eagle3": decoder(*_EAGLE3),
     "peagle": decoder("mask_token_id", "num_draft_tokens", *_EAGLE3),
+    "gemma4_assistant": Section(
+        OURS.union((
+            "attention_bias", "backbone_hidden_size", "centroid_intermediate_top_k", "final_logit_softcapping",
+            "global_head_dim", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+            "num_attention_heads", "num_centroids", "num_global_key_value_heads", "num_hidden_layers",
+            "num_key_value_heads", "rms_norm_eps", "sliding_window", "target_model_type", "vocab_size",
+        )),
+        HOST,
+        nested={"rope_parameters": GEMMA4_ROPES},
+    ),
     "medusa": Section(
         OURS.union(("hidden_size", "medusa_num_heads", "medusa_num_layers", "own_head", "vocab_size")), HOST
     ),

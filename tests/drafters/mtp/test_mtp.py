@@ -435,8 +435,8 @@ def test_inspecting_a_target_tells_of_the_layer(tmp_path: Path) -> None:
     made = make_target("glm4_moe", tmp_path)
     found = inspect_drafter(tmp_path)
     assert not found.problems
-    layer = "It holds a multi-token-prediction layer at model.layers.4.eh_proj, with which it drafts for itself"
-    assert found.notes == [f"{layer} as a target: load_drafter('mtp', target)."]
+    layer = "It holds a multi-token-prediction layer at model.layers.4.eh_proj: as a target it drafts for itself"
+    assert found.notes == [f"{layer}, with load_drafter('mtp', target)."]
     _files_with(made, {}, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     quantised = inspect_drafter(tmp_path)
     assert "quantised drafters are not supported" in quantised.problems[0]
