@@ -8,13 +8,14 @@ uses the same model.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.taps import decoder_layers
@@ -22,11 +23,11 @@ from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.draft_model import DraftVocabulary, target_ids_of
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.option_types import positive_int
+from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, Rows, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
-from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
+from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -124,20 +125,23 @@ def take_vocabulary(draft_model: PreTrainedModel, target: PreTrainedModel, targe
     CausalLMDrafter(draft_model).set_vocabulary(target_ids)
 
 
-def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--layers", type=positive_int, default=2, help="of the target, evenly spaced")
-    add_vocabulary_argument(group)
+@dataclass(kw_only=True)
+class DraftModelOptions(TrainOptions):
+    """Options of the training command for draft models."""
+
+    layers: Count = HfArg(default=2, help="of the target, evenly spaced")
+    draft_vocab_size: Count | None = HfArg(default=None, help=VOCABULARY_HELP)
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
+    options: DraftModelOptions, target: PreTrainedModel, source: Source
 ) -> tuple[PreTrainedModel, DistillationStep]:
-    size = checked_vocabulary_size(arguments.draft_vocab_size, target)
-    model = new_draft_model(target, arguments.layers, draft_vocab_size=size)
+    size = checked_vocabulary_size(options.draft_vocab_size, target)
+    model = new_draft_model(target, options.layers, draft_vocab_size=size)
     return model, DistillationStep(model, target)
 
 
-def _read_rows(arguments: argparse.Namespace, model: PreTrainedModel, target: PreTrainedModel, rows: Rows) -> None:
+def _read_rows(options: DraftModelOptions, model: PreTrainedModel, target: PreTrainedModel, rows: Rows) -> None:
     target_ids = target_ids_of(model)
     if target_ids is not None:
         take_vocabulary(model, target, choose_vocabulary(rows, len(target_ids), target))
@@ -152,7 +156,7 @@ def _finish(model: PreTrainedModel, target: PreTrainedModel, held_out: Rows) -> 
 register_recipe(
     Recipe(
         "causal_lm",
-        _add_arguments,
+        DraftModelOptions,
         _prepare,
         read_rows=_read_rows,
         finish=_finish,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from hf_specdec.training.chat import (
     write_answers,
 )
 from hf_specdec.training.data import datasets_package, documents_hash
+from hf_specdec.training.options import TrainOptions
 from hf_specdec.training.recipe import Rows
 from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
 
@@ -35,18 +35,19 @@ class ConversationSource(Source):
 
     option = "data"
 
-    def __init__(self, arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert options.data is not None, "TextSource is for the other case"
         check_template(tokenizer)
-        self.tokenizer, self.description = tokenizer, " ".join(arguments.data)
+        self.tokenizer, self.description = tokenizer, " ".join(options.data)
         self.settings = AnswerSettings(
-            temperature=arguments.temperature,
-            max_new_tokens=arguments.new_tokens,
-            max_length=arguments.max_length,
-            seed=arguments.seed,
+            temperature=options.temperature,
+            max_new_tokens=options.new_tokens or 384,
+            max_length=options.max_length,
+            seed=options.seed,
         )
-        self.work_dir: Path = arguments.work_dir
-        self.answered = [Path(source) for source in arguments.data if is_answers(source)]
-        self.unanswered = {source: read_conversations(source) for source in arguments.data if not is_answers(source)}
+        self.work_dir = options.work_dir
+        self.answered = [Path(source) for source in options.data if is_answers(source)]
+        self.unanswered = {source: read_conversations(source) for source in options.data if not is_answers(source)}
         answers = [row for folder in self.answered for row in read_answers(folder)]
         self.documents = [row["prompt_ids"] + row["answer_ids"] for row in answers]
         questions = [

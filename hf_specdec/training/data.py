@@ -84,19 +84,14 @@ def mix(own: datasets.Dataset, plain: datasets.Dataset, plain_share: float, *, s
     return datasets_package().concatenate_datasets([own, chosen]).shuffle(seed=seed)
 
 
-def check_plain_share(plain_share: float) -> None:
-    """Raises ValueError if the share of plain text is not in [0, 1)."""
-    if not 0 <= plain_share < 1:
-        raise ValueError(f"plain_share={plain_share} must be at least 0 and less than 1.")
-
-
 def plain_rows(num_own: int, num_plain: int, plain_share: float) -> int:
     """How many of `num_plain` rows of plain text give `plain_share` of a mixture with `num_own` written rows.
 
     Raises:
         ValueError: the share is not in [0, 1), or needs more than `num_plain` rows.
     """
-    check_plain_share(plain_share)
+    if not 0 <= plain_share < 1:
+        raise ValueError(f"plain_share={plain_share} must be at least 0 and less than 1.")
     wanted = round(num_own * plain_share / (1 - plain_share))
     if wanted > num_plain:
         raise ValueError(
@@ -131,18 +126,6 @@ class _MostFinished(StoppingCriteria):
         finished = torch.isin(written, self.end_ids.to(written.device)).any(1)
         stop = finished.float().mean() >= self.share
         return stop.expand(len(input_ids))
-
-
-def check_wanted(num_rows: int, prompt_lengths: tuple[int, int]) -> None:
-    """Raises ValueError if the number of rows or the prompt lengths are not valid."""
-    if num_rows < 1:
-        raise ValueError(f"The number of rows to write is {num_rows}, but must be at least 1.")
-    shortest, longest = prompt_lengths
-    if not 1 <= shortest <= longest:
-        raise ValueError(
-            f"Prompts of {shortest} to {longest} tokens are not possible: the shortest must have at least 1 token and "
-            "at most as many as the longest."
-        )
 
 
 def check_documents(documents: Sequence[Sequence[int]], shortest: int) -> None:
@@ -210,7 +193,14 @@ def write_continuations(
             no time for any batch.
     """
     datasets = datasets_package()
-    check_wanted(num_rows, prompt_lengths)
+    if num_rows < 1:
+        raise ValueError(f"The number of rows to write is {num_rows}, but must be at least 1.")
+    shortest, longest = prompt_lengths
+    if not 1 <= shortest <= longest:
+        raise ValueError(
+            f"Prompts of {shortest} to {longest} tokens are not possible: the shortest must have at least 1 token and "
+            "at most as many as the longest."
+        )
     check_documents(documents, prompt_lengths[0])
     lengths = torch.tensor([len(document) for document in documents])
     recipe = {

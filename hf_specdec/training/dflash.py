@@ -10,14 +10,15 @@ Source: DFlash, arXiv 2602.06036, Section 4.2; shared facts on formats, sections
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
 from hf_specdec.drafters.dflash.configuration import DFlashConfig, default_target_layer_ids
@@ -25,11 +26,11 @@ from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
 from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
-from hf_specdec.training.option_types import not_negative_float, positive_int
-from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, decoder_shape, register_recipe
+from hf_specdec.training.options import Count, NotNegative
+from hf_specdec.training.recipe import Recipe, Rows, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
-from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
+from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
 
 # A logit of probability 0. It is finite, so that a token that both distributions exclude adds 0 to KL and not NaN.
 NEVER = -1e4
@@ -364,21 +365,21 @@ def default_mask_token(
     )
 
 
-def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options of drafters that fill a block."""
-    add_shape_arguments(group)
-    group.add_argument("--block-size", type=positive_int, default=8, help="slots of a block, including the root's")
-    group.add_argument("--mask-token-id", type=int, help="default: an id that text does not use; printed")
-    add_vocabulary_argument(group)
-    group.add_argument("--anchors", type=positive_int, default=32, help="blocks per row and step")
-    group.add_argument("--loss", choices=LOSS_NAMES, default="ce")
-    group.add_argument(
-        "--gamma", type=not_negative_float, default=4.0, help="position weights exp(-(k-1)/gamma); 0: equal weights"
-    )
+@dataclass(kw_only=True)
+class DFlashOptions(ShapeOptions):
+    """Options of drafters that fill a block."""
+
+    layers: Count = HfArg(default=2, help="decoder layers of the drafter")
+    block_size: Count = HfArg(default=8, help="slots of a block, including the root's")
+    mask_token_id: int | None = HfArg(default=None, help="default: an id that text does not use; printed")
+    draft_vocab_size: Count | None = HfArg(default=None, help=VOCABULARY_HELP)
+    anchors: Count = HfArg(default=32, help="blocks per row and step")
+    loss: LossName = HfArg(default="ce", help="ce with the tokens of the rows; the others with the target's probs")
+    gamma: NotNegative = HfArg(default=4.0, help="position weights exp(-(k-1)/gamma); 0: equal weights")
 
 
 def prepare(
-    arguments: argparse.Namespace,
+    options: DFlashOptions,
     target: PreTrainedModel,
     source: Source,
     *,
@@ -388,39 +389,37 @@ def prepare(
 ) -> tuple[DFlashDrafter, DFlashStep]:
     """`Recipe.prepare` of drafters that fill a block.
 
-    Sets and prints `arguments.mask_token_id` if the option is not given.
+    Sets and prints `options.mask_token_id` if the option is not given.
 
     Args:
-        arguments: the parsed options.
+        options: of the command.
         target: the model to draft for.
         source: of the training rows.
         new: makes the drafter; takes the arguments of `new_drafter`.
         step: class of the training step.
         further: arguments of `new` in addition to the shared options.
     """
-    if arguments.mask_token_id is None:
-        arguments.mask_token_id, name = default_mask_token(source.tokenizer, target, source.documents)
-        print(f"mask token: {arguments.mask_token_id}, {name}; --mask-token-id chooses another")
+    if options.mask_token_id is None:
+        options.mask_token_id, name = default_mask_token(source.tokenizer, target, source.documents)
+        print(f"mask token: {options.mask_token_id}, {name}; --mask-token-id chooses another")
     drafter = new(
         target,
-        mask_token_id=arguments.mask_token_id,
-        num_layers=arguments.layers,
-        block_size=arguments.block_size,
-        target_layer_ids=arguments.taps,
-        intermediate_size=arguments.intermediate_size,
-        draft_vocab_size=checked_vocabulary_size(arguments.draft_vocab_size, target),
+        mask_token_id=options.mask_token_id,
+        num_layers=options.layers,
+        block_size=options.block_size,
+        target_layer_ids=options.taps,
+        intermediate_size=options.intermediate_size,
+        draft_vocab_size=checked_vocabulary_size(options.draft_vocab_size, target),
         **further,
     )
-    return drafter, step(
-        drafter, target, num_anchors=arguments.anchors, loss=arguments.loss, gamma=arguments.gamma or None
-    )
+    return drafter, step(drafter, target, num_anchors=options.anchors, loss=options.loss, gamma=options.gamma or None)
 
 
-def read_rows(arguments: argparse.Namespace, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def read_rows(options: DFlashOptions, drafter: DFlashDrafter, target: PreTrainedModel, rows: Rows) -> None:
     """Sets the drafter's vocabulary from the rows."""
     if drafter.config.maps_vocabulary:
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
 
 
 RECORDED = ("mask_token_id", "draft_vocab_size", "anchors", "loss", "gamma")
-register_recipe(Recipe("dflash", add_arguments, prepare, read_rows=read_rows, recorded=RECORDED, eval_batch_size=32))
+register_recipe(Recipe("dflash", DFlashOptions, prepare, read_rows=read_rows, recorded=RECORDED, eval_batch_size=32))

@@ -9,19 +9,20 @@ Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026, section 2.4. 
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.dflash import DFlashDrafter
 from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.dspark.configuration import MARKOV_HEADS
 from hf_specdec.training import dflash
-from hf_specdec.training.option_types import positive_int
+from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, register_recipe
 from hf_specdec.training.source import Source
 
@@ -95,31 +96,33 @@ def new_drafter(
     )
 
 
-def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    dflash.add_arguments(group)
-    group.set_defaults(block_size=7)
-    group.add_argument("--markov-rank", type=positive_int, default=64, help="width of the Markov head")
-    group.add_argument("--markov-head-type", choices=MARKOV_HEADS, default="vanilla")
+@dataclass(kw_only=True)
+class DSparkOptions(dflash.DFlashOptions):
+    """Options of the training command for DSpark."""
+
+    block_size: Count = HfArg(default=7, help="slots of a block, including the root's; all of them draft")
+    markov_rank: Count = HfArg(default=64, help="width of the Markov head")
+    markov_head_type: str = HfArg(default="vanilla", help="of the Markov head", metadata={"choices": MARKOV_HEADS})
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
+    options: DSparkOptions, target: PreTrainedModel, source: Source
 ) -> tuple[DFlashDrafter, dflash.DFlashStep]:
     return dflash.prepare(
-        arguments,
+        options,
         target,
         source,
         new=new_drafter,
         step=DSparkStep,
-        markov_rank=arguments.markov_rank,
-        markov_head_type=arguments.markov_head_type,
+        markov_rank=options.markov_rank,
+        markov_head_type=options.markov_head_type,
     )
 
 
 register_recipe(
     Recipe(
         "dspark",
-        _add_arguments,
+        DSparkOptions,
         _prepare,
         read_rows=dflash.read_rows,
         recorded=(*dflash.RECORDED, "markov_rank", "markov_head_type"),

@@ -10,25 +10,26 @@ drafter is in `hf_specdec/drafters/eagle3/`, the target's states in `features.py
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, default_target_layer_ids
 from hf_specdec.drafters.eagle3.modeling import Eagle3Drafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.option_types import positive_float, positive_int
+from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import GradientStore, block_masks
-from hf_specdec.training.recipe import Recipe, Rows, decoder_shape, register_recipe
+from hf_specdec.training.recipe import Recipe, Rows, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
-    add_vocabulary_argument,
+    VOCABULARY_HELP,
     checked_vocabulary_size,
     choose_vocabulary,
     copy_final_norm,
@@ -143,32 +144,31 @@ def _copy_head(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
     copy_final_norm(drafter.norm.weight, target)
 
 
-def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    add_vocabulary_argument(group, DRAFT_VOCAB_SIZE)
-    group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: EAGLE's three")
-    group.add_argument("--intermediate-size", type=positive_int, help="of the MLP; default: the target's")
-    group.add_argument("--passes", type=positive_int, default=7, help="depths to train")
-    group.add_argument("--decay", type=positive_float, default=0.8, help="weight of each pass relative to the previous")
+@dataclass(kw_only=True)
+class Eagle3Options(ShapeOptions):
+    """Options of the training command for EAGLE-3."""
+
+    draft_vocab_size: Count | None = HfArg(default=None, help=f"{VOCABULARY_HELP}, but at most {DRAFT_VOCAB_SIZE}")
+    passes: Count = HfArg(default=7, help="depths to train")
+    decay: Positive = HfArg(default=0.8, help="weight of each pass relative to the previous one")
 
 
-def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
-) -> tuple[Eagle3Drafter, Eagle3Step]:
+def _prepare(options: Eagle3Options, target: PreTrainedModel, source: Source) -> tuple[Eagle3Drafter, Eagle3Step]:
     drafter = new_drafter(
         target,
-        draft_vocab_size=checked_vocabulary_size(arguments.draft_vocab_size, target, DRAFT_VOCAB_SIZE),
-        target_layer_ids=arguments.taps,
-        intermediate_size=arguments.intermediate_size,
+        draft_vocab_size=checked_vocabulary_size(options.draft_vocab_size, target, DRAFT_VOCAB_SIZE),
+        target_layer_ids=options.taps,
+        intermediate_size=options.intermediate_size,
     )
-    return drafter, Eagle3Step(drafter, target, passes=arguments.passes, decay=arguments.decay)
+    return drafter, Eagle3Step(drafter, target, passes=options.passes, decay=options.decay)
 
 
-def _read_rows(arguments: argparse.Namespace, drafter: Eagle3Drafter, target: PreTrainedModel, rows: Rows) -> None:
+def _read_rows(options: Eagle3Options, drafter: Eagle3Drafter, target: PreTrainedModel, rows: Rows) -> None:
     if drafter.config.maps_vocabulary:
         drafter.set_vocabulary(choose_vocabulary(rows, drafter.config.draft_vocab_size, target))
         _copy_head(drafter, target)
 
 
 register_recipe(
-    Recipe("eagle3", _add_arguments, _prepare, read_rows=_read_rows, recorded=("draft_vocab_size", "passes", "decay"))
+    Recipe("eagle3", Eagle3Options, _prepare, read_rows=_read_rows, recorded=("draft_vocab_size", "passes", "decay"))
 )

@@ -14,7 +14,6 @@ Source: SpecBranch, Section 5.1 and Appendix E.4. H-RAD is used in `drafters/spe
 
 from __future__ import annotations
 
-import argparse
 import copy
 import platform
 import shlex
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.state import RoundState
@@ -44,11 +44,10 @@ from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
-from hf_specdec.training.command import check_output
-from hf_specdec.training.option_types import positive_float, positive_int, seed_number, share_of_all
+from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
 from hf_specdec.training.progress import token_progress
 from hf_specdec.training.source import check_width
-from hf_specdec.training.text import Corpus, read_text
+from hf_specdec.training.text import Corpus, chosen_corpus
 
 CLASSES = ("all reject", "partial", "all accept")
 
@@ -89,6 +88,33 @@ class Settings:
     label_smoothing: float = 0.1
     neighbours: int = 5
     clip: float = 1.0
+
+
+@dataclass(kw_only=True)
+class HRADOptions(CommandOptions):
+    """Options of the command."""
+
+    draft_model: str = HfArg(help="folder or Hub id of a model with the target's tokenizer")
+    text: Path | None = HfArg(default=None, help='.jsonl with a field "text", or .txt')
+    data: list[str] | None = HfArg(
+        default=None,
+        help="instead of --text: conversations, or folders of answers: their user messages are the prompts",
+    )
+    refer_to: str | None = HfArg(
+        default=None, help="name of the draft model in the checkpoint: a Hub id, or a path relative to --output"
+    )
+    with_draft_model: bool = HfArg(default=False, help="save the draft model inside the checkpoint")
+    push_to_hub: str | None = HfArg(default=None, help="also publish it in this repository")
+    license: str | None = HfArg(default=None, help="Hub licence id, for the drafter's card")
+    prompt_tokens: Count = HfArg(default=48, help="length of the prompts, with --text")
+    new_tokens: Count = HfArg(default=128, help="tokens to generate per prompt")
+    num_prompts: Count = HfArg(default=400, help="most prompts")
+    draft_length: Count = HfArg(default=8, help="tokens of every draft; about the speed ratio")
+    min_confidence: Share = HfArg(default=0.4, help="epsilon of this pair, saved as the default of the drafting option")
+    max_minutes: Positive | None = HfArg(default=None, help="time limit of running the pair")
+    examples: Path | None = HfArg(default=None, help="file of the collected examples: used if it exists, else written")
+    epochs: Count = HfArg(default=Settings.epochs, help="upper bound")
+    learning_rate: Positive = HfArg(default=Settings.learning_rate, help="of AdamW at the start")
 
 
 _Examples: TypeAlias = list[tuple[Tensor, int]]  # per draft the input of H-RAD and the class
@@ -357,82 +383,56 @@ def main(
         OSError: a model or a file does not exist.
         ValueError: there is too little text, or models, examples and options do not fit each other.
     """
-    parser = argparse.ArgumentParser(prog=program, description="Train H-RAD for a target and a draft model.")
-    parser.add_argument("--target", required=True, help="folder or Hub id")
-    parser.add_argument("--draft-model", required=True, help="folder or Hub id of a model with the target's tokenizer")
-    source = parser.add_mutually_exclusive_group(required=corpus is None)
-    source.add_argument("--text", type=Path, help='.jsonl with a field "text", or .txt')
-    source.add_argument(
-        "--data", nargs="+", help="conversations, or folders of answers: their user messages are the prompts"
+    options = parse(
+        HRADOptions,
+        argv,
+        program=program,
+        description="Train H-RAD for a target and a draft model.",
+        one_of=("text", "data"),
+        required=corpus is None,
     )
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--refer-to", help="name of the draft model in the checkpoint: a Hub id, or a path relative to --output"
-    )
-    parser.add_argument("--with-draft-model", action="store_true", help="save the draft model inside the checkpoint")
-    parser.add_argument("--push-to-hub", metavar="REPO", help="also publish it")
-    parser.add_argument("--license", help="Hub licence id, for the drafter's card")
-    parser.add_argument("--prompt-tokens", type=positive_int, default=48, help="length of the prompts, with --text")
-    parser.add_argument("--new-tokens", type=positive_int, default=128, help="tokens to generate per prompt")
-    parser.add_argument("--num-prompts", type=positive_int, default=400)
-    parser.add_argument(
-        "--draft-length", type=positive_int, default=8, help="tokens of every draft; about the speed ratio"
-    )
-    parser.add_argument(
-        "--min-confidence",
-        type=share_of_all,
-        default=0.4,
-        help="epsilon of this pair, saved as the default of the drafting option",
-    )
-    parser.add_argument("--max-minutes", type=positive_float, help="time limit of running the pair")
-    parser.add_argument("--examples", type=Path, help="file of the collected examples: used if it exists, else written")
-    parser.add_argument("--epochs", type=positive_int, default=Settings.epochs)
-    parser.add_argument("--learning-rate", type=positive_float, default=Settings.learning_rate)
-    parser.add_argument("--seed", type=seed_number, default=0)
-    arguments = parser.parse_args(argv)
-    check_output(arguments.output)
     _smote()  # fails before the pair runs
-    set_seed(arguments.seed)
+    set_seed(options.seed)
     started = time.monotonic()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
     target, draft_model = (
-        whole_target(name, dtype=dtype).to(device).eval() for name in (arguments.target, arguments.draft_model)
+        whole_target(name, dtype=dtype).to(device).eval() for name in (options.target, options.draft_model)
     )
-    if arguments.data is not None:
-        prompts = asked_prompts(arguments.data, tokenizer, arguments.num_prompts, arguments.seed)
+    if options.data is not None:
+        prompts = asked_prompts(options.data, tokenizer, options.num_prompts, options.seed)
         if len(prompts) < 2:
             raise ValueError(
-                f"{' '.join(arguments.data)} holds {len(prompts)} conversation, but 2 are needed, to train on and to "
+                f"{' '.join(options.data)} holds {len(prompts)} conversation, but 2 are needed, to train on and to "
                 "hold out: give more."
             )
     else:
-        texts, _ = corpus.read() if corpus and arguments.text is None else read_text(arguments.text)
+        texts, _ = chosen_corpus(options.text, corpus).read()
         documents = tokenizer(texts)["input_ids"]
-        prompts = cut_prompts(documents, arguments.prompt_tokens, arguments.num_prompts, arguments.seed)
+        prompts = cut_prompts(documents, options.prompt_tokens, options.num_prompts, options.seed)
         if len(prompts) < 2:
             raise ValueError(
-                f"{len(documents)} documents gave {len(prompts)} prompts of --prompt-tokens {arguments.prompt_tokens} "
-                f"tokens (--num-prompts {arguments.num_prompts}), but 2 are needed, to train on and to hold out: give "
+                f"{len(documents)} documents gave {len(prompts)} prompts of --prompt-tokens {options.prompt_tokens} "
+                f"tokens (--num-prompts {options.num_prompts}), but 2 are needed, to train on and to hold out: give "
                 "more or longer documents, or shorter prompts."
             )
     for model in (target, draft_model):
-        check_width(max(map(len, prompts)) + arguments.new_tokens, "prompts and --new-tokens together", model)
+        check_width(max(map(len, prompts)) + options.new_tokens, "prompts and --new-tokens together", model)
     drafter = SpecBranchDrafter(_config(target, draft_model)).eval()
     drafter.attach(draft_model)
     drafter.check_target(target)
     h_rad = drafter.h_rad
     assert h_rad is not None
     split = max(1, len(prompts) // 8)
-    minutes = arguments.max_minutes
-    wanted = {"draft_length": arguments.draft_length, "new_tokens": arguments.new_tokens}
-    if arguments.examples is not None and arguments.examples.exists():
-        held_out, examples = _read_examples(arguments.examples)
+    minutes = options.max_minutes
+    wanted = {"draft_length": options.draft_length, "new_tokens": options.new_tokens}
+    if options.examples is not None and options.examples.exists():
+        held_out, examples = _read_examples(options.examples)
         if examples.inputs.shape[1] != len(h_rad.mean):
             raise ValueError(
-                f"The examples in {str(arguments.examples)!r} have {examples.inputs.shape[1]} features each, but the "
+                f"The examples in {str(options.examples)!r} have {examples.inputs.shape[1]} features each, but the "
                 f"H-RAD of this pair reads {len(h_rad.mean)}: they were collected from another pair. Give another file "
                 "with --examples."
             )
@@ -442,25 +442,25 @@ def main(
             collect(target, draft_model, some, max_minutes=None if minutes is None else minutes * share, **wanted)
             for some, share in both
         )
-        if arguments.examples is not None:
-            _write_examples(arguments.examples, held_out, examples)
+        if options.examples is not None:
+            _write_examples(options.examples, held_out, examples)
     collected_s = time.monotonic() - started
 
-    settings = Settings(epochs=arguments.epochs, learning_rate=arguments.learning_rate)
-    losses = fit(h_rad, examples, held_out, settings, arguments.seed)
+    settings = Settings(epochs=options.epochs, learning_rate=options.learning_rate)
+    losses = fit(h_rad, examples, held_out, settings, options.seed)
     matrix = confusion(h_rad, held_out)
     print(f"{len(examples.classes)} examples, {len(losses)} epochs, best held-out loss {min(losses):.3f}")
     print(confusion_table(matrix))
 
-    if arguments.with_draft_model:
+    if options.with_draft_model:
         drafter.config.draft_model = OWN_DRAFT_MODEL
-    elif arguments.refer_to:
-        drafter.config.draft_model = arguments.refer_to
-    drafter.set_options(min_confidence=arguments.min_confidence)
+    elif options.refer_to:
+        drafter.config.draft_model = options.refer_to
+    drafter.set_options(min_confidence=options.min_confidence)
     drafter.config.target_tokenizer_sha256 = tokenizer_fingerprint(tokenizer)
     counts = torch.bincount(examples.classes, minlength=len(CLASSES)).tolist()
     drafter.training_record = {
-        "data": f"{len(examples.classes)} drafts of {arguments.draft_length} tokens from running the pair greedily",
+        "data": f"{len(examples.classes)} drafts of {options.draft_length} tokens from running the pair greedily",
         "classes": dict(zip(CLASSES, counts, strict=True)),
         "recognised_of_held_out": {
             name: round(row[kind] / max(1, sum(row)), 3)
@@ -475,11 +475,11 @@ def main(
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": date.today().isoformat(),
     }
-    if arguments.license:
-        drafter.training_record["license"] = arguments.license
-    drafter.save_pretrained(arguments.output)
-    if arguments.push_to_hub:
-        drafter.push_to_hub(arguments.push_to_hub)
+    if options.license:
+        drafter.training_record["license"] = options.license
+    drafter.save_pretrained(options.output)
+    if options.push_to_hub:
+        drafter.push_to_hub(options.push_to_hub)
 
 
 def _write_examples(file: Path, held_out: Examples, examples: Examples) -> None:

@@ -5,21 +5,23 @@ A method registers its recipe at the foot of its module under `training/`; the c
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.hf_argparser import HfArg
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
-from hf_specdec.training.option_types import positive_int
+from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
 if TYPE_CHECKING:
     from hf_specdec.training.source import Source
+
+Options = TypeVar("Options", bound=TrainOptions)
 
 
 class Rows(Protocol):
@@ -33,19 +35,19 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Generic[Options]):
     """How to train drafters of one method.
 
     Attributes:
         name: of the method.
-        add_arguments: adds the method's options to the command; the shared ones are there already.
-        prepare: makes an untrained drafter and its step from the parsed options, the target and the source of the
+        options: the dataclass of the method's options, those of `TrainOptions` included.
+        prepare: makes an untrained drafter and its step from the options, the target and the source of the
             rows. It is called before any row is written, and raises ValueError if something does not fit.
         recorded: names of the options that the drafter's record keeps in addition to the shared ones.
         eval_batch_size: rows per evaluation batch; None for the training batch size.
         adapting: makes the step that trains a drafter while it serves, from the drafter and its target; None if the
             method has no such step.
-        read_rows: sets what depends on the training rows, such as the tokens of a draft vocabulary, from the parsed
+        read_rows: sets what depends on the training rows, such as the tokens of a draft vocabulary, from the
             options, the drafter, the target and the rows. Not called with --start-from.
         finish: sets what is measured and not trained, from the trained drafter, the target and the held-out rows. It
             is called before the drafter is saved.
@@ -53,20 +55,20 @@ class Recipe:
     """
 
     name: str
-    add_arguments: Callable[[argparse._ArgumentGroup], None]
-    prepare: Callable[[argparse.Namespace, PreTrainedModel, Source], tuple[PreTrainedModel, TrainingStep]]
+    options: type[Options]
+    prepare: Callable[[Options, PreTrainedModel, Source], tuple[PreTrainedModel, TrainingStep]]
     recorded: tuple[str, ...] = ()
     eval_batch_size: int | None = None
     adapting: Callable[[Any, PreTrainedModel], AdaptiveStep] | None = None
-    read_rows: Callable[[argparse.Namespace, Any, PreTrainedModel, Rows], None] | None = None
+    read_rows: Callable[[Options, Any, PreTrainedModel, Rows], None] | None = None
     finish: Callable[[Any, PreTrainedModel, Rows], None] | None = None
     as_drafter: Callable[[Any], PublishedDrafter] | None = None
 
 
-RECIPES: dict[str, Recipe] = {}
+RECIPES: dict[str, Recipe[Any]] = {}
 
 
-def register_recipe(recipe: Recipe) -> None:
+def register_recipe(recipe: Recipe[Any]) -> None:
     """Adds a method to the training command.
 
     Raises:
@@ -76,7 +78,7 @@ def register_recipe(recipe: Recipe) -> None:
         raise ValueError(f"A training recipe {recipe.name!r} is registered already; choose another name.")
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> Recipe[Any]:
     """The recipe of a method.
 
     Raises:
@@ -129,8 +131,9 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10000.0)}
 
 
-def add_shape_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options of drafters that are a stack of decoder layers over tapped states of the target."""
-    group.add_argument("--layers", type=positive_int, default=2, help="decoder layers of the drafter")
-    group.add_argument("--taps", type=int, nargs="+", help="target layers to read; default: evenly spaced ones")
-    group.add_argument("--intermediate-size", type=positive_int, help="of the MLPs; default: the target's")
+@dataclass(kw_only=True)
+class ShapeOptions(TrainOptions):
+    """Options of drafters that are decoder layers over tapped states of the target."""
+
+    taps: list[int] | None = HfArg(default=None, help="target layers to read; default: the choice of the method")
+    intermediate_size: Count | None = HfArg(default=None, help="of the MLPs; default: the target's")

@@ -7,12 +7,14 @@ of any text has a label. Source: SpecBound, Section 3.1 and Appendix C. The head
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.specbound.adapters import sample_of
 from hf_specdec.drafters.specbound.configuration import HEAD_KINDS, PAPER_DEPTH_SHARE, SpecBoundConfig
@@ -20,14 +22,15 @@ from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
 from hf_specdec.drafters.specbound.slices import LayerSlices
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
-from hf_specdec.training.losses import LossName, ce_loss, kl_loss
-from hf_specdec.training.option_types import positive_int
+from hf_specdec.training.losses import ce_loss, kl_loss
+from hf_specdec.training.options import Count, TrainOptions
 from hf_specdec.training.recipe import Recipe, Rows, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
-from hf_specdec.training.vocabulary import add_vocabulary_argument, checked_vocabulary_size, choose_vocabulary
+from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary
 
-LOSSES: tuple[LossName, ...] = ("ce", "kl")
+HeadLoss = Literal["ce", "kl"]
+LOSSES: tuple[HeadLoss, ...] = get_args(HeadLoss)
 
 
 class SpecBoundStep(TrainingStep):
@@ -45,7 +48,7 @@ class SpecBoundStep(TrainingStep):
     """
 
     def __init__(
-        self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: LossName = "ce"
+        self, drafter: SpecBoundDrafter, target: PreTrainedModel, *, num_positions: int = 64, loss: HeadLoss = "ce"
     ) -> None:
         drafter.check_target(target)
         check_same_size(drafter, target, "training")
@@ -183,35 +186,38 @@ def _copy_heads(drafter: SpecBoundDrafter, target: PreTrainedModel) -> None:
         weight.copy_(rows if drafter.draft_ids is None else rows[drafter.draft_ids.to(rows.device)])
 
 
-def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--exit-layers", type=positive_int, nargs="+", help="layers before each exit; default: three")
-    group.add_argument("--head", choices=HEAD_KINDS, default="lora")
-    group.add_argument("--lora-rank", type=positive_int, default=64)
-    add_vocabulary_argument(group)
-    group.add_argument("--positions", type=positive_int, default=64, help="per row and step")
-    group.add_argument("--loss", choices=LOSSES, default="ce")
+@dataclass(kw_only=True)
+class SpecBoundOptions(TrainOptions):
+    """Options of the training command for SpecBound."""
+
+    exit_layers: list[Count] | None = HfArg(default=None, help="layers before each exit; default: three")
+    head: str = HfArg(default="lora", help="of each exit", metadata={"choices": HEAD_KINDS})
+    lora_rank: Count = HfArg(default=64, help="of lora heads")
+    draft_vocab_size: Count | None = HfArg(default=None, help=VOCABULARY_HELP)
+    positions: Count = HfArg(default=64, help="per row and step")
+    loss: HeadLoss = HfArg(default="ce", help="against the target's most probable token, or its distribution")
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
+    options: SpecBoundOptions, target: PreTrainedModel, source: Source
 ) -> tuple[SpecBoundDrafter, SpecBoundStep]:
-    size = checked_vocabulary_size(arguments.draft_vocab_size, target)
+    size = checked_vocabulary_size(options.draft_vocab_size, target)
     vocabulary = None if size is None else torch.arange(size)  # replaced by `_read_rows`
     drafter = new_drafter(
         target,
-        exit_layers=arguments.exit_layers,
-        head=arguments.head,
-        lora_rank=arguments.lora_rank,
+        exit_layers=options.exit_layers,
+        head=options.head,
+        lora_rank=options.lora_rank,
         vocabulary=vocabulary,
     )
-    return drafter, SpecBoundStep(drafter, target, num_positions=arguments.positions, loss=arguments.loss)
+    return drafter, SpecBoundStep(drafter, target, num_positions=options.positions, loss=options.loss)
 
 
-def _read_rows(arguments: argparse.Namespace, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def _read_rows(options: SpecBoundOptions, drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Rows) -> None:
     if drafter.draft_ids is None:
         return
     drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.draft_ids), target))
-    if arguments.head == "full":
+    if options.head == "full":
         _copy_heads(drafter, target)
 
 
@@ -226,7 +232,7 @@ def _finish(drafter: SpecBoundDrafter, target: PreTrainedModel, held_out: Rows) 
 register_recipe(
     Recipe(
         "specbound",
-        _add_arguments,
+        SpecBoundOptions,
         _prepare,
         read_rows=_read_rows,
         finish=_finish,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from hf_specdec.training.data import (
     plain_rows,
     write_continuations,
 )
+from hf_specdec.training.options import TrainOptions
 from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, load_target, trained_mode
 
 DOCUMENT_LENGTH = 2000  # characters per document of a .txt file
@@ -54,16 +55,15 @@ class TextSource(Source):
 
     def __init__(
         self,
-        arguments: argparse.Namespace,
+        options: TrainOptions,
         corpus: Corpus | None,
         tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
     ) -> None:
-        self.arguments, self.tokenizer, self.dtype = arguments, tokenizer, dtype
-        if arguments.text is not None or corpus is None:
-            self.description, (self.texts, held_out) = str(arguments.text), read_text(arguments.text)
-        else:
-            self.description, (self.texts, held_out) = corpus.description, corpus.read()
+        self.options, self.tokenizer, self.dtype = options, tokenizer, dtype
+        self.new_tokens = options.new_tokens or 192
+        corpus = chosen_corpus(options.text, corpus)
+        self.description, (self.texts, held_out) = corpus.description, corpus.read()
         self.train_ids, self.held_out_ids = tokenizer(self.texts)["input_ids"], tokenizer(held_out)["input_ids"]
         self.documents = self.train_ids + self.held_out_ids
         self.plain: Any = None
@@ -73,36 +73,36 @@ class TextSource(Source):
         return [documents_hash(each) for each in (self.train_ids, self.held_out_ids)]
 
     def check(self, target: PreTrainedModel) -> None:
-        arguments = self.arguments
-        width = arguments.prompt_tokens[1] + arguments.new_tokens
+        options = self.options
+        width = options.prompt_tokens[1] + self.new_tokens
         check_width(width, "--prompt-tokens and --new-tokens together", target)
         for documents in (self.train_ids, self.held_out_ids):
-            check_documents(documents, arguments.prompt_tokens[0])
-        if arguments.plain_share:
+            check_documents(documents, options.prompt_tokens[0])
+        if options.plain_share:
             self.plain = pack_text(self.train_ids, width, separator_id=self.tokenizer.eos_token_id)
             # For the most rows that may be written; batches are complete.
-            plain_rows(-(-arguments.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(self.plain), arguments.plain_share)
+            plain_rows(-(-options.rows // ROWS_PER_BATCH) * ROWS_PER_BATCH, len(self.plain), options.plain_share)
 
     def write(self, target: PreTrainedModel, processes: PartialState) -> Written:
-        arguments, on_cpu = self.arguments, target.device.type == "cpu"
-        workers = arguments.writers or (torch.get_num_threads() if on_cpu else 1)
-        workers = min(workers, -(-arguments.rows // ROWS_PER_BATCH))
-        settings = {
-            "folder": arguments.work_dir,
-            "prompt_lengths": tuple(arguments.prompt_tokens),
-            "new_tokens": arguments.new_tokens,
+        options, on_cpu = self.options, target.device.type == "cpu"
+        workers = options.writers or (torch.get_num_threads() if on_cpu else 1)
+        workers = min(workers, -(-options.rows // ROWS_PER_BATCH))
+        settings: dict[str, Any] = {
+            "folder": options.work_dir,
+            "prompt_lengths": tuple(options.prompt_tokens),
+            "new_tokens": self.new_tokens,
             "batch_size": ROWS_PER_BATCH,
             "cache_implementation": "static" if on_cpu else None,
         }
-        wanted = {"num_rows": arguments.rows, "max_minutes": arguments.write_minutes, "seed": arguments.seed}
+        wanted = {"num_rows": options.rows, "max_minutes": options.write_minutes, "seed": options.seed}
         with processes.main_process_first():
             if not processes.is_main_process:
                 workers, wanted["max_minutes"] = 1, 0.0  # only read the rows of the main process
-            own = _continuations(target, (arguments.target, self.dtype), self.train_ids, workers, settings | wanted)
+            own = _continuations(target, (options.target, self.dtype), self.train_ids, workers, settings | wanted)
             held_out = write_continuations(
                 target, self.held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
             )
-        rows = own if self.plain is None else mix(own, self.plain, arguments.plain_share)
+        rows = own if self.plain is None else mix(own, self.plain, options.plain_share)
         ended = sum(row["input_ids"][row["length"] - 1] == self.tokenizer.eos_token_id for row in own) / len(own)
         record = {
             "rows_written_by_target": len(own),
@@ -111,6 +111,14 @@ class TextSource(Source):
             "rows_of_plain_text": len(rows) - len(own),
         }
         return Written(rows, held_out, record, trained_mode(self.tokenizer, self.texts), ended)
+
+
+def chosen_corpus(text: Path | None, default: Corpus | None) -> Corpus:
+    """The text of --text, or else the default; one of them is given."""
+    if text is not None:
+        return Corpus(str(text), partial(read_text, text))
+    assert default is not None
+    return default
 
 
 def read_text(file: Path) -> tuple[list[str], list[str]]:

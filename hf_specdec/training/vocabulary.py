@@ -6,7 +6,6 @@ A head over the whole vocabulary is most of the cost of a small drafter. Source:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,20 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.taps import decoder_of
-from hf_specdec.training.option_types import positive_int
 from hf_specdec.training.recipe import Rows
 
 DRAFT_VOCAB_SIZE = 32000  # of published drafters that have a draft vocabulary
-
-
-def add_vocabulary_argument(group: argparse._ArgumentGroup, most: int | None = None) -> None:
-    """Adds --draft-vocab-size; `most` limits the default, None for all tokens."""
-    default = "all" if most is None else f"all, but at most {most}"
-    group.add_argument(
-        "--draft-vocab-size",
-        type=positive_int,
-        help=f"number of most frequent tokens that the drafter can draft; default: {default}",
-    )
+VOCABULARY_HELP = "number of most frequent tokens that the drafter can draft; default: all"  # of --draft-vocab-size
 
 
 def checked_vocabulary_size(size: int | None, target: PreTrainedModel, most: int | None = None) -> int | None:

@@ -179,14 +179,13 @@ def test_text_that_cannot_be_read_is_told_with_file_and_line(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rows", "0"], "^The number of rows to write is 0, but must be at least 1"),
-        (["--prompt-tokens", "6", "4"], "^Prompts of 6 to 4 tokens are not possible"),
-        (["--plain-share", "1"], r"^plain_share=1\.0 must be at least 0 and less than 1"),
         (["--output", __file__], r"^--output '.*test_command\.py' cannot be a folder: '.*test_command\.py' is a file"),
         (["--output", f"{__file__}/new"], r"^--output '.*new' cannot be a folder: '.*test_command\.py' is a file"),
     ],
 )
-def test_impossible_wishes_are_refused_before_the_target_is_loaded(options: list[str], message: str) -> None:
+def test_an_output_that_cannot_be_a_folder_is_refused_before_the_target_is_loaded(
+    options: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         main(["--target", "no/such", "--output", "no/such", "--text", "no/such.txt", *options])
 

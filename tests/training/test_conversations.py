@@ -174,7 +174,6 @@ def test_conversations_with_the_same_opening_are_held_out_together(place: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rows", "5"], "^--rows is for --text and has no effect with --data: leave it out"),
         (["--draft-vocab-size", "5000"], "--draft-vocab-size 5000 is more than the 2048 tokens of target 'target'"),
         (["--max-length", "100000"], r"Texts have up to 100000 tokens \(--max-length\), but 'target' has max_position"),
         (["--data", "no.jsonl"], "no file 'no.jsonl'. Give a JSONL file, or the id of a dataset"),

@@ -203,13 +203,13 @@ def test_command_trains_a_checkpoint_that_names_its_draft_model_and_drafts(
     ("options", "message"),
     [
         (["--epochs", "0"], "argument --epochs: 0 must be at least 1"),
-        (["--min-confidence", "2"], "argument --min-confidence: 2 must be between 0 and 1"),
+        (["--min-confidence", "2"], "argument --min-confidence: 2.0 must be between 0 and 1"),
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused_with_their_option(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         main(["--target", "no", "--draft-model", "no", "--output", "no", "--text", "no.txt", *options])
     assert message in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ def test_unknown_method_to_train_suggests_the_nearest():
 
 def test_second_recipe_of_a_name_is_refused():
     with pytest.raises(ValueError, match="A training recipe 'dflash' is registered already"):
-        register_recipe(Recipe("dflash", lambda group: None, RECIPES["dflash"].prepare))
+        register_recipe(Recipe("dflash", RECIPES["dflash"].options, RECIPES["dflash"].prepare))
 
 
 @pytest.mark.parametrize("method", sorted(RECIPES))
@@ -42,21 +42,26 @@ def test_text_is_required_where_no_corpus_is_given(capsys):
     [
         ("dflash", "--steps -5", "argument --steps: -5 must be at least 1"),
         ("dflash", "--steps 0", "argument --steps: 0 must be at least 1"),
-        ("dflash", "--steps some", "argument --steps: invalid positive_int value: 'some'"),
+        ("dflash", "--steps some", "argument --steps: invalid int value: 'some'"),
         ("dflash", "--layers 0", "argument --layers: 0 must be at least 1"),
         ("dflash", "--intermediate-size 0", "argument --intermediate-size: 0 must be at least 1"),
-        ("dflash", "--warmup 3", "argument --warmup: 3 must be between 0 and 1"),
+        ("dflash", "--warmup 3", "argument --warmup: 3.0 must be between 0 and 1"),
         ("dflash", "--warmup nan", "argument --warmup: nan must be between 0 and 1"),
-        ("dflash", "--clip -1", "argument --clip: -1 must be a finite number of at least 0"),
-        ("dflash", "--minutes 0", "argument --minutes: 0 must be a finite number above 0"),
+        ("dflash", "--clip -1", "argument --clip: -1.0 must be a finite number of at least 0"),
+        ("dflash", "--minutes 0", "argument --minutes: 0.0 must be a finite number above 0"),
         ("dflash", "--write-minutes inf", "argument --write-minutes: inf must be a finite number of at least 0"),
         ("dflash", "--batch-size 0", "argument --batch-size: 0 must be at least 1"),
         ("dflash", "--new-tokens 0", "argument --new-tokens: 0 must be at least 1"),
         ("dflash", "--writers 0", "argument --writers: 0 must be at least 1"),
         ("dflash", "--learning-rate nan", "argument --learning-rate: nan must be a finite number above 0"),
         ("dflash", "--seed 99999999999999999999", "--seed: 99999999999999999999 must be between 0 and 4294967295"),
+        ("dflash", "--rows 0", "argument --rows: 0 must be at least 1"),
+        ("dflash", "--plain-share 1", "argument --plain-share: 1.0 must be at least 0 and less than 1"),
+        ("dflash", "--prompt-tokens 0 4", "argument --prompt-tokens: 0 must be at least 1"),
+        ("dflash", "--prompt-tokens 6 4", "argument --prompt-tokens: [6, 4] must be MIN MAX with MIN <= MAX"),
+        ("dflash", "--prompt-tokens 6", "argument --prompt-tokens: [6] must be MIN MAX with MIN <= MAX"),
         ("dflash", "--anchors 0", "argument --anchors: 0 must be at least 1"),
-        ("dflash", "--gamma -1", "argument --gamma: -1 must be a finite number of at least 0"),
+        ("dflash", "--gamma -1", "argument --gamma: -1.0 must be a finite number of at least 0"),
         ("specblock", "--rank-budget 0", "argument --rank-budget: 0 must be at least 1"),
         ("specblock", "--window 0", "argument --window: 0 must be at least 1"),
         ("specbound", "--lora-rank 0", "argument --lora-rank: 0 must be at least 1"),
@@ -64,9 +69,11 @@ def test_text_is_required_where_no_corpus_is_given(capsys):
     ],
 )
 def test_numbers_that_cannot_be_meant_are_refused_with_their_option(method, options, message, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         command.main(["--method", method, "--target", "no", "--output", "no", "--text", "no.txt", *options.split()])
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: hf-specdec train ")
+    assert message in printed
 
 
 @pytest.mark.parametrize(

@@ -5,25 +5,25 @@ Source: SpecBlock, Section 4.1 and Appendix A.1; the vocabulary is chosen as in 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import get_args
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
-from hf_specdec.training.option_types import positive_int
-from hf_specdec.training.recipe import Recipe, Rows, add_shape_arguments, decoder_shape, register_recipe
+from hf_specdec.training.options import Count
+from hf_specdec.training.recipe import Recipe, Rows, ShapeOptions, decoder_shape, register_recipe
 from hf_specdec.training.source import Source
 from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
 from hf_specdec.training.specblock.step import SpecBlockStep
 from hf_specdec.training.vocabulary import (
     DRAFT_VOCAB_SIZE,
-    add_vocabulary_argument,
+    VOCABULARY_HELP,
     checked_vocabulary_size,
     choose_vocabulary,
     copy_final_norm,
@@ -107,65 +107,67 @@ def _average_inputs(drafter: SpecBlockDrafter) -> None:
         shift.weight[:, :width].add_(torch.eye(width))
 
 
-def _add_arguments(group: argparse._ArgumentGroup) -> None:
-    switch = argparse.BooleanOptionalAction
-    add_shape_arguments(group)
-    group.add_argument("--block-size", type=positive_int, default=4, help="tokens that a block drafts")
-    add_vocabulary_argument(group, DRAFT_VOCAB_SIZE)
-    group.add_argument("--prefix-broadcast", action=switch, default=True)
-    group.add_argument("--layer-wise-shift", action=switch, default=True)
-    group.add_argument("--warm-start", action=switch, default=False, help="start with the target's head")
-    group.add_argument(
-        "--window", type=positive_int, help="positions of a row to train on, drawn anew each step; default: all"
+@dataclass(kw_only=True)
+class SpecBlockOptions(ShapeOptions):
+    """Options of the training command for SpecBlock."""
+
+    layers: Count = HfArg(default=2, help="decoder layers of the drafter")
+    block_size: Count = HfArg(default=4, help="tokens that a block drafts")
+    draft_vocab_size: Count | None = HfArg(default=None, help=f"{VOCABULARY_HELP}, but at most {DRAFT_VOCAB_SIZE}")
+    prefix_broadcast: bool = HfArg(default=True, help="without it an ablation of Table 2 of the paper")
+    layer_wise_shift: bool = HfArg(default=True, help="without it an ablation of Table 2 of the paper")
+    warm_start: bool = HfArg(default=False, help="start with the target's head")
+    window: Count | None = HfArg(
+        default=None, help="positions of a row to train on, drawn anew each step; default: all"
     )
-    group.add_argument("--blocks", type=positive_int, default=2, help="chained blocks per start")
-    group.add_argument("--valid-prefix", action=switch, default=True)
-    group.add_argument("--slot-weights", choices=get_args(SlotWeights), default="alike", help="by_count: small batches")
-    group.add_argument("--rank-start-step", type=int, default=2000, help="first step of the rank loss")
-    group.add_argument("--rank-loss", choices=get_args(RankLoss), default="paper")
-    group.add_argument("--rank-budget", type=positive_int, help="most examples of a rank class per slot and batch")
+    blocks: Count = HfArg(default=2, help="chained blocks per start")
+    valid_prefix: bool = HfArg(default=True, help="the mask of Eq. 5; without it an ablation of Table 2")
+    slot_weights: SlotWeights = HfArg(default="alike", help="by_count: small batches")
+    rank_start_step: int = HfArg(default=2000, help="first step of the rank loss")
+    rank_loss: RankLoss = HfArg(default="paper", help="of the paper, or of the published code")
+    rank_budget: Count | None = HfArg(default=None, help="most examples of a rank class per slot and batch")
 
 
 def _prepare(
-    arguments: argparse.Namespace, target: PreTrainedModel, source: Source
+    options: SpecBlockOptions, target: PreTrainedModel, source: Source
 ) -> tuple[SpecBlockDrafter, SpecBlockStep]:
-    size = checked_vocabulary_size(arguments.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
+    size = checked_vocabulary_size(options.draft_vocab_size, target, DRAFT_VOCAB_SIZE)
     drafter = new_drafter(
         target,
         torch.arange(size or target.get_input_embeddings().num_embeddings),  # replaced by `_read_rows`
-        num_layers=arguments.layers,
-        block_size=arguments.block_size,
-        target_layer_ids=arguments.taps,
-        intermediate_size=arguments.intermediate_size,
-        prefix_broadcast=arguments.prefix_broadcast,
-        layer_wise_shift=arguments.layer_wise_shift,
-        warm_start=arguments.warm_start,
+        num_layers=options.layers,
+        block_size=options.block_size,
+        target_layer_ids=options.taps,
+        intermediate_size=options.intermediate_size,
+        prefix_broadcast=options.prefix_broadcast,
+        layer_wise_shift=options.layer_wise_shift,
+        warm_start=options.warm_start,
     )
     step = SpecBlockStep(
         drafter,
         target,
-        num_blocks=arguments.blocks,
-        rank_start_step=arguments.rank_start_step,
-        valid_prefix=arguments.valid_prefix,
-        slot_weights=arguments.slot_weights,
-        rank_loss=arguments.rank_loss,
-        rank_budget=arguments.rank_budget,
-        window=arguments.window,
+        num_blocks=options.blocks,
+        rank_start_step=options.rank_start_step,
+        valid_prefix=options.valid_prefix,
+        slot_weights=options.slot_weights,
+        rank_loss=options.rank_loss,
+        rank_budget=options.rank_budget,
+        window=options.window,
     )
     return drafter, step
 
 
-def _read_rows(arguments: argparse.Namespace, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
+def _read_rows(options: SpecBlockOptions, drafter: SpecBlockDrafter, target: PreTrainedModel, rows: Rows) -> None:
     """Sets the vocabulary to the most frequent tokens of the rows."""
     drafter.set_vocabulary(choose_vocabulary(rows, len(drafter.d2t), target))
-    if arguments.warm_start:
+    if options.warm_start:
         _copy_head(drafter, target)
 
 
 register_recipe(
     Recipe(
         "specblock",
-        _add_arguments,
+        SpecBlockOptions,
         _prepare,
         read_rows=_read_rows,
         recorded=(
