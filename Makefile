@@ -1,6 +1,5 @@
-# Everything runs in virtual environments that this file makes and mends; see `make help`.
-# pip's own settings hold: where its torch would bring CUDA that you do not need, PIP_EXTRA_INDEX_URL can name an index
-# of CPU builds.
+# Everything runs in virtual environments that this file creates and repairs; see `make help`.
+# pip's own settings apply: to install torch without CUDA, PIP_EXTRA_INDEX_URL can name an index of CPU builds.
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -19,8 +18,8 @@ PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest --numprocesses $(PYTEST_WOR
 NUMERICAL := exactness or verification or golden
 
 # $(call install,venv,extra,constraints): installs this project into a virtual environment and stamps the target.
-# `.unfinished` stays behind when the install is cut short. What pip had half written then looks installed to it, so
-# the next run starts from nothing; so it does when the interpreter has gone. pip's own cache keeps the downloads.
+# `.unfinished` remains if the install was interrupted. pip would take packages that it wrote in part for installed, so
+# the next run starts again; also if the interpreter no longer exists. pip's own cache keeps the downloads.
 define install
 @if [ -e $(1)/.unfinished ] || ! $(1)/bin/python -c pass 2>/dev/null; then rm -rf $(1); fi
 @mkdir -p $(1) && touch $(1)/.unfinished
@@ -30,7 +29,7 @@ $(1)/bin/python -m pip install --quiet --disable-pip-version-check --constraint 
 @touch $@ && rm $(1)/.unfinished
 endef
 
-# A stamp does not tell that an environment was left unfinished or lost its interpreter: then all of it is made again.
+# A stamp does not show that an environment is unfinished or without an interpreter: then it is made again.
 SOUND = $(shell [ ! -e $(1)/.unfinished ] && $(1)/bin/python -c 'print("sound")' 2>/dev/null)
 $(VENV)/.demo $(VENV)/.dev: $(if $(call SOUND,$(VENV)),,FORCE)
 $(OLDEST_VENV)/.dev: $(if $(call SOUND,$(OLDEST_VENV)),,FORCE)
@@ -54,21 +53,21 @@ demo: $(DEMO_STAMP) ## Install into .venv and compare ways of drafting on the bu
 test: $(VENV)/.dev ## Install into .venv and run the tests and doctests (PYTEST_ARGS="-k tree" to choose)
 	$(call PYTEST,$(VENV))
 
-test-all: $(VENV)/.dev ## The same with all combinations of parameters
+test-all: $(VENV)/.dev ## Run the tests with all combinations of parameters
 	$(call PYTEST,$(VENV)) --exhaustive
 
-test-numerics: test-numerics-default test-numerics-avx2 ## The tests that compare numbers, with other processors' kernels
+test-numerics: test-numerics-default test-numerics-avx2 ## Run the tests that compare numbers, with the kernels of other processors
 
 test-numerics-%: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=$* $(call PYTEST,$(VENV)) -k '$(NUMERICAL)'
 
-test-mutations: $(VENV)/.dev ## Plant mistakes in a copy, one at a time, and see that the tests notice them
+test-mutations: $(VENV)/.dev ## Change a copy of the source, one defect at a time, and check that a test fails
 	$(VENV)/bin/python tests/mutations.py
 
 test-serving: $(VENV)/.dev $(SERVING_VENV)/.ready ## Serve the assistant with its drafters in vLLM (CPU), in .venv-serving, and compare
 	$(VENV)/bin/python examples/serving/measure.py --engine $(SERVING_VENV)/bin/vllm $(SERVING_ARGS)
 
-test-oldest: $(OLDEST_VENV)/.dev ## `make test` in .venv-oldest, with the oldest transformers we support
+test-oldest: $(OLDEST_VENV)/.dev ## Run the tests in .venv-oldest, with the oldest supported transformers
 	$(call PYTEST,$(OLDEST_VENV))
 
 notebook: $(VENV)/.dev ## Execute examples/quickstart.ipynb on the small assistant (Python 3.11 and later)
@@ -86,7 +85,7 @@ lint: $(VENV)/.dev ## Check style and format
 types: $(VENV)/.dev ## Check types
 	$(VENV)/bin/python -m mypy
 
-format: $(VENV)/.dev ## Mend what the linter and the formatter can
+format: $(VENV)/.dev ## Correct what the linter and the formatter can
 	$(VENV)/bin/python -m ruff check --fix
 	$(VENV)/bin/python -m ruff format
 
@@ -103,7 +102,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 $(OLDEST_VENV)/.dev: pyproject.toml $(OLDEST_VENV)-constraints.txt
 	$(call install,$(OLDEST_VENV),dev,$(OLDEST_VENV)-constraints.txt)
 
-# An engine in an environment of its own; its list of packages is complete, so that nothing else comes with them.
+# An engine in an environment of its own; its list of packages is complete, so pip installs no dependencies.
 $(SERVING_VENV)/.ready: examples/serving/requirements.txt
 	rm -rf $(SERVING_VENV)
 	$(PYTHON) -m venv $(SERVING_VENV)

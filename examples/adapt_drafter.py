@@ -1,20 +1,19 @@
-"""A drafter meets text that it was not trained for, and learns while it serves.
+"""Serve text to a drafter that was not trained on it, with and without learning while serving.
 
     python examples/adapt_drafter.py --num-blocks 3 --tree-budget 15
     python examples/adapt_drafter.py --num-blocks 3 --tree-budget 15 --poison --policies "cost-aware bandit"
 
 The bundled drafter was trained on Python functions; here it serves a stream of C++ headers, those that come with torch.
 Every policy starts from the same weights: no learning, the cost-aware bandit of SpecBlock, and an update every eight
-queries whatever it costs. The policies take turns, `--turn` queries each, so that a machine whose speed drifts slows
-all of them alike; a turn ends when its updates have, so none works during another's turn. The output is the target's
-own each time. One torch thread serves, so that an update finds a core of its own where there is one.
+queries regardless of its cost. The policies take turns, `--turn` queries each, so that other load on the machine slows
+all of them alike; a turn ends when its updates have ended, so that none runs during another's turn. The output is
+always the target's own. One torch thread serves, so that updates can use another core.
 
-Passages differ in how well they can be drafted, so "before" and "after" are the frozen and the learned drafter on the
+Passages differ in how well they can be drafted, so "before" and "after" are the frozen and the adapted drafter on the
 same text: the last quarter of the stream, and passages that were not in it, served at the end without learning.
 
-With `--poison` the feedback is broken from a third of the stream on: whatever is drafted, the learner is told that the
-target says one and the same thing. This lasts until the fail-safe has gone back to good weights; what is then learned
-is sound again.
+With `--poison` the feedback is wrong from a third of the stream on: whatever is drafted, the learner gets one and the
+same token as the target's. This ends when the fail-safe has restored good weights; then the feedback is correct again.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from hf_specdec.adaptation import AdaptiveDrafter, AlwaysUpdate, CostAwareBandit
 BUNDLED = Path(os.path.relpath(Path(__file__).parent / "tiny-code"))
 POLICIES = {"frozen": None, "cost-aware bandit": CostAwareBandit, "always update": AlwaysUpdate}
 
-RECORDS = {False: "adaptation", True: "poisoned adaptation"}  # where the figures stand in a drafter's training record
+RECORDS = {False: "adaptation", True: "poisoned adaptation"}  # where the figures are in a drafter's training record
 
 
 class Poisoned(AdaptiveDrafter):

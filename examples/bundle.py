@@ -1,7 +1,7 @@
-"""What the examples run on where no model is named: a target with drafters and prompts that come with a checkout.
+"""The default target of the examples, with its drafters and prompts, all from a checkout.
 
-That is SmolLM2-135M-Instruct, an assistant that is downloaded and converted once (`smollm2.py`); where it is neither
-there nor to be had, the small bundled model stands in.
+It is SmolLM2-135M-Instruct, an assistant that is downloaded and converted once (`smollm2.py`), or the small bundled
+model if the assistant cannot be downloaded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Plain decoding, transformers' own ways and two other libraries beside this one, on one target and draft model.
+"""Compare this library with plain decoding, transformers' own methods and two other libraries.
 
-    pip install flashspec economize    # optional: those that are not installed are left out, and it says so
+    pip install flashspec economize    # optional: what is not installed is left out, with a message
     python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
 
-Every prompt goes through all of them in turn, in one process; a ratio is taken prompt by prompt, and its median is
-reported. All get the same draft model; each drafts with its own default settings. A draft model of this library that
-was cut to a part of the vocabulary gets a row for each other token, since nobody else reads such a one; it drafts none
-of these. `--json` keeps the figures.
+Every prompt is decoded by all of them in turn, in one process; ratios are computed per prompt, and medians
+are reported. All use the same target and draft model; each drafts with its own default settings. The other libraries cannot read a
+draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never drafts.
+`--json` stores the figures.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Hub id or folder")
-    parser.add_argument("--draft-model", help="small language model: Hub id or folder; what needs one is else left out")
+    parser.add_argument("--draft-model", help="small language model: Hub id or folder; without it, what needs one is left out")
     parser.add_argument("--drafter", action="append", default=[], help="of this library, as in `hf-specdec bench`")
     parser.add_argument("--prompts", required=True, help="JSONL file or set, as in `hf-specdec bench`")
     parser.add_argument("--num-prompts", type=int, help="groups taking turns; default: all")

@@ -1,14 +1,13 @@
-"""A drafting method of your own in one file: it drafts what followed the last token when it was written before.
+"""A drafting method in one file: it drafts the tokens that followed the previous occurrence of the last token.
 
-Drafting is all that a method has to say; verifying, accepting and committing are the library's. Run it:
+A method only drafts; the library verifies, accepts and commits. Run it:
 
     python examples/custom_drafter.py examples/tiny-code/target
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -24,12 +23,12 @@ class EchoOptions(DrafterOptions):
 
 
 class EchoDrafter(Drafter):
-    """What `generate` is given; it makes a generator per call."""
+    """The object that `generate` gets; it makes a generator per call."""
 
     options_class = EchoOptions
 
-    def __init__(self) -> None:
-        self.options = EchoOptions()
+    def __init__(self, **options: Any) -> None:
+        self.options = EchoOptions(**options)
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Fits any target."""
@@ -39,7 +38,7 @@ class EchoDrafter(Drafter):
 
 
 class EchoGenerator(TreeCandidateGenerator):
-    """Drafts in one call. A method that remembers something of the call takes note of it in `observe`."""
+    """Drafts in one call. Override `observe` to see what each round committed."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -56,4 +55,5 @@ class EchoGenerator(TreeCandidateGenerator):
 if __name__ == "__main__":
     tokenizer, model = (auto.from_pretrained(sys.argv[1]) for auto in (AutoTokenizer, AutoModelForCausalLM))
     inputs, drafter = tokenizer("def add(a, b):\n", return_tensors="pt"), EchoDrafter()
-    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=48, assistant_model=drafter)[0]), drafter.stats)
+    output = model.generate(**inputs, assistant_model=drafter, max_new_tokens=48)
+    print(tokenizer.decode(output[0]), drafter.stats)

@@ -1,8 +1,8 @@
-"""A live race in the browser: the same prompt, plain and speculative decoding side by side.
+"""The same prompt in the browser, decoded plainly and speculatively side by side.
 
 `pip install "hf_specdec[gradio]"`, then `python examples/gradio_demo.py`: a small assistant (`bundle.py`). The two take
-turns on the machine, the one behind always next, so neither slows the other down; each clock counts its own turns
-only, the time of whole calls up to the token shown.
+turns on the machine, and the one with less time goes next, so that neither slows the other down. Each clock counts only
+its own turns: the time of whole calls up to the token shown.
 """
 
 from __future__ import annotations
@@ -236,10 +236,10 @@ def page(model: Any, tokenizer: Any, drafter: Any, prompts: list[str]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="target: Hub id or folder (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--drafter", help="drafter: Hub id or folder; default: the target's, where it is bundled")
+    parser.add_argument("--drafter", help="drafter: Hub id or folder; default: the bundled one of the target")
     parser.add_argument("--tree-budget", type=int, default=15)
     parser.add_argument("--prompts", help='lines of {"prompt": ...} or {"messages": ...}; default: of the target')
-    parser.add_argument("--port", type=int, help="of the page; a free one where omitted")
+    parser.add_argument("--port", type=int, help="of the page; default: a free one")
     arguments = parser.parse_args(argv)
     try:
         gradio_module()  # before the models: they may take minutes

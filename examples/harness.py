@@ -1,4 +1,4 @@
-"""What the measuring examples share: the target, held-out prompts, tables and records."""
+"""Shared by the measuring examples: the target, held-out prompts, tables and records."""
 
 from __future__ import annotations
 

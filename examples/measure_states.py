@@ -1,7 +1,7 @@
-"""What a round of a target with recurrent layers takes beside one of a softmax target of the same sizes, on a CPU.
+"""The time of a round of targets with recurrent layers, relative to a softmax target of the same sizes, on a CPU.
 
-The targets count and the drafter knows it, see `speed/scripted.py`, so that acceptance is the same
-everywhere. All targets take turns, call by call, and a ratio is taken within a turn.
+The targets count upwards and the drafter knows it (`speed/scripted.py`), so that acceptance is the same for all. All
+targets take turns, call by call, and ratios are computed within a turn.
 
     python examples/measure_states.py --hidden-size 512 1024
 """

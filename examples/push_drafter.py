@@ -1,9 +1,9 @@
-"""Publishes a drafter: repo, weights, records, model card, tag, and the code behind `custom_generate`.
+"""Publish a drafter: repo, weights, records, model card, tag, and the code for `custom_generate`.
 
     python examples/push_drafter.py my-drafter me/my-drafter --target owner/target --tag v1
 
-Looks at the files first, and uploads only what `load_drafter` would load. Log in with `hf auth login` before, or set
-HF_TOKEN. Anyone then drafts with `load_drafter("me/my-drafter", target=model)`.
+It inspects the files first, and uploads only what `load_drafter` would load. Log in with `hf auth login` before, or set
+HF_TOKEN. Anyone can then load it with `load_drafter("me/my-drafter", target=model)`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Inspects, loads, names the target, pushes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", help="folder of a drafter, as save_pretrained wrote it")
-    parser.add_argument("repo", help="owner/name on the Hub; created where needed")
-    parser.add_argument("--target", help="Hub id of the target, where the drafter was trained on a local copy")
+    parser.add_argument("repo", help="owner/name on the Hub; created if it does not exist")
+    parser.add_argument("--target", help="Hub id of the target, if the drafter was trained on a local copy")
     parser.add_argument("--target-revision", help="commit or branch of the target")
     parser.add_argument("--tag", help="git tag for this version, such as v1")
     parser.add_argument("--license", help="Hub licence id, such as apache-2.0; the training record's by default")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = inspect_drafter(arguments.drafter)
     print(found)
     if found.problems:
-        raise SystemExit("Not published: mend the problems above first.")
+        raise SystemExit("Not published: fix the problems above first.")
 
     drafter = load_drafter(arguments.drafter)
     if arguments.target:

@@ -311,7 +311,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         "--drafter",
         action="append",
         metavar="PATH[:OPTION=VALUE,...]",
-        help="Hub id or folder, with drafting options; may be repeated. The bundled ones where omitted",
+        help="Hub id or folder, with drafting options; may be repeated. Default: the bundled ones",
     )
     parser.add_argument("--draft-model", help="a small causal LM for transformers' own assisted generation")
     parser.add_argument("--prompts", help='lines of {"prompt": ...} or {"messages": ...}; default: of the target')

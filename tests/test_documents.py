@@ -1,17 +1,32 @@
-"""README and `docs/`: what they link to is there, and the quick start runs as printed."""
+"""README and `docs/`: what they link to is there, and their code runs as printed."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers.dynamic_module_utils
+import transformers.utils.hub
 
 from hf_specdec.cli import main
+from hf_specdec.drafters.registry import WEIGHTLESS
+from tests.hub.conftest import hub, no_token, token_file  # noqa: F401, fixtures
+from tests.hub.loopback_hub import TOKEN, LoopbackHub
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name != "CONTRIBUTING.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -30,7 +45,7 @@ def test_the_quick_start_runs_as_printed(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.chdir(ROOT)
     names: dict[str, Any] = {}
     plain: Any = None
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL):
+    for block in blocks(ROOT / "docs" / "index.md", "python"):
         exec(block, names)
         if plain is None:
             plain = names["model"].generate(**names["inputs"], max_new_tokens=64, do_sample=False)
@@ -39,41 +54,52 @@ def test_the_quick_start_runs_as_printed(monkeypatch: pytest.MonkeyPatch, capsys
     assert set(names["both"].stats.by_source) == {"ddtree", "suffix"}
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+@pytest.fixture
+def in_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The current folder has the examples, and files that are written go there."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What a reader has after the first lines of the quick start; files go to a folder of their own."""
+def logged_in(hub: LoopbackHub, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """On a Hub on loopback, whose code goes to a folder of its own."""
+    token_file.write_text(TOKEN)
+    for module in (transformers.dynamic_module_utils, transformers.utils.hub):
+        monkeypatch.setattr(module, "HF_MODULES_CACHE", str(token_file.parent / "modules"), raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+@pytest.mark.usefixtures("in_a_checkout", "logged_in")
+def test_code_of_the_guide_runs_as_printed(page: Path) -> None:
     names: dict[str, Any] = {}
-    monkeypatch.chdir(ROOT)
-    exec(blocks(ROOT / "docs" / "index.md", "python")[0], names)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    return names | {"stream": [names["inputs"]]}
+    if page.name != "README.md":  # pages go on from the first lines of the quick start
+        exec(blocks(ROOT / "docs" / "index.md", "python")[0], names)
+    try:
+        for block in blocks(page, "python"):
+            exec(block, names)
+    finally:
+        WEIGHTLESS.pop("echo", None)  # of docs/new-drafter.md
 
 
-@pytest.mark.one_in(2)  # the second takes 40 s
-@pytest.mark.parametrize("page", ["benchmarks", "guarantees", "adaptation"])
-def test_code_of_the_guide_runs_as_printed(page: str, begun: dict[str, Any]) -> None:
-    found = blocks(ROOT / "docs" / f"{page}.md", "python")
-    assert found
-    for block in found:
-        exec(block, begun)
+def test_the_page_on_writing_a_drafter_shows_the_example() -> None:
+    shown = blocks(ROOT / "docs" / "new-drafter.md", "python")[0]
+    example = (ROOT / "examples" / "custom_drafter.py").read_text()
+    assert shown in example.replace("import sys\n", "")
 
 
-def test_code_of_readme_runs_on_the_bundled_pair(begun: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = blocks(ROOT / "README.md", "python")
-    for theirs, ours in (
-        ("Qwen/Qwen3-8B", "examples/tiny-code/target"),
-        ("z-lab/Qwen3-8B-DFlash-b16", "examples/tiny-code/dflash"),
-        (', dtype="bfloat16", device_map="cuda"', ""),
-    ):
-        assert theirs in block
-        block = re.sub(rf"(?<!lab/){re.escape(theirs)}(?!-)", ours, block)
-    exec(block, begun)
-    assert "mean acceptance length" in capsys.readouterr().out
+QUICK = re.compile(r"^hf-specdec (?:generate|inspect|export|serve|convert) [^<>\n]*(?<!--run)$", re.MULTILINE)
+PRINTED = sorted({line.split("  #")[0] for page in PAGES for line in QUICK.findall("\n".join(blocks(page, "sh")))})
+
+
+@pytest.mark.parametrize("line", PRINTED)
+@pytest.mark.usefixtures("in_a_checkout")
+def test_commands_run_as_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "my-drafter" in line:
+        (Path("my-drafter")).symlink_to(ROOT / "examples" / "tiny-code" / "dflash")
+    assert main(shlex.split(line)[1:]) == 0
+    assert capsys.readouterr().out
 
 
 COMMAND = re.compile(r"hf-specdec (\w+)((?:[^\n`|#]|\\\n)*)")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.support_table import FILE, KINDS, families, outcome
+from tests.support_table import FILE, KINDS, families, outcome, page, read_page
 
-LINE = re.compile(r"^\| (?P<family>[\w-]+) \| (?P<kind>[a-z ]+) \|", re.MULTILINE)
-TABLE = {found["family"]: found["kind"] for found in LINE.finditer(FILE.read_text()) if found["kind"] in KINDS}
+TABLE = read_page(FILE.read_text())
 VERIFIED = KINDS[: KINDS.index("plain") + 1]
 
 
@@ -19,6 +16,11 @@ def test_the_table_tells_of_most_families() -> None:
     assert len(decoding) > 120
     assert kinds.count("other tokens") == kinds.count("error") == 0
     assert kinds.count("trees") >= 0.9 * len(decoding)
+
+
+def test_the_page_holds_every_family_with_its_kind() -> None:
+    found = {"llama": ("trees", ""), "bart-x": ("trees", ""), "odd": ("not built", "A `b` | <c>. And more.")}
+    assert read_page(page(found)) == {name: kind for name, (kind, _) in found.items()}
 
 
 @pytest.mark.one_in(6)

@@ -1,12 +1,12 @@
-"""Serves the assistant with its exported drafters in vLLM, and compares with this library (`make test-serving`).
+"""Serve the assistant with its exported drafters in vLLM, and compare with this library (`make test-serving`).
 
     python examples/serving/measure.py --engine .venv-serving/bin/vllm --record docs/serving-record.md
 
-On held-out prompts, greedy, in float32: vLLM's tokens with a drafter must be its own without one, but where the first
+On held-out prompts, greedy, in float32: vLLM's tokens with a drafter must equal its own without one, unless the first
 two logits are equal within rounding; the mean acceptance length must be within 5% of ours, drafting a chain of the same
 length from the same drafter, and the acceptance of each position within 0.03. The OpenAI-compatible server, started by
-`hf-specdec serve --run`, must give the same tokens and leave no process behind. Exits with 1 where something does not
-hold; the record says what.
+`hf-specdec serve --run`, must give the same tokens and leave no process behind. Exits with 1 if a condition fails; the
+record names it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""vLLM's offline engine on some prompts; run by the engine's Python, in which this library need not be installed.
+"""vLLM's offline engine on some prompts; run by the engine's Python, which need not have this library.
 
     python offline.py request.json answer.json
 
-The request holds `engine`, arguments of `vllm.LLM`, `prompts`, token ids of each, and `max_tokens`; the answer `tokens`
-and `counts`, those of speculation by vLLM's names.
+The request has `engine`, arguments of `vllm.LLM`; `prompts`, token ids of each; and `max_tokens`. The answer has
+`tokens` and `counts`, vLLM's counts of speculation by their names.
 """
 
 from __future__ import annotations

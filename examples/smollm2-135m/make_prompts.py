@@ -1,13 +1,13 @@
-"""Make the training prompts of SmolLM2-135M-Instruct: eight groups, from lists and from permissive text at hand.
+"""Make the training prompts of SmolLM2-135M-Instruct: eight groups, from lists and from permissively licensed text.
 
 The lists below are written for this project. The texts that are summarised, rewritten and searched are docstrings of
-Python's standard library (PSF licence) and short notes filled in by rule. The held-out prompts are written by hand and
-kept in `held_out.jsonl`, where SmolLM2's own answers stand between the questions of a conversation; a prompt that is in
-that file is never written to the training file.
+Python's standard library (PSF licence) and short notes filled in by rule. The held-out prompts are written by hand, in
+`held_out.jsonl`, with SmolLM2's own answers between the questions of a conversation; a prompt of that file is never
+written to the training file.
 
     python examples/smollm2-135m/make_prompts.py    # writes train.jsonl beside this file
 
-The result depends on the Python version through the docstrings, which is why `train.jsonl` itself is kept too.
+The result depends on the Python version through the docstrings, so `train.jsonl` itself is part of the repository.
 """
 
 from __future__ import annotations

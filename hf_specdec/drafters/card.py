@@ -4,10 +4,10 @@ Both records are JSON files that other code writes and that travel with the weig
 
 `training.json`, how it was trained: any fields; `data`, `hardware`, `time` and `losses` are the usual ones, `license`
 names the drafter's licence and `datasets` the Hub ids of datasets. `chat_template` and `thinking`, true or false, say
-whether the text was in the target's chat template and whether the target thought in it; a prompt of another kind gets a
-warning. The card lists all of them as they are.
+whether the text was in the target's chat template and whether the target's thinking was on; other prompts cause a
+warning. The card lists all fields.
 
-`measurements.json`, what it gains:
+`measurements.json`, its acceptance and speedup:
 
     {"target": "owner/target", "command": "python examples/quickstart.py ...", "hardware": "...", "date": "...",
      "methods": {"ddtree": {"mean_acceptance_length": 3.1, "speedup": 2.2, "identical": true}},
@@ -17,7 +17,7 @@ warning. The card lists all of them as they are.
 without drafts); `methods` is greedy decoding. Any other field may be added (`prompts`, `dtype`, ...); plain ones are
 listed in the card.
 
-The text is in `card_template.md`, which Jinja fills.
+The text is in the Jinja template `card_template.md`.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _FIELDS: dict[str, tuple[tuple[type, ...], bool, str]] = {
 
 
 def read_record(folder: str | Path, name: str) -> Record | None:
-    """Reads a record beside the weights; None where there is none, and with a warning where it is no JSON object."""
+    """Reads a record beside the weights; None if there is none, or with a warning if it is not a JSON object."""
     file = Path(folder) / name
     if not file.is_file():
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
-        warnings.warn(f"{file} is left aside: it is not valid JSON ({error}).", stacklevel=2)
+        warnings.warn(f"{file} is ignored: it is not valid JSON ({error}).", stacklevel=2)
         return None
     if not isinstance(record, dict):
-        warnings.warn(f"{file} is left aside: it holds a {type(record).__name__}, not an object.", stacklevel=2)
+        warnings.warn(f"{file} is ignored: it holds a {type(record).__name__}, not an object.", stacklevel=2)
         return None
     return record
 
@@ -120,7 +120,7 @@ def model_card(
     training: Record | None = None,
     measurements: Record | None = None,
 ) -> ModelCard:
-    """Builds the card. What is not known is said to be unknown.
+    """Builds the card. It says so if something was not recorded.
 
     Args:
         name: what a user gives to `load_drafter`, for the heading and the snippet.
@@ -176,12 +176,12 @@ def model_card(
 
 
 def may_overwrite(card: str) -> bool:
-    """Whether a card is one that we generated and nobody claimed as theirs."""
+    """Whether a card was generated here and not edited since: whether it has the marker."""
     return MARKER in card
 
 
 def is_generated(card: Path) -> bool:
-    """`may_overwrite` of a file; one that is not in UTF-8 was changed by somebody."""
+    """`may_overwrite` of a file; one that is not in UTF-8 was edited."""
     try:
         return may_overwrite(card.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -194,7 +194,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def _shown(name: str | None) -> str | None:
-    """Folders of this machine mean nothing to a reader: their last part only."""
+    """The last part of an absolute path, because readers do not have this machine's folders."""
     if not name:
         return None
     return Path(name).name if Path(name).is_absolute() else name
@@ -211,7 +211,7 @@ def _method_rows(measurements: Record) -> list[tuple[str, str, Record]]:
 
 
 def _eval_results(measurements: Record) -> list[EvalResult]:
-    """What the Hub shows beside the card: acceptance length and speedup of each method, as it was decoded."""
+    """The card's `model-index`: acceptance length and speedup of each method, greedy and sampled."""
     prompts = measurements.get("prompts")
     return [
         EvalResult(
@@ -270,7 +270,7 @@ def _number(value: float | None, unit: str = "") -> str:
 
 def _trained(training: Record) -> dict[str, Any]:
     """The tables of the section, as rows of cells."""
-    # What was tried with the drafter afterwards has a command of its own.
+    # Later experiments with the drafter have a command of their own.
     studies = {field: value for field, value in training.items() if isinstance(value, dict) and "command" in value}
     return {
         "facts": [(_words(field), _value(value)) for field, value in training.items() if field not in studies],
@@ -279,7 +279,7 @@ def _trained(training: Record) -> dict[str, Any]:
 
 
 def _study(field: str, study: Record) -> dict[str, Any]:
-    """A section of its own: what was found, as (header, rows) of tables, then how."""
+    """A section of its own: the results as (header, rows) of tables, then the conditions."""
     tables: list[tuple[list[str], list[tuple[str, ...]]]] = []
     how: list[tuple[str, ...]] = []
     for name, found in study.items():
@@ -299,7 +299,9 @@ def _study(field: str, study: Record) -> dict[str, Any]:
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{_words(field)} {_value(inner)}" for field, inner in value.items())
+        return ", ".join(f"{_words(field)}: {_value(inner)}" for field, inner in value.items() if inner is not None)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(map(_value, value))
     if isinstance(value, str):

@@ -115,7 +115,7 @@ def test_card_states_how_it_was_trained() -> None:
     ).text
     assert "| data | a\\|b |" in text
     assert "| time | 2.346 |" in text
-    assert "| losses | first 4, last one 1.25 |" in text
+    assert "| losses | first: 4, last one: 1.25 |" in text
     assert "| gpus | x, y |" in text
 
 

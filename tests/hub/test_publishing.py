@@ -301,7 +301,7 @@ def test_training_record_of_replaced_weights_is_removed(
 
 def test_record_that_is_no_json_is_left_aside_with_a_warning(folder: Path) -> None:
     (folder / "training.json").write_text("{'data'")
-    with pytest.warns(UserWarning, match="training.json is left aside: it is not valid JSON"):
+    with pytest.warns(UserWarning, match="training.json is ignored: it is not valid JSON"):
         assert load_drafter(folder).training_record is None
 
 

@@ -29,6 +29,6 @@ def test_example_publishes_a_drafter(
 
 def test_example_publishes_nothing_that_would_not_load(hub: LoopbackHub, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(SystemExit, match="Not published: mend the problems"):
+    with pytest.raises(SystemExit, match="Not published: fix the problems"):
         run(folder, "me/drafter")
     assert not hub.requests

@@ -131,7 +131,7 @@ def test_gemma4_assistants_are_served_as_published(tmp_path: Path) -> None:
     assert plan.speculative["method"] == "mtp"
     assert plan.speculative["model"] == str(tmp_path / "published")
     drafter.save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="vLLM serves Gemma 4 assistants as they were published"):
+    with pytest.raises(ValueError, match="vLLM serves Gemma 4 assistants in their published layout"):
         plan_serving(str(tmp_path / "target"), str(tmp_path / "ours"), export_folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

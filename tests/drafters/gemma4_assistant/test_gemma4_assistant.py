@@ -270,7 +270,7 @@ def test_saved_in_our_layout_it_drafts_the_same(head: str, tmp_path: Path) -> No
 
 def test_it_is_served_by_vllm_as_published(tmp_path: Path) -> None:
     drafter = drafter_of(target_of("shares"))
-    with pytest.raises(ValueError, match="vLLM serves Gemma 4 assistants as they were published"):
+    with pytest.raises(ValueError, match="vLLM serves Gemma 4 assistants in their published layout"):
         export_drafter(drafter, tmp_path, target_id="owner/target")
 
 
