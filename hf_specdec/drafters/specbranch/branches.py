@@ -80,7 +80,7 @@ class Branches:
     """What was drafted beside the target.
 
     Attributes:
-        busy_s: seconds it took, waiting left aside.
+        busy_s: seconds it took, without waiting.
         prepared: per row what the target may say so that a branch goes on from there: `Row.prepared`.
         candidates: per row the candidates of the branch point.
         laws: [batch, most candidates, vocab] float32, the law each was drawn from, given its elder siblings; None where

@@ -193,7 +193,7 @@ def test_a_draft_model_larger_than_the_target_warns() -> None:
     target = make_target("llama", "sdpa", num_hidden_layers=1)
     model = make_target("llama", "sdpa")
     drafter = SpecBranchDrafter.from_models(model, target, worker="thread", speed_ratio=2.0)
-    with pytest.warns(UserWarning, match="Are the two swapped"):
+    with pytest.warns(UserWarning, match="Check that the two are not swapped"):
         target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
 
 
