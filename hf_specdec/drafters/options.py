@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 MAX_TREE_BUDGET = 1024
 # Metadata of fields that depend on the machine and are not saved with the weights.
-OF_THE_MACHINE = {"saved": False}
+NOT_SAVED = {"saved": False}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class DrafterOptions:
         ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? Known: 'compile_mode'.
     """
 
-    compile_mode: CompileMode = field(default="none", metadata=OF_THE_MACHINE)
+    compile_mode: CompileMode = field(default="none", metadata=NOT_SAVED)
 
     @property
     def method(self) -> str:

@@ -347,7 +347,7 @@ def test_checkpoint_from_the_hub_names_no_folder_of_this_machine(
     change_config(pair, draft_model=place)
     hub.add("owner/pair", pair)
     chdir(draft_model.parent)  # where a folder is named like a Hub id
-    with pytest.raises(ValueError, match="'owner/pair' is from the Hub and names .*Nothing was opened"):
+    with pytest.raises(ValueError, match="'owner/pair' is from the Hub and has draft_model .*Nothing was loaded"):
         load_drafter("owner/pair")
 
 

@@ -64,7 +64,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         if self.prefilled:
             if self.pending is not None:  # else the nodes of the latest round would be lost
                 self.keep_accepted(self.pending)
-            self.drafter.keep_rows(rows, for_good=True)
+            self.drafter.keep_rows(rows, permanent=True)
         self.pending, self.has_nodes = None, False
 
     def close(self) -> None:

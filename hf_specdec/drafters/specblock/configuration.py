@@ -118,8 +118,8 @@ class SpecBlockConfig(LlamaConfig):
                 )
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}: a draft "
-                "vocabulary must be a part of the target's."
+                f"draft_vocab_size is {self.draft_vocab_size}; it must be an integer from 1 to vocab_size "
+                f"{self.vocab_size}, the target's vocabulary."
             )
         if self.rank_features_top is not None and self.rank_features_top < 2:
             raise ValueError(f"rank_features_top is {self.rank_features_top!r}; it must be None or at least 2.")

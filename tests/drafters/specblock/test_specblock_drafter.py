@@ -171,13 +171,13 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         "gives target ids from 0 to 87, but the target has ids 0 to 63",
     ),
     "maps that disagree": (
-        lambda folder: spoil_map(folder, lambda d2t: d2t.add_(1)), "d2t and t2d of .*published.* do not name the same"
+        lambda folder: spoil_map(folder, lambda d2t: d2t.add_(1)), "d2t and t2d of .*published.* have different"
     ),
     "map of other tensors": (
         lambda folder: torch.save({"d2t": torch.zeros(48)}, folder / "vocab_mapping.pt"), "must be a dict of the tens"
     ),
     "map with code": (
-        lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "holds code, which is never run"
+        lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "contains code, which is never run"
     ),
     "unknown choice": (lambda folder: rewrite(folder, rank_state="raw"), "rank_state is 'raw'; it must be one of"),
 }  # fmt: skip
