@@ -1,4 +1,4 @@
-"""Plain decoding, transformers' own ways and two other libraries beside this one, on one target and draft model.
+"""Plain decoding, transformers' assisted variants, two other libraries and this one, on one target and draft model.
 
     pip install flashspec economize    # optional: those that are not installed are left out, and it says so
     python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
@@ -29,7 +29,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec.benchmark import ways
+from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
@@ -63,12 +63,12 @@ def of_packed(model: Any) -> Decode:
     return decode
 
 
-def of_drafter(model: Any, way: ways.Way) -> Decode:
+def of_drafter(model: Any, variant: variants.Variant) -> Decode:
     """One of this library's methods."""
 
     def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
-        way.begin()
-        return of_transformers(model, assistant_model=way.drafter)(prompt, new_tokens, temperature)
+        variant.begin()
+        return of_transformers(model, assistant_model=variant.drafter)(prompt, new_tokens, temperature)
 
     return decode
 
@@ -143,8 +143,8 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
     if arguments.draft_model is not None:
         own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
         found |= with_draft_model(with_whole_vocabulary(own, model.config.vocab_size), model, tokenizer, console)
-    loaded = [way for spec in arguments.drafter for way in ways.load(spec, model)]
-    return found | {f"hf_specdec, {way.name}": of_drafter(model, way) for way in ways.distinct(loaded)}
+    loaded = [variant for spec in arguments.drafter for variant in variants.load(spec, model)]
+    return found | {f"hf_specdec, {variant.name}": of_drafter(model, variant) for variant in variants.distinct(loaded)}
 
 
 def main() -> None:
