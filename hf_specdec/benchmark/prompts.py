@@ -161,18 +161,18 @@ def read_jsonl(path: Path) -> list[Prompt]:
 def _last_question(messages: Any, where: str) -> tuple[str | None, tuple[Message, ...]]:
     """The last user message of a conversation, and all messages before it."""
     try:
-        said = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+        history = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
     except (TypeError, KeyError) as error:
         raise ValueError(f'{where}: "messages" must be a list of objects with "role" and "content".') from error
-    while said and said[-1]["role"] != "user":
-        said.pop()
-    roles = [message["role"] for message in said if message["role"] != "system"]
+    while history and history[-1]["role"] != "user":
+        history.pop()
+    roles = [message["role"] for message in history if message["role"] != "system"]
     if roles[::2].count("user") != len(roles[::2]) or roles[1::2].count("assistant") != len(roles[1::2]):
         raise ValueError(
             f"{where}: user and assistant messages must alternate, but the roles are {', '.join(roles)}. Let "
             "`hf-specdec write` answer the questions first; it writes the messages with their answers."
         )
-    return (said[-1]["content"], tuple(said[:-1])) if said else (None, ())
+    return (history[-1]["content"], tuple(history[:-1])) if history else (None, ())
 
 
 def read_named(name: str, known: NamedSet) -> list[Prompt]:

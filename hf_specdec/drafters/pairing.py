@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.card import Record, is_hub_id
 from hf_specdec.drafters.fingerprint import has_fingerprint, local_tokenizer, tokenizer_fingerprint
+from hf_specdec.drafters.registry import name_of
 
 
 def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
@@ -105,7 +106,7 @@ def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
     if own_size != size:
         warnings.warn(
             f"Drafter {name!r} has a vocabulary of {own_size}, and target "
-            f"{model.name_or_path or type(model).__name__!r} one of {size}. The difference is assumed to be padding or "
+            f"{name_of(model)!r} one of {size}. The difference is assumed to be padding or "
             "added tokens, since no tokenizers were found to compare. If the two have different tokenizers, few "
             "drafts will be accepted: use a drafter for this tokenizer.",
             stacklevel=3,

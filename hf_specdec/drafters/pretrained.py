@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer, warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
+from hf_specdec.drafters.registry import name_of
 
 
 class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
@@ -61,7 +62,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
         compared, with_prompt = (None, False) if self._compared is None else (self._compared[0](), self._compared[1])
-        name = self.name_or_path or type(self).__name__
+        name = name_of(self)
         if compared is not model:
             compared_tokens = check_tokenizer(name, self.config, model)
             if not compared_tokens and self.num_tokens is not None:
@@ -177,7 +178,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
-        self.keep_options()
+        self.store_options()
         with self.config_for(folder), self.replacing_weights(folder):
             super().save_pretrained(folder, state_dict=tensors, **kwargs)
             if state_dict is None:

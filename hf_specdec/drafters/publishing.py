@@ -106,7 +106,7 @@ class PublishedDrafter(Drafter):
         saved = getattr(self.options_config, "drafting_options", None)
         return self.options_class.from_dict({} if saved is None else saved, self.options_config)
 
-    def keep_options(self) -> None:
+    def store_options(self) -> None:
         """Stores the current options in the config; part of every save.
 
         Raises:
@@ -266,7 +266,7 @@ class PublishedDrafter(Drafter):
                 "drafter.config.target_name_or_path to the target's Hub id before publishing.",
                 stacklevel=2,
             )
-        self.keep_options()
+        self.store_options()
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as temporary, self.config_for(None), _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"

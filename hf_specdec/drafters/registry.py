@@ -84,3 +84,8 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     nearest = difflib.get_close_matches(str(name), choices, n=1)
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return ValueError(f"Unknown {kind} {name!r}.{suggestion} Known: {', '.join(map(repr, choices)) or 'none'}.")
+
+
+def name_of(model: Any) -> str:
+    """Folder or Hub id of a model or drafter, for messages; its class if unknown."""
+    return model.name_or_path or type(model).__name__

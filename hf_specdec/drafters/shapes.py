@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.vocabulary import may_be_padding
 
 
@@ -37,7 +38,7 @@ def check_shapes(
         ValueError: one of them differs, or a layer does not exist.
     """
     target, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
-    target_name, depth = model.name_or_path or type(model).__name__, target.num_hidden_layers
+    target_name, depth = name_of(model), target.num_hidden_layers
     outside = [layer for layer in layers if not first_layer <= layer < depth]
     problem = None
     if hidden_size not in (None, target.hidden_size):
@@ -63,7 +64,7 @@ def check_shapes(
             f"{embeddings.num_embeddings} embeddings, which is more than padding or added tokens explain"
         )
     if problem is not None:
-        raise ValueError(f"Drafter {drafter.name_or_path or type(drafter).__name__!r} {problem}. {way_out(drafter)}")
+        raise ValueError(f"Drafter {name_of(drafter)!r} {problem}. {way_out(drafter)}")
 
 
 def way_out(drafter: Any) -> str:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.registry import name_of
+
 # Largest difference that is assumed to be padding and added tokens if no tokenizers can be compared, as a share of the
 # larger table. Different vocabularies differ by more (Llama 3 and Qwen: 16%), or their tokenizers do.
 MOST_PADDING = 1 / 8
@@ -112,8 +114,8 @@ def check_same_size(drafter: Any, model: PreTrainedModel, purpose: str) -> None:
     own, rows = drafter.config.vocab_size, model.get_input_embeddings().num_embeddings
     if own != rows:
         raise ValueError(
-            f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has a vocabulary of {own}, but target "
-            f"{model.name_or_path or type(model).__name__!r} has {rows} embeddings. It can draft for this target, but "
+            f"Drafter {name_of(drafter)!r} has a vocabulary of {own}, but target "
+            f"{name_of(model)!r} has {rows} embeddings. It can draft for this target, but "
             f"{purpose} compares the two token by token and needs equal sizes: resize the target to {own} with "
             "resize_token_embeddings, or train a new drafter for it."
         )

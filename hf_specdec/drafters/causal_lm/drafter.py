@@ -25,7 +25,7 @@ from hf_specdec.drafters.fingerprint import first_difference, local_tokenizer
 from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
 from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.registry import name_of, unknown_name
 from hf_specdec.drafters.vocabulary import may_be_padding
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
@@ -108,7 +108,7 @@ class CausalLMDrafter(PublishedDrafter):
     @property
     def name_or_path(self) -> str:
         """Folder or Hub id of the draft model; its class if unknown."""
-        return self.model.name_or_path or type(self.model).__name__
+        return name_of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +127,7 @@ class CausalLMDrafter(PublishedDrafter):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves the draft model as an ordinary language model, with records and card; `load_drafter` reads it."""
-        self.keep_options()
+        self.store_options()
         with self.replacing_weights(Path(save_directory)):
             self.model.save_pretrained(save_directory, **kwargs)
         self.write_records(save_directory)
@@ -197,7 +197,7 @@ class CausalLMDrafter(PublishedDrafter):
         return TreeGenerator(drafter, target, options.max_depth, stopping, options.node_limit, options.width)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target_name = model.name_or_path or type(model).__name__
+        target_name = name_of(model)
         try:
             check_supported(self.model)
             if self.device.type != "meta":  # without weights there is nothing to run

@@ -140,7 +140,5 @@ class ChainGenerator(MarginalsGenerator):
         # The maximum is NaN or inf if any logit is; it is -inf if all are, and then nothing is drafted.
         finite = best.isfinite().all(-1)
         root_ids = context.root_ids.unsqueeze(1)
-        valid = finite.unsqueeze(1).expand(-1, token_ids.shape[1] + 1).clone()
-        valid[:, 0] = True
         token_ids = torch.cat([root_ids, token_ids.to(root_ids.device)], 1)
-        return DraftTree.chain(token_ids, valid=valid, finite=finite)
+        return DraftTree.chain(token_ids, finite=finite)

@@ -32,7 +32,7 @@ from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import MARGINAL_METHODS
+from hf_specdec.drafters.registry import MARGINAL_METHODS, name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
 
@@ -211,7 +211,7 @@ class DFlashDrafter(PretrainedDrafter):
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
         assert self.config.vocab_size is not None, "check() requires it"
-        set_map(self.d2t, target_ids, self.config.vocab_size, self.name_or_path or type(self).__name__)
+        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)
@@ -234,7 +234,7 @@ class DFlashDrafter(PretrainedDrafter):
     def card_summary(self) -> str:
         return (
             "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
-            "and borrows the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
+            "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
             '(`method="ddtree"`, the default) or one chain (`method="dflash"`).'
         )
 
@@ -259,13 +259,13 @@ class DFlashDrafter(PretrainedDrafter):
             layers=config.target_layer_ids,
             first_layer=-1,
         )
-        name = self.name_or_path or type(self).__name__
+        name = name_of(self)
         rows = model.get_input_embeddings().num_embeddings
         shared = min(config.vocab_size or rows, rows)
         if config.maps_vocabulary:
             check_draft_to_target(self.d2t, shared, name)
         if not 0 <= config.mask_token_id < shared:
-            target_name = model.name_or_path or type(model).__name__
+            target_name = name_of(model)
             raise ValueError(
                 f"Drafter {name!r} uses mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
                 f"{shared} embeddings. {way_out(self)}"

@@ -161,7 +161,7 @@ class DFlash2Drafter(ConditionalDrafter):
     def card_summary(self) -> str:
         return (
             "A DFlash 2 drafter: it fills a block of masked slots in one forward, from the hidden states of the "
-            "target, and chooses among each slot's likeliest tokens by the token drafted before it. hf_specdec drafts "
+            "target, and rescores each slot's likeliest tokens given the token drafted before it. hf_specdec drafts "
             'with it either the likeliest tree (`method="dflash2"`, the default) or one chain '
             '(`method="dflash2_chain"`).'
         )

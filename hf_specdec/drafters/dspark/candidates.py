@@ -187,12 +187,9 @@ class ChainGenerator(DSparkGenerator):
                     survival = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
                 paths.append(paths[-1] + survival.unsqueeze(1))
             token_ids = torch.cat([token_ids, chosen], dim=1)
-        valid = finite.unsqueeze(1).expand_as(token_ids).clone()
-        valid[:, 0] = True
         device = context.root_ids.device
         chain = DraftTree.chain(
             token_ids.to(device),
-            valid=valid.to(device),
             finite=finite.to(device),
             draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
         )

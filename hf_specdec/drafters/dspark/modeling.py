@@ -129,7 +129,7 @@ class DSparkDrafter(ConditionalDrafter):
     def card_summary(self) -> str:
         return (
             "A DSpark drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
-            "and corrects each slot by the token drafted before it. hf_specdec drafts with it either the likeliest "
+            "and conditions each slot on the token drafted before it. hf_specdec drafts with it either the likeliest "
             'tree (`method="dspark"`, the default) or one chain (`method="dspark_chain"`).'
         )
 

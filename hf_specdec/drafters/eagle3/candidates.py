@@ -159,13 +159,10 @@ def _best_tree(
     node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
     above = parents.gather(1, best)
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
-    valid = finite.unsqueeze(1).expand(-1, selected + 1).clone()
-    valid[:, 0] = True
     return DraftTree.from_parents(
         torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
         nn.functional.pad(node_parents, (1, 0), value=-1),
         max_depth=depth,
-        valid=valid,
         finite=finite,
         path_logprobs=nn.functional.pad(scores.gather(1, best), (1, 0)),
     )

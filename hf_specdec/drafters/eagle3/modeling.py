@@ -25,6 +25,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options, default_target_layer_ids
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
 
@@ -186,7 +187,7 @@ class Eagle3Network(PretrainedDrafter):
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
-        set_map(self.d2t, target_ids, self.config.vocab_size, self.name_or_path or type(self).__name__)
+        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Converts ids of the draft vocabulary to the target's ids."""
@@ -223,7 +224,7 @@ class Eagle3Network(PretrainedDrafter):
         )
         if config.maps_vocabulary:
             shared = min(config.vocab_size, model.get_input_embeddings().num_embeddings)
-            check_draft_to_target(self.d2t, shared, self.name_or_path or type(self).__name__)
+            check_draft_to_target(self.d2t, shared, name_of(self))
 
 
 class Eagle3Drafter(Eagle3Network):
@@ -247,5 +248,5 @@ class Eagle3Drafter(Eagle3Network):
     def card_summary(self) -> str:
         return (
             "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
-            "own, with a head of its own. hf_specdec grows a draft tree with it, wherever it is most confident."
+            "own, with its own head. hf_specdec grows the draft tree where its confidence is highest."
         )

@@ -92,13 +92,10 @@ class StaticTreeGenerator(MarginalsGenerator):
         best, token_ids = logits.topk(self.num_ranks, dim=-1)
         finite = best[..., 0].isfinite().all(-1)
         drafted = token_ids[:, self.levels, self.ranks]
-        valid = finite.unsqueeze(1).expand(-1, len(self.parents)).clone()
-        valid[:, 0] = True
         return DraftTree.from_parents(
             torch.cat([context.root_ids.to(logits.device).unsqueeze(1), drafted], dim=1),
             self.parents.expand(batch, -1),
             self.depth,
-            valid=valid,
             finite=finite,
             path_logprobs=self.path_logprobs.expand(batch, -1),
         )

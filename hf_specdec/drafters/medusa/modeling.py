@@ -108,7 +108,7 @@ class MedusaDrafter(PretrainedDrafter):
 
     def card_summary(self) -> str:
         return (
-            "Medusa heads: each predicts a token one place further ahead from the target's last hidden state. "
+            "Medusa heads: each predicts one of the next tokens from the target's last hidden state. "
             "hf_specdec drafts with them the tree of the likeliest combinations."
         )
 

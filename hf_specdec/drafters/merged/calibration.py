@@ -51,19 +51,19 @@ class Calibration:
             counts[1] = MEMORY * counts[1] + weight
 
 
-class Worth:
+class SourceGain:
     """Whether a source gains more than its drafts cost, given the expected accepted tokens of cheaper sources."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=9)
         self._gains: dict[int, float] = {}  # running mean of the expected tokens that it adds per round
-        self._rest: dict[int, int] = {}
+        self._rounds_to_skip: dict[int, int] = {}
 
     def should_draft(self, expected: float) -> bool:
         """Whether it drafts in this round, after sources with `expected` accepted tokens; counts skipped rounds."""
         bin_index = _bin(expected, EXPECTED_EDGES)
-        if self._rest.get(bin_index, 0) > 0:
-            self._rest[bin_index] -= 1
+        if self._rounds_to_skip.get(bin_index, 0) > 0:
+            self._rounds_to_skip[bin_index] -= 1
             return False
         return True
 
@@ -92,7 +92,7 @@ class Worth:
         mean = self._gains.get(bin_index)
         self._gains[bin_index] = mean = max(1.0, gain) if mean is None else 0.8 * mean + 0.2 * gain
         if mean * seconds_per_token < self.seconds:
-            self._rest[bin_index] = int(self.seconds / (PROBING * seconds_per_round))
+            self._rounds_to_skip[bin_index] = int(self.seconds / (PROBING * seconds_per_round))
 
 
 def _bin(value: float, edges: tuple[float, ...]) -> int:

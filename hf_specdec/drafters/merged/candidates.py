@@ -139,11 +139,11 @@ class MergedGenerator(TreeCandidateGenerator):
         greedy = replace(context, choice=GREEDY, node_limit=budget)
         self.unions = [Union([root]) for root in context.root_ids.tolist()]
         self.trees = [None for _ in self.sources]
-        worths = self.knowledge.worths
+        gains = self.knowledge.gains
         expected = 0.0
-        for index in sorted(range(len(self.sources)), key=lambda index: worths[index].seconds):
+        for index in sorted(range(len(self.sources)), key=lambda index: gains[index].seconds):
             # Every source drafts once per call, because a new text may be of another kind.
-            if not worths[index].should_draft(expected) and self.counts[index].num_drafts:
+            if not gains[index].should_draft(expected) and self.counts[index].num_drafts:
                 continue
             start = time.perf_counter()
             self.trees[index] = tree = self.sources[index].draft(greedy)
@@ -153,7 +153,7 @@ class MergedGenerator(TreeCandidateGenerator):
                     union.estimate(self.knowledge.calibration)
             before, expected = expected, self._expected(budget, context.active)
             self.expected[index] = before, expected
-            worths[index].add_time(time.perf_counter() - start)
+            gains[index].add_time(time.perf_counter() - start)
             self.counts[index].num_drafts += 1
         tree = self._cut(budget, context.root_ids.device)
         context.lap("tree")
@@ -234,9 +234,9 @@ class MergedGenerator(TreeCandidateGenerator):
             return
         knowledge = self.knowledge
         knowledge.note_round(time.perf_counter() - self.began, sum(map(len, committed.tokens)) / num_rows)
-        for worth, tree, (before, after) in zip(knowledge.worths, self.trees, self.expected, strict=True):
+        for gain, tree, (before, after) in zip(knowledge.gains, self.trees, self.expected, strict=True):
             if tree is not None:
-                worth.note(before, after - before, *knowledge.pace)
+                gain.note(before, after - before, *knowledge.pace)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.unions = [self.unions[row] for row in rows] if self.unions else []

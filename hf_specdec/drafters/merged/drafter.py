@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.merged.calibration import Calibration, Worth
+from hf_specdec.drafters.merged.calibration import Calibration, SourceGain
 from hf_specdec.drafters.options import TreeOptions
 
 
@@ -34,7 +34,7 @@ class Knowledge:
 
     def __init__(self, num_sources: int) -> None:
         self.calibration = Calibration()
-        self.worths = [Worth() for _ in range(num_sources)]
+        self.gains = [SourceGain() for _ in range(num_sources)]
         self._rounds: deque[tuple[float, float]] = deque(maxlen=32)  # seconds, and tokens per row, of the latest rounds
 
     def note_round(self, seconds: float, tokens: float) -> None:

@@ -46,7 +46,7 @@ class PEagleDrafter(Eagle3Network):
     def card_summary(self) -> str:
         return (
             "A P-EAGLE drafter: it drafts several tokens in one forward, from fused hidden states of the target and a "
-            "learned stand-in for those that are not there yet. hf_specdec makes draft trees of what it says."
+            "learned state in place of those that do not exist yet. hf_specdec builds draft trees from its predictions."
         )
 
     def card_facts(self) -> dict[str, str]:

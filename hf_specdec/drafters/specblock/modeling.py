@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, SpecBlockOptions, default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
@@ -211,7 +212,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     def check_vocabulary(self) -> None:
         """Raises ValueError if the draft vocabulary's map repeats a token, does not ascend, or is out of range."""
         ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        name = self.name_or_path or type(self).__name__
+        name = name_of(self)
         way_out = "The map is damaged or of another drafter: download the checkpoint again, or leave the file out."
         steps = (ids.diff() <= 0).nonzero()
         if len(steps):
@@ -295,8 +296,8 @@ class SpecBlockDrafter(PretrainedDrafter):
 
     def card_summary(self) -> str:
         return (
-            "A SpecBlock drafter: each forward drafts a block of dependent tokens from every chosen start at once, "
-            "and a rank head decides how many alternatives each place of the tree gets and where blocks start."
+            "A SpecBlock drafter: each forward drafts a block of dependent tokens from all selected starts together, "
+            "and a rank head decides how many alternatives each slot gets and where blocks start."
         )
 
     def card_facts(self) -> dict[str, str]:
@@ -328,4 +329,4 @@ class SpecBlockDrafter(PretrainedDrafter):
         )
         rows = model.get_input_embeddings().num_embeddings
         if rows < self.config.vocab_size:  # else `check_vocabulary` has checked the same
-            check_draft_to_target(self.d2t, rows, self.name_or_path or type(self).__name__)
+            check_draft_to_target(self.d2t, rows, name_of(self))

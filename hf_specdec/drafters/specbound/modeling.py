@@ -20,6 +20,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.specbound.adapters import (
     SIDE_FILES,
@@ -134,7 +135,7 @@ class SpecBoundDrafter(PretrainedDrafter):
                 f"{list(target_ids.shape)} of them, {'' if ascending else 'not '}ascending."
             )
         self.d2t.copy_(target_ids - torch.arange(size))
-        check_draft_to_target(self.d2t, self.config.vocab_size, self.name_or_path or type(self).__name__)
+        check_draft_to_target(self.d2t, self.config.vocab_size, name_of(self))
 
     def forward(self, layer: int, states: Tensor, slices: LayerSlices) -> Tensor:
         """The logits of an exit layer's head.
@@ -250,18 +251,18 @@ class SpecBoundDrafter(PretrainedDrafter):
     def remove_side_files(self, folder: Path) -> None:
         remove_adapters(folder, keep=())
 
-    def keep_options(self) -> None:
+    def store_options(self) -> None:
         """As for every drafter; also sets the config's own fields for the options."""
         for name, value in self.options.to_dict(self.config).items():
             setattr(self.config, name, value)
-        super().keep_options()
+        super().store_options()
 
     # Card and checks.
 
     def card_summary(self) -> str:
         return (
-            "SpecBound exit heads: the target drafts for itself. A token leaves at the first exit layer whose annealed "
-            "confidence reaches a threshold, drafted tokens keep their hidden states, and one pass through the "
+            "SpecBound exit heads: the target drafts for itself. A token exits at the first exit layer whose annealed "
+            "confidence reaches a threshold, the hidden states of drafted tokens are stored, and one pass through the "
             "remaining layers verifies all of them. The heads are LoRA adapters on the target's own head."
         )
 
@@ -294,7 +295,7 @@ class SpecBoundDrafter(PretrainedDrafter):
             vocab_size=config.vocab_size,
             num_layers=config.num_target_layers,
         )
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        name, target_name = name_of(self), name_of(model)
         shared = config.vocab_size
         if config.draft_vocab_size < config.vocab_size:  # else tokens that the target lacks are cut off
             shared = min(shared, model.get_input_embeddings().num_embeddings)

@@ -27,6 +27,7 @@ from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig, SpecBranchOptions
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
@@ -335,7 +336,7 @@ class SpecBranchDrafter(PretrainedDrafter):
 
     def check_target(self, model: PreTrainedModel) -> None:
         target = model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        name, target_name = name_of(self), name_of(model)
         if self.config.h_rad:
             named = repr(self.config.target_name_or_path) if self.config.target_name_or_path else "that target"
             for field, found in (
