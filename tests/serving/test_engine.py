@@ -70,7 +70,7 @@ def test_command_is_printed_for_any_machine(pair: list[str], capsys: pytest.Capt
     printed = capsys.readouterr()
     assert printed.out.startswith(f"vllm serve {pair[0]} --dtype bfloat16 --speculative-config '{{")
     assert printed.out.endswith("--host 127.0.0.1 --port 8000 --max-model-len 4096\n")
-    assert "It drafts 4 tokens a round" in printed.err
+    assert "It drafts 4 tokens per round" in printed.err
 
 
 def test_engine_is_run_with_that_command_and_ends_with_it(
@@ -127,7 +127,7 @@ def test_no_engine_is_one_line_before_anything_is_exported(
 ) -> None:
     options = ["--run", "--port", str(port), "--engine"]
     assert main(["serve", *pair, *options, str(tmp_path / "absent")]) == 1
-    assert f"There is no command {tmp_path / 'absent'}, so no engine to run" in capsys.readouterr().err
+    assert f"There is no command {tmp_path / 'absent'}: install vLLM" in capsys.readouterr().err
     broken = make_engine(tmp_path / "broken")
     (tmp_path / "broken" / "site" / "vllm" / "__init__.py").write_text("raise ImportError('no such library')")
     assert main(["serve", *pair, *options, str(broken)]) == 1
