@@ -3,9 +3,9 @@
     pip install flashspec economize    # optional: what is not installed is left out, with a message
     python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
 
-Every prompt is decoded by all of them in turn, in one process; ratios are computed per prompt, and medians
-are reported. All use the same target and draft model; each drafts with its own default settings. The other libraries cannot read a
-draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never drafts.
+Every prompt is decoded by all of them in turn, in one process; ratios are computed per prompt, and medians are
+reported. All use the same target and draft model; each drafts with its own default settings. The other libraries cannot
+read a draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never drafts.
 `--json` stores the figures.
 """
 
@@ -29,7 +29,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec.benchmark import ways
+from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
@@ -63,12 +63,12 @@ def of_packed(model: Any) -> Decode:
     return decode
 
 
-def of_drafter(model: Any, way: ways.Way) -> Decode:
+def of_drafter(model: Any, variant: variants.Variant) -> Decode:
     """One of this library's methods."""
 
     def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
-        way.begin()
-        return of_transformers(model, assistant_model=way.drafter)(prompt, new_tokens, temperature)
+        variant.begin()
+        return of_transformers(model, assistant_model=variant.drafter)(prompt, new_tokens, temperature)
 
     return decode
 
@@ -143,14 +143,16 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
     if arguments.draft_model is not None:
         own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
         found |= with_draft_model(with_whole_vocabulary(own, model.config.vocab_size), model, tokenizer, console)
-    loaded = [way for spec in arguments.drafter for way in ways.load(spec, model)]
-    return found | {f"hf_specdec, {way.name}": of_drafter(model, way) for way in ways.distinct(loaded)}
+    loaded = [variant for spec in arguments.drafter for variant in variants.load(spec, model)]
+    return found | {f"hf_specdec, {variant.name}": of_drafter(model, variant) for variant in variants.distinct(loaded)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Hub id or folder")
-    parser.add_argument("--draft-model", help="small language model: Hub id or folder; without it, what needs one is left out")
+    parser.add_argument(
+        "--draft-model", help="small language model: Hub id or folder; without it, what needs one is left out"
+    )
     parser.add_argument("--drafter", action="append", default=[], help="of this library, as in `hf-specdec bench`")
     parser.add_argument("--prompts", required=True, help="JSONL file or set, as in `hf-specdec bench`")
     parser.add_argument("--num-prompts", type=int, help="groups taking turns; default: all")

@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hf_specdec.benchmark import ways
+from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.prompts import load_prompts
-from hf_specdec.benchmark.ways import Way
+from hf_specdec.benchmark.variants import Variant
 from hf_specdec.visualize import Trace, terminal_text
 
 # A row each.
@@ -61,7 +61,7 @@ ANSWER_TOKENS = 160  # most of the answer that is shown
 
 @dataclass(frozen=True)
 class Call:
-    """What one way of decoding did with one prompt."""
+    """The call of one variant on one prompt."""
 
     seconds: float
     tokens: int
@@ -75,11 +75,13 @@ class Call:
         return self.tokens / self.seconds
 
 
-Prompt = dict[tuple[str, float], Call]  # the calls of one prompt, by way and temperature
-Figures = dict[float, dict[str, dict[str, Any]]]  # by temperature and way
+Prompt = dict[tuple[str, float], Call]  # the calls of one prompt, by variant and temperature
+Figures = dict[float, dict[str, dict[str, Any]]]  # by temperature and variant
 
 
-def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None, folder: Path | None) -> dict[str, Way]:
+def variants_of(
+    model: Any, drafters: list[str] | None, draft_model: str | None, folder: Path | None
+) -> dict[str, Variant]:
     """Plain decoding, transformers' assisted generation where there is a draft model, and the drafters.
 
     Args:
@@ -89,32 +91,35 @@ def ways_of(model: Any, drafters: list[str] | None, draft_model: str | None, fol
         folder: of bundled drafters.
     """
     bundled = drafters is None and folder is not None
-    found = [Way(PLAIN, "plain")]
+    found = [Variant(PLAIN, "plain")]
     if draft_model is None and bundled and (folder / "draft-lm").is_dir():
         draft_model = str(folder / "draft-lm")
     if draft_model is not None:
-        found.append(ways.stock_assisted(draft_model, model))
+        found.append(variants.stock_assisted(draft_model, model))
     # The look-up shows how much of what is said has been said before, which any drafter gains by.
     specs = drafters or ["ngram", "suffix"]
     if bundled:
         specs += [str(folder / each) for each in DRAFTERS if (folder / each.split(":")[0]).is_dir()]
         specs += [f"{folder / MERGED}+suffix"] if (folder / MERGED).is_dir() else []
-    loaded = [way for spec in specs for way in ways.load(spec, model)]
+    loaded = [variant for spec in specs for variant in variants.load(spec, model)]
     if bundled:  # one row per checkpoint: the method it leads with
-        loaded = [way for spec, way in zip(specs, loaded, strict=True) if ":method=" in spec or way.leads]
-    found = ways.distinct([*found, *loaded])
-    methods = [way.name.split(" ")[0] if way.drafter is not None else way.name for way in found]
-    # The method is name enough where no other row has it.
-    return {method if methods.count(method) == 1 else way.name: way for method, way in zip(methods, found, strict=True)}
+        loaded = [variant for spec, variant in zip(specs, loaded, strict=True) if ":method=" in spec or variant.leads]
+    found = variants.distinct([*found, *loaded])
+    methods = [variant.name.split(" ")[0] if variant.drafter is not None else variant.name for variant in found]
+    # The method is the name if no other row has it.
+    names = [method if methods.count(method) == 1 else own.name for method, own in zip(methods, found, strict=True)]
+    return dict(zip(names, found, strict=True))
 
 
-def generate(model: Any, inputs: Any, way: Way, temperature: float, new_tokens: int) -> tuple[torch.Tensor, float]:
+def generate(
+    model: Any, inputs: Any, variant: Variant, temperature: float, new_tokens: int
+) -> tuple[torch.Tensor, float]:
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    way.begin()
-    drafting = {} if way.drafter is None else {"assistant_model": way.drafter}
+    variant.begin()
+    drafting = {} if variant.drafter is None else {"assistant_model": variant.drafter}
     torch.manual_seed(0)
     started = time.perf_counter()
-    output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **way.arguments, **drafting)
+    output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **variant.arguments, **drafting)
     if output.is_cuda:
         torch.cuda.synchronize()
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - started
@@ -141,21 +146,21 @@ def choose_threads(seconds_of: Callable[[], float]) -> int:
 def measure(
     model: Any,
     inputs: Mapping[str, torch.Tensor],
-    found: Mapping[str, Way],
+    found: Mapping[str, Variant],
     new_tokens: int,
     tell: Callable[[str], None],
 ) -> Prompt:
-    """Runs every way on one prompt, at each temperature."""
+    """Runs every variant on one prompt, at each temperature."""
     calls: Prompt = {}
     for temperature in TEMPERATURES:
         plain_ids = None
-        for name, way in found.items():
+        for name, variant in found.items():
             tell(name)
-            new_ids, seconds = generate(model, inputs, way, temperature, new_tokens)
+            new_ids, seconds = generate(model, inputs, variant, temperature, new_tokens)
             plain_ids = new_ids if plain_ids is None else plain_ids
             call = Call(seconds, len(new_ids), torch.equal(new_ids, plain_ids))
-            if way.drafter is not None:
-                stats = way.drafter.stats
+            if variant.drafter is not None:
+                stats = variant.drafter.stats
                 committed = stats.num_accepted_draft_tokens + stats.num_spec_steps
                 call = replace(call, committed=committed, rounds=stats.num_spec_steps, draft_s=stats.draft_time_s)
             calls[name, temperature] = call
@@ -206,7 +211,7 @@ def measure_while_it_fits(
 
 
 def summary(calls: Sequence[Call], plain: Sequence[Call], groups: Sequence[str]) -> dict[str, Any]:
-    """The figures of one way at one temperature, beside plain decoding of the same prompts, which are of `groups`."""
+    """The figures of one variant at one temperature, with plain decoding of the same prompts, which are of `groups`."""
     ratios = [own.rate / base.rate for own, base in zip(calls, plain, strict=True)]
     seconds, rounds = sum(call.seconds for call in calls), sum(call.rounds for call in calls)
     return {
@@ -257,15 +262,15 @@ def report(console: Console, measured: Sequence[Prompt], names: Sequence[str], g
     return figures
 
 
-def record_beside_weights(found: dict[str, Way], record: dict[str, Any]) -> None:
+def record_beside_weights(found: dict[str, Variant], record: dict[str, Any]) -> None:
     """Writes into the folder of each drafter what was measured of it, and brings its card up to date.
 
     Tables that a method's own script has written (`measure_*.py`) say more, and are left alone.
     """
     by_folder: dict[str, list[str]] = {}
-    for name, way in found.items():
-        if way.drafter is not None and hasattr(way.drafter, "write_records"):
-            by_folder.setdefault(way.drafter.name_or_path, []).append(name)
+    for name, variant in found.items():
+        if variant.drafter is not None and hasattr(variant.drafter, "write_records"):
+            by_folder.setdefault(variant.drafter.name_or_path, []).append(name)
     for folder, names in by_folder.items():
         drafter = found[names[0]].drafter
         if "measure_" in (drafter.measurements or {}).get("command", ""):
@@ -281,15 +286,15 @@ def record_beside_weights(found: dict[str, Way], record: dict[str, Any]) -> None
 
 
 def sample(
-    model: Any, prompts: Sequence[Mapping[str, torch.Tensor]], way: Way, temperature: float, new_tokens: int
+    model: Any, prompts: Sequence[Mapping[str, torch.Tensor]], variant: Variant, temperature: float, new_tokens: int
 ) -> Trace:
     """Of one continuation per prompt, the one that repeats the fewest n-grams; the first of equals."""
     traces = []
     for inputs in prompts:
-        way.drafter.trace = Trace()
-        generate(model, inputs, way, temperature, new_tokens)
-        traces.append(way.drafter.trace)
-    way.drafter.trace = None
+        variant.drafter.trace = Trace()
+        generate(model, inputs, variant, temperature, new_tokens)
+        traces.append(variant.drafter.trace)
+    variant.drafter.trace = None
     return min(traces, key=lambda trace: repeated_ngrams([token for token, _ in trace.output()]))
 
 
@@ -355,19 +360,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = load_prompts(arguments.prompts or str(bundle.prompts), arguments.num_prompts or None)
         model, tokenizer = load_target(name)
         chat = bool(tokenizer.chat_template)
-        found = ways_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder)
+        found = variants_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
         sys.exit(f"quickstart.py: {error}")
     prompts = [inputs_of(tokenizer, prompt).to(DEVICE) for prompt in asked]
-    line(f"loaded target {name} and {len(found)} ways of decoding, {DEVICE}")
+    line(f"loaded target {name} and {len(found)} variants, {DEVICE}")
     if DEVICE == "cpu" and torch.get_num_threads() > 1:
-        threads = choose_threads(lambda: generate(model, prompts[0], Way(PLAIN, "plain"), 0.0, 2)[1])
+        threads = choose_threads(lambda: generate(model, prompts[0], Variant(PLAIN, "plain"), 0.0, 2)[1])
         line(f"decoding with {threads} thread(s): plain decoding is quickest so")
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
         task = progress.add_task("")
 
-        def tell(way: str) -> None:
-            progress.update(task, description=way, advance=1, refresh=True)
+        def tell(variant: str) -> None:
+            progress.update(task, description=variant, advance=1, refresh=True)
 
         def run(inputs: Mapping[str, torch.Tensor], new_tokens: int) -> Prompt:
             progress.reset(task, total=len(TEMPERATURES) * len(found))

@@ -167,13 +167,13 @@ class _AnswerStreamer(BaseStreamer):
         answer.num_drafted += self.drafted
         answer.seconds = time.perf_counter() - self.began
         answer.mean_acceptance_length = stats.mean_acceptance_length
-        self._tell(self.pieces.add(int(value)))
+        self._write_piece(self.pieces.add(int(value)))
 
     def end(self) -> None:
-        self._tell(self.pieces.rest())
+        self._write_piece(self.pieces.rest())
         self.answer.seconds = time.perf_counter() - self.began
 
-    def _tell(self, piece: str) -> None:
+    def _write_piece(self, piece: str) -> None:
         if piece:
             self.answer.text += piece
             self.write(piece, self.drafted, self.answer)

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=3, help="of each call, after one that warms up (default: 3)")
     add("--prompts-per-group", type=int, default=2, help="for the parts on the bundled model (default: 2)")
     add("--groups", nargs="+", help="of prompts, for the parts on the bundled model (default: all)")
-    add("--ways", nargs="+", help="of drafting, for the part `exact` (default: all)")
+    add("--variants", nargs="+", help="of drafting, for the part `exact` (default: all)")
     add("--no-network", action="store_true", help="do not run the drafter's network: verification alone")
     add("--output", type=Path, help="also write the results to this JSON file")
     return options
@@ -234,12 +234,12 @@ def batch(bench: Bench) -> list[Row]:
     rows = []
     for size in bench.options.batches:
         inputs, tokens = bench.ragged(context, size)
-        ways: dict[str, dict[str, Any]] = {"plain": {}}
-        ways |= {mode: {"assistant_model": bench.drafter(nodes, mode)} for mode in bench.modes}
+        variants: dict[str, dict[str, Any]] = {"plain": {}}
+        variants |= {mode: {"assistant_model": bench.drafter(nodes, mode)} for mode in bench.modes}
         plain_s = 0.0
-        for way, arguments in ways.items():
-            if way != "plain":
-                bench.drafter(nodes, way)  # sets the options of the network, which all modes share
+        for variant, arguments in variants.items():
+            if variant != "plain":
+                bench.drafter(nodes, variant)  # sets the options of the network, which all modes share
             taken = []
             for repeat in range(bench.options.repeats + 1):
                 output, seconds = bench.generate(new_tokens=bench.options.new_tokens, **inputs, **arguments)
@@ -247,9 +247,9 @@ def batch(bench: Bench) -> list[Row]:
                 taken += [seconds] if repeat else []
             seconds = statistics.median(taken)
             plain_s = plain_s or seconds
-            row = {"part": "batch", "batch": size, "context": context, "nodes": nodes, "way": way}
+            row = {"part": "batch", "batch": size, "context": context, "nodes": nodes, "way": variant}
             row |= {"tokens_per_s": sum(tokens) / seconds, "speedup": plain_s / seconds}
-            if way != "plain":
+            if variant != "plain":
                 stats = arguments["assistant_model"].stats
                 row |= {"rounds": stats.num_target_forwards, "tau": stats.mean_acceptance_length}
             rows.append(row)
@@ -289,7 +289,7 @@ def length(bench: Bench) -> list[Row]:
     return rows
 
 
-def stock_ways(bench: Bench) -> tuple[dict[str, dict[str, Any]], str | None]:
+def stock_variants(bench: Bench) -> tuple[dict[str, dict[str, Any]], str | None]:
     """Decoding that transformers offers itself: plain, compiled with a static cache, with a draft model, DFlash.
 
     The draft model has the shape of the family's small model, the DFlash assistant that of our network. Both have the
@@ -303,7 +303,7 @@ def stock_ways(bench: Bench) -> tuple[dict[str, dict[str, Any]], str | None]:
     rate = rate_for(min(bench.options.tau, 1 + DEPTH), DEPTH)
     small = draft_shape(bench.options.shape)
     assistant = counting_target(small, bench.device, bench.dtype, error_rate=1 - rate)
-    ways: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, Any]] = {
         "plain": {},
         "plain compiled": {"cache_implementation": "static", "compile_config": compiled},
         "stock assisted": {"assistant_model": assistant},
@@ -311,18 +311,18 @@ def stock_ways(bench: Bench) -> tuple[dict[str, dict[str, Any]], str | None]:
     try:
         from .stock_dflash import ARGUMENTS, stock_dflash
     except ImportError as error:
-        return ways, f"transformers {transformers.__version__} has no DFlash assistant: {error}"
-    return ways | {"stock DFlash": {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}}, None
+        return variants, f"transformers {transformers.__version__} has no DFlash assistant: {error}"
+    return variants | {"stock DFlash": {"assistant_model": stock_dflash(bench.target, rate=rate), **ARGUMENTS}}, None
 
 
 def baselines(bench: Bench) -> list[Row]:
-    """Time per token of each entry of `stock_ways`."""
-    ways, note = stock_ways(bench)
+    """Time per token of each entry of `stock_variants`."""
+    variants, note = stock_variants(bench)
     rows: list[Row] = []
     for context in bench.options.contexts:
         if note is not None:
             rows.append({"part": "baselines", "way": "stock DFlash", "context": context, "note": note})
-        for way, arguments in ways.items():
+        for variant, arguments in variants.items():
             prompt, seconds, prefill = bench.prompt(context), [], []
             for repeat in range(bench.options.repeats + 1):
                 _, first = bench.generate(prompt, 1, **arguments)
@@ -333,7 +333,7 @@ def baselines(bench: Bench) -> list[Row]:
                     prefill.append(first)
             per_token = (statistics.median(seconds) - statistics.median(prefill)) / (bench.options.new_tokens - 1)
             rows.append(
-                {"part": "baselines", "way": way, "context": context, "token_ms": 1000 * per_token}
+                {"part": "baselines", "way": variant, "context": context, "token_ms": 1000 * per_token}
                 | {"token_to_floor": bench.over_floor(per_token)}
                 | {"tokens_per_s": 1 / per_token}
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdec.benchmark.ways import BUNDLED, Way, discover, distinct
+from hf_specdec.benchmark.variants import BUNDLED, Variant, discover, distinct
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.hub.loading import load_drafter
 
@@ -36,33 +36,33 @@ def bundled(bench: Bench) -> tuple[PreTrainedModel, dict[str, list[torch.Tensor]
     return model, {name: groups[name] for name in groups if name in chosen}
 
 
-def _with_budget(way: Way, nodes: int) -> dict[str, Any]:
-    assert way.drafter is not None
-    takes_budget = hasattr(way.drafter.options, "tree_budget")
-    return {**way.settings, "tree_budget": nodes} if takes_budget else {**way.settings}
+def _with_budget(variant: Variant, nodes: int) -> dict[str, Any]:
+    assert variant.drafter is not None
+    takes_budget = hasattr(variant.drafter.options, "tree_budget")
+    return {**variant.settings, "tree_budget": nodes} if takes_budget else {**variant.settings}
 
 
-def exact_ways(bench: Bench, model: PreTrainedModel) -> list[Way]:
-    """Drafters for the part `exact`: all bundled ones and `untrained` ones, or those named by `--ways`.
+def exact_variants(bench: Bench, model: PreTrainedModel) -> list[Variant]:
+    """Drafters for the part `exact`: all bundled ones and `untrained` ones, or those named by `--variants`.
 
     Raises:
-        ValueError: a name in `--ways` is unknown.
+        ValueError: a name in `--variants` is unknown.
     """
     nodes = bench.options.nodes[-1]
-    ways = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
-    names = [way.name for way in ways]
-    for name in bench.options.ways or ():
+    variants = [*distinct(discover(BUNDLED, model)[0]), *untrained(model, nodes)]
+    names = [variant.name for variant in variants]
+    for name in bench.options.variants or ():
         if name not in names:
-            raise unknown_name("--ways", name, names)
-    chosen = [way for way in ways if way.name in (bench.options.ways or names)]
-    return [replace(way, settings=_with_budget(way, nodes)) for way in chosen]
+            raise unknown_name("--variants", name, names)
+    chosen = [variant for variant in variants if variant.name in (bench.options.variants or names)]
+    return [replace(variant, settings=_with_budget(variant, nodes)) for variant in chosen]
 
 
 def exact(bench: Bench) -> list[Row]:
     """Greedy output of every drafter compared with plain decoding, by mode; see `exactness.py`."""
     model, groups = bundled(bench)
     prompts = {name: group[: bench.options.prompts_per_group] for name, group in groups.items()}
-    return compare(model, exact_ways(bench, model), bench.modes, prompts, bench.options.new_tokens)
+    return compare(model, exact_variants(bench, model), bench.modes, prompts, bench.options.new_tokens)
 
 
 def auto(bench: Bench) -> list[Row]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.benchmark.ways import Way
+from hf_specdec.benchmark.variants import Variant
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.verification import first_difference
 
 
-def untrained(model: PreTrainedModel, tree_budget: int) -> list[Way]:
+def untrained(model: PreTrainedModel, tree_budget: int) -> list[Variant]:
     """Drafters with random weights, for methods without a bundled checkpoint: bad drafts, the same verification.
 
     Args:
@@ -39,7 +39,7 @@ def untrained(model: PreTrainedModel, tree_budget: int) -> list[Way]:
     )  # fmt: skip
     drafters = {"eagle3": Eagle3Drafter(eagle3), "medusa": MedusaDrafter(MedusaConfig(**shape, own_head=False))}
     return [
-        Way(
+        Variant(
             f"{kind}, random weights",
             "drafter",
             drafter=drafter.to(model.device, model.dtype).eval(),
@@ -51,7 +51,7 @@ def untrained(model: PreTrainedModel, tree_budget: int) -> list[Way]:
 
 def compare(
     model: PreTrainedModel,
-    ways: Sequence[Way],
+    variants: Sequence[Variant],
     modes: Iterable[str],
     groups: Mapping[str, Sequence[Tensor]],
     new_tokens: int,
@@ -60,7 +60,7 @@ def compare(
 
     Args:
         model: the target.
-        ways: drafters with their settings.
+        variants: drafters with their settings.
         modes: values of `compile_mode`.
         groups: prompts [1, seq] int64 by name.
         new_tokens: of each output.
@@ -74,23 +74,28 @@ def compare(
         group: [_continue(model, prompt, new_tokens) for prompt in prompts] for group, prompts in groups.items()
     }
     rows = []
-    for way in ways:
-        assert way.drafter is not None
+    for variant in variants:
+        assert variant.drafter is not None
         for mode in modes:
-            way.drafter.set_options(**{**way.settings, "compile_mode": mode})
+            variant.drafter.set_options(**{**variant.settings, "compile_mode": mode})
             for group, prompts in groups.items():
                 found = []
                 committed = forwards = 0
                 for prompt, alone in zip(prompts, plain[group], strict=True):
-                    output = _continue(model, prompt, new_tokens, assistant_model=way.drafter)
-                    assert way.drafter.stats is not None
+                    output = _continue(model, prompt, new_tokens, assistant_model=variant.drafter)
+                    assert variant.drafter.stats is not None
                     committed += len(output) - 1
-                    forwards += way.drafter.stats.num_target_forwards
+                    forwards += variant.drafter.stats.num_target_forwards
                     if output != alone:
                         with torch.no_grad():
                             found.append(first_difference(model, prompt, alone, output))
                 rows.append(
-                    {"part": "exact", "way": way.name, "mode": mode, "dtype": str(model.dtype).removeprefix("torch.")}
+                    {
+                        "part": "exact",
+                        "way": variant.name,
+                        "mode": mode,
+                        "dtype": str(model.dtype).removeprefix("torch."),
+                    }
                     | {"group": group, "prompts": len(prompts), "tau": committed / max(1, forwards)}
                     | {"identical": 1 - len(found) / len(prompts)}
                     | {"gap_ulps": [_finite(each.top2_gap / each.ulp) for each in found]}

@@ -1,5 +1,5 @@
-"""Measuring: every way of decoding over the same prompts, what a round costs, and what it could cost at least.
+"""Measurements: all variants of decoding on the same prompts, the time of a round, and its lower bound.
 
-`python -m hf_specdec.benchmark` runs it all; `run.py` is the harness, `figures.py` what the calls amount to, `report/`
-how it is shown.
+`python -m hf_specdec.benchmark` runs everything; `run.py` is the harness, `figures.py` computes the figures, `report/`
+shows them.
 """

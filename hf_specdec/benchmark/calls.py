@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.benchmark.records import Call, Difference
-from hf_specdec.benchmark.ways import Way
+from hf_specdec.benchmark.variants import Variant
 from hf_specdec.decoding.devices import abilities, wait_for
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Clock(BaseStreamer):
-    """A streamer that records when tokens arrive. The benchmark uses it for all ways of decoding."""
+    """A streamer that records when tokens arrive. The benchmark uses it for all variants."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -43,7 +43,7 @@ class Clock(BaseStreamer):
 def generate(
     model: PreTrainedModel,
     inputs: Mapping[str, Tensor],
-    way: Way,
+    variant: Variant,
     temperature: float,
     new_tokens: int,
     seed: int = 0,
@@ -55,7 +55,7 @@ def generate(
     Args:
         model: the target.
         inputs: [batch, seq] int64 prompts and mask.
-        way: of decoding.
+        variant: of decoding.
         temperature: 0 is greedy.
         new_tokens: maximum per row.
         seed: of torch.
@@ -68,15 +68,15 @@ def generate(
     if not temperature:
         # None, because transformers warns about sampling settings of the target that greedy search ignores.
         sampling = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    way.begin()
-    assistant = {} if way.drafter is None else {"assistant_model": way.drafter}
+    variant.begin()
+    assistant = {} if variant.drafter is None else {"assistant_model": variant.drafter}
     clock = Clock(len(inputs["input_ids"]))
     torch.manual_seed(seed)
     wait_for(model.device)
     started = clock.started = time.perf_counter()
     output = model.generate(
         **inputs,
-        **way.arguments,
+        **variant.arguments,
         **assistant,
         **sampling,
         max_new_tokens=new_tokens,
@@ -90,7 +90,7 @@ def generate(
 def measure(
     model: PreTrainedModel,
     inputs: Mapping[str, Tensor],
-    way: Way,
+    variant: Variant,
     *,
     temperature: float,
     new_tokens: int,
@@ -100,9 +100,9 @@ def measure(
     groups: list[str],
 ) -> tuple[Call, Tensor]:
     """Runs one call; returns its record and the new ids [batch, new]."""
-    new_ids, seconds, clock = generate(model, inputs, way, temperature, new_tokens, seed)
+    new_ids, seconds, clock = generate(model, inputs, variant, temperature, new_tokens, seed)
     rows = len(new_ids)
-    stats = None if way.drafter is None else way.drafter.stats
+    stats = None if variant.drafter is None else variant.drafter.stats
     speculation: dict[str, Any] = {}
     if stats is not None:
         speculation = {
@@ -113,7 +113,7 @@ def measure(
         }
     return (
         Call(
-            way=way.name,
+            variant=variant.name,
             temperature=temperature,
             batch_size=rows,
             repeat=repeat,
@@ -124,8 +124,8 @@ def measure(
             seconds=seconds,
             ttft_s=clock.times[0] - clock.started,
             token_times_s=[round(moment - clock.times[0], 6) for moment in clock.times[1:]],
-            swept_from=way.swept_from,
-            budget=way.settings.get("tree_budget") if way.swept_from else None,
+            swept_from=variant.swept_from,
+            budget=variant.settings.get("tree_budget") if variant.swept_from else None,
             **speculation,
         ),
         new_ids,

@@ -1,8 +1,8 @@
-"""Figures: what the calls of a run amount to. Pure functions of records; names follow vLLM's metrics.
+"""Figures computed from the calls of a run. Pure functions of records; names follow vLLM's metrics.
 
-Everything is told per cell, one temperature and one batch size. Speedups are taken call by call against the baseline's
-call on the same prompts in the same repeat, so that a busy moment of the machine weighs on both; a prompt's speedup is
-the median over repeats, a method's the median over prompts.
+There is one set of figures per cell: one temperature and one batch size. The speedup of a call is relative to the
+baseline's call on the same prompts in the same repeat, so that other load on the machine affects both. A prompt's
+speedup is the median over repeats, a method's the median over prompts.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_specdec.benchmark.records import Call, Environment
-from hf_specdec.benchmark.ways import COMPILED, PLAIN
+from hf_specdec.benchmark.variants import COMPILED, PLAIN
 from hf_specdec.decoding.stats import STAGES
 
-# What a round consists of; the rest of a call is the prefill, and what generate does before and after the loop.
+# The stages of a round; the rest of a call is the prefill, and the work of generate before and after the loop.
 ROUND_STAGES = tuple(stage for stage in STAGES if stage != "prefill")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median, and how far the values around it lie.
+    """A median and quartiles.
 
     Attributes:
-        median: of all.
-        low: first quartile; the least of fewer than four values.
-        high: third quartile; the greatest of fewer than four values.
+        median: of all values.
+        low: first quartile; the minimum of fewer than four values.
+        high: third quartile; the maximum of fewer than four values.
     """
 
     median: float
@@ -51,34 +51,34 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """One way in one cell.
+    """The figures of one variant in one cell.
 
     Attributes:
-        way: its name.
+        variant: its name.
         tokens_per_s: all new tokens over all time, by repeat.
-        speedup: over plain eager, by prompt; None for it itself.
-        speedup_compiled: over plain compiled; None where that was not measured.
+        speedup: over plain eager, by prompt; None for plain eager itself.
+        speedup_compiled: over plain compiled; None if that was not measured.
         speedups: by prompt, over plain eager.
         speedup_by_group: by prompt group.
         ttft_s: time to first token.
         tpot_s: time per further token.
         mean_acceptance_length: tokens per round, bonus included, pooled over rounds; None without speculation.
         unconditional: entry d-1: share of all rounds that accepted at least d tokens.
-        conditional: entry d-1: of the rounds that accepted d-1 tokens, the share that accepted the d-th too.
+        conditional: entry d-1: of the rounds that accepted d-1 tokens, the share that also accepted the d-th.
         histogram: entry j: rounds that accepted exactly j.
-        draft_acceptance_rate: accepted over drafted tokens; on trees comparable at equal budgets only.
+        draft_acceptance_rate: accepted over drafted tokens; on trees comparable only at equal budgets.
         drafting_share: of the whole time.
         round_s: of one round, by stage.
         round_to_floor: a round's time over the time to read the target's weights once.
-        call_s: seconds of all calls by stage, "rest" is what no stage accounts for.
-        peak_bytes: most of any call.
-        num_identical: calls that wrote what plain decoding writes, of `num_compared`.
+        call_s: seconds of all calls by stage, "rest" is the time outside of all stages.
+        peak_bytes: largest of any call.
+        num_identical: calls whose output equals plain decoding's, of `num_compared`.
         num_compared: greedy calls.
-        rank: by tokens/s, the quickest first; ways whose spreads over repeats overlap share one. 0 before it is known.
+        rank: by tokens/s, the fastest first; variants whose spreads over repeats overlap share one. 0 if not yet set.
         largest_gap: between the target's two best logits at any first difference; None without one.
     """
 
-    way: str
+    variant: str
     tokens_per_s: Spread
     speedup: Spread | None
     speedup_compiled: Spread | None
@@ -104,7 +104,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Cell:
-    """All ways at one temperature and batch size, in the order of the run; swept ones aside, by what they vary."""
+    """All variants at one temperature and batch size, in the order of the run; swept ones separately, by budget."""
 
     temperature: float
     batch_size: int
@@ -132,13 +132,13 @@ def cells(calls: Iterable[Call], environment: Environment) -> list[Cell]:
 
 
 def _cell(temperature: float, batch_size: int, calls: list[Call], environment: Environment) -> Cell:
-    by_way: dict[str, list[Call]] = {}
+    by_variant: dict[str, list[Call]] = {}
     for call in calls:
-        by_way.setdefault(call.way, []).append(call)
-    plain, compiled = by_way.get(PLAIN, []), by_way.get(COMPILED, [])
+        by_variant.setdefault(call.variant, []).append(call)
+    plain, compiled = by_variant.get(PLAIN, []), by_variant.get(COMPILED, [])
     figures: list[Figures] = []
     sweeps: dict[str, list[tuple[int, Figures]]] = {}
-    for own in by_way.values():
+    for own in by_variant.values():
         made = figures_of(own, plain, compiled, environment)
         if own[0].swept_from is None:
             figures.append(made)
@@ -151,29 +151,29 @@ def _cell(temperature: float, batch_size: int, calls: list[Call], environment: E
         batch_size,
         ranked(figures),
         {name: sorted(points, key=lambda point: point[0]) for name, points in sweeps.items()},
-        {figures.way: speed_by_context(by_way[figures.way], width) for figures in figures},
+        {figures.variant: speed_by_context(by_variant[figures.variant], width) for figures in figures},
     )
 
 
 def ranked(figures: list[Figures]) -> list[Figures]:
-    """The same with their ranks, in the same order.
+    """The same figures with their ranks, in the same order.
 
-    A way shares the rank of the next quicker one where the two cannot be told apart: the quickest repeat of the one is
-    no slower than the slowest repeat of the other.
+    A variant shares the rank of the next faster one if their difference may be noise: its fastest repeat is at least as
+    fast as the slowest repeat of the other.
     """
     ranks: dict[str, int] = {}
     above: Figures | None = None
     order = sorted(figures, key=lambda own: own.tokens_per_s.median, reverse=True)
-    for place, own in enumerate(order, start=1):
+    for position, own in enumerate(order, start=1):
         tied = above is not None and own.tokens_per_s.high >= above.tokens_per_s.low
-        ranks[own.way] = ranks[above.way] if tied and above is not None else place
+        ranks[own.variant] = ranks[above.variant] if tied and above is not None else position
         above = own
-    return [dataclasses.replace(own, rank=ranks[own.way]) for own in figures]
+    return [dataclasses.replace(own, rank=ranks[own.variant]) for own in figures]
 
 
 def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], environment: Environment) -> Figures:
-    """One way's figures from its calls and those of the baselines in the same cell."""
-    is_plain = calls[0].way == PLAIN
+    """One variant's figures from its calls and those of the baselines in the same cell."""
+    is_plain = calls[0].variant == PLAIN
     seconds = sum(call.seconds for call in calls)
     speedups = speedups_by_prompt(calls, plain)
     by_compiled = speedups_by_prompt(calls, compiled)
@@ -193,7 +193,7 @@ def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], envir
             groups.setdefault(group, []).append(speedup)
     peaks = [call.peak_bytes for call in calls if call.peak_bytes is not None]
     return Figures(
-        way=calls[0].way,
+        variant=calls[0].variant,
         tokens_per_s=Spread.of(rates_by_repeat(calls)),
         speedup=None if is_plain or not speedups else Spread.of(list(speedups.values())),
         speedup_compiled=Spread.of(list(by_compiled.values())) if by_compiled else None,
@@ -230,9 +230,9 @@ def acceptance_by_depth(rounds: Sequence[int]) -> list[float]:
 
 
 def conditional_acceptance(rounds: Sequence[int]) -> list[float]:
-    """Entry d-1: of the rounds that accepted d-1 tokens, the share that accepted the d-th too (conditional).
+    """Entry d-1: of the rounds that accepted d-1 tokens, the share that also accepted the d-th (conditional).
 
-    A round whose draft ended at depth d-1 counts as not having accepted the d-th.
+    A round whose draft has only d-1 tokens counts as not having accepted the d-th.
 
     Example:
         >>> conditional_acceptance([0, 1, 2, 1])
@@ -253,7 +253,7 @@ def rates_by_repeat(calls: Iterable[Call]) -> list[float]:
 
 
 def speedups_by_prompt(calls: Iterable[Call], baseline: Iterable[Call]) -> dict[int, float]:
-    """By batch of prompts the ratio of tokens per second to the baseline's, the median over repeats."""
+    """The ratio of tokens per second to the baseline's, by batch of prompts; the median over repeats."""
     rates = {(call.batch, call.repeat): sum(call.new_tokens) / call.seconds for call in baseline}
     ratios: dict[int, list[float]] = {}
     for call in calls:
@@ -264,7 +264,7 @@ def speedups_by_prompt(calls: Iterable[Call], baseline: Iterable[Call]) -> dict[
 
 
 def context_width(calls: Iterable[Call]) -> int:
-    """How many tokens of context share a point of the curve: a power of two that gives four to eight points."""
+    """Width in tokens of an interval of context, for `speed_by_context`: a power of two that gives 4 to 8 intervals."""
     spans = [(max(call.prompt_tokens) + 1, len(call.token_times_s)) for call in calls]
     reach = max(start + new for start, new in spans) - min(start for start, _ in spans)
     width = 8
@@ -274,12 +274,12 @@ def context_width(calls: Iterable[Call]) -> int:
 
 
 def speed_by_context(calls: Iterable[Call], width: int) -> list[tuple[int, float]]:
-    """(tokens of context, tokens per second) over stretches of `width` tokens, prompt included, prefill excluded."""
+    """(tokens of context, tokens per second) over intervals of `width` tokens, prompt included, prefill excluded."""
     tokens: dict[int, float] = {}
     seconds: dict[int, float] = {}
     for call in calls:
         before = 0.0
-        # A row's tokens arrive in bursts; the time before a burst is shared by its tokens.
+        # A row's tokens arrive in bursts; the time before a burst is divided among its tokens.
         context = max(call.prompt_tokens) + 1
         times = call.token_times_s
         at = 0
@@ -289,16 +289,16 @@ def speed_by_context(calls: Iterable[Call], width: int) -> list[tuple[int, float
                 burst += 1
             share = (times[at] - before) / (burst - at)
             for index in range(at, burst):
-                place = (context + index) // width
-                tokens[place] = tokens.get(place, 0.0) + call.batch_size
-                seconds[place] = seconds.get(place, 0.0) + share
+                interval = (context + index) // width
+                tokens[interval] = tokens.get(interval, 0.0) + call.batch_size
+                seconds[interval] = seconds.get(interval, 0.0) + share
             before, at = times[at], burst
-    # A stretch that few tokens fell into says little.
+    # Intervals with few tokens are too noisy.
     most = max(tokens.values(), default=0.0)
     return [
-        (place * width + width // 2, tokens[place] / seconds[place])
-        for place in sorted(tokens)
-        if tokens[place] >= most / 4 and seconds[place] > 0
+        (interval * width + width // 2, tokens[interval] / seconds[interval])
+        for interval in sorted(tokens)
+        if tokens[interval] >= most / 4 and seconds[interval] > 0
     ]
 
 

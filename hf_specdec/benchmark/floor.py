@@ -30,7 +30,7 @@ def copy_bandwidth(
     Args:
         device: where to measure; on a CPU with as many threads as torch uses now.
         num_bytes: size of the copied tensor; None for several times the caches of the device.
-        repeats: copies that are timed, after one that warms up; the fastest counts.
+        repeats: copies that are timed, after one as warm-up; the fastest counts.
         clock: returns the time in seconds.
     """
     device = torch.device(device)
@@ -50,16 +50,16 @@ def copy_bandwidth(
 def weight_bytes(model: nn.Module, *, borrowed: Iterable[nn.Module] = ()) -> int:
     """Bytes of weights that one forward of `model` over a single token reads.
 
-    Shared tensors count once. Embedding tables are only looked up, so they count only if a head shares them. Of a
-    mixture of experts only those of one token count, `num_experts_per_tok` of all. A round over several tokens uses
-    more experts, so its time lies above the floor.
+    Shared tensors count once. Embedding tables are only looked up, so they count only if a head shares them.
+    For a mixture of experts only the experts of one token count, `num_experts_per_tok` of all. A round over several
+    tokens uses more experts, so its time is longer than the floor.
 
     Args:
         model: a target or a drafter.
         borrowed: modules of another model that the forward also reads, such as the target's head in a drafter.
 
     Raises:
-        ValueError: the model has experts, and its config does not say how many a token uses.
+        ValueError: the model has experts, and its config does not give the number that a token uses.
     """
     modules = [model, *borrowed]
     counted: set[int] = set()

@@ -1,7 +1,7 @@
-"""Prompt sets: the bundled one, a JSONL file, or the field's sets by name through `datasets`.
+"""Prompt sets: the bundled one, a JSONL file, or published sets by name through `datasets`.
 
-A set is a list of `Prompt`s with a group each, so that a speedup can be told for code and for chat apart. What a chat
-template makes of them is decided in `hf_specdec/chat_template.py`.
+A set is a list of `Prompt`s with groups, so that the speedup can be shown per group, such as code and chat.
+`hf_specdec/chat_template.py` decides about the chat template.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SPEC_BENCH_GROUPS = ("mt_bench", "translation", "summarization", "qa", "math_rea
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and which group of the set it belongs to.
+    """A prompt and its group in the set.
 
     Attributes:
-        text: the question; of a conversation the last one.
+        text: the user message; the last one of a conversation.
         group: its name.
-        before: what was said before it, where it is part of a conversation.
+        before: the earlier messages of a conversation.
     """
 
     text: str
@@ -39,18 +39,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class NamedSet:
-    """Where a published set lies, and what in it is the prompt.
+    """A published set, and its prompt column.
 
     Attributes:
         repo: dataset on the Hub, or a builder of `datasets` such as "json".
         split: of it.
-        field: column of the prompt; dots lead into nested columns, and of a list (of turns) the first entry counts.
+        field: column of the prompt; dots for nested columns; of a list (of turns) the first entry is used.
         config: of the dataset.
         template: around the prompt.
-        group_field: column that names the group; the set's own name where None.
+        group_field: column with the name of the group; None for the set's own name.
         files: for builders.
-        groups: group by value of that column, for those that go by another name.
-        other_group: of all values that `groups` does not have; None for the value itself.
+        groups: group by value of that column, for groups with another name.
+        other_group: for all values that are not in `groups`; None for the value itself.
     """
 
     repo: str
@@ -94,7 +94,7 @@ NAMED_SETS: dict[str, NamedSet] = {
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a set, groups taking turns so that a limit leaves every group its share.
+    """The prompts of a set, from all groups in turn, so that a limit includes every group.
 
     Args:
         source: a JSONL file, or a name in `NAMED_SETS`.
@@ -102,9 +102,9 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no set goes by this name, or a line has no prompt.
-        ImportError: a named set is asked for and `datasets`, or what it downloads with, is not installed.
-        OSError: a named set cannot be reached.
+        ValueError: there is no set of this name, or a line has no prompt.
+        ImportError: the set needs `datasets`, or a package that `datasets` needs for downloads, which is not installed.
+        OSError: a named set cannot be downloaded.
     """
     path = Path(source)
     if path.is_file():
@@ -117,20 +117,21 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
         )
     else:
         raise unknown_name("prompt set", source, NAMED_SETS)
-    return _taking_turns(prompts)[:limit]
+    return _interleave(prompts)[:limit]
 
 
 def read_jsonl(path: Path) -> list[Prompt]:
-    """Lines of {"prompt": text}, with an optional "group"; "turns" and "category" are read too, "source" by its root.
+    """Reads lines of {"prompt": text}, with an optional "group".
 
-    A line may be a conversation instead, {"messages": [{"role": ..., "content": ...}, ...]}: its last question is the
-    prompt, and every question before it must have its answer.
+    The keys "turns" and "category" are read too, and "source" up to its first slash. A line may also be a conversation,
+    {"messages": [{"role": ..., "content": ...}, ...]}: its last user message is the prompt, and every earlier user
+    message must have an answer.
 
     Raises:
-        ValueError: a line is no JSON object or has no prompt, or there is none at all.
+        ValueError: a line is not a JSON object or has no prompt, or the file has no prompts.
     """
     prompts = []
-    # Not splitlines(): JSON may hold what else that takes for the end of a line.
+    # Not splitlines(), which also splits at characters that JSON strings may contain.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -158,35 +159,35 @@ def read_jsonl(path: Path) -> list[Prompt]:
 
 
 def _last_question(messages: Any, where: str) -> tuple[str | None, tuple[Message, ...]]:
-    """The last message of a conversation up to its last question, and those before it."""
+    """The last user message of a conversation, and all messages before it."""
     try:
-        said = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+        history = [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
     except (TypeError, KeyError) as error:
         raise ValueError(f'{where}: "messages" must be a list of objects with "role" and "content".') from error
-    while said and said[-1]["role"] != "user":
-        said.pop()
-    roles = [message["role"] for message in said if message["role"] != "system"]
+    while history and history[-1]["role"] != "user":
+        history.pop()
+    roles = [message["role"] for message in history if message["role"] != "system"]
     if roles[::2].count("user") != len(roles[::2]) or roles[1::2].count("assistant") != len(roles[1::2]):
         raise ValueError(
-            f"{where}: questions and answers must take turns, but the roles are {', '.join(roles)}. Let "
+            f"{where}: user and assistant messages must alternate, but the roles are {', '.join(roles)}. Let "
             "`hf-specdec write` answer the questions first; it writes the messages with their answers."
         )
-    return (said[-1]["content"], tuple(said[:-1])) if said else (None, ())
+    return (history[-1]["content"], tuple(history[:-1])) if history else (None, ())
 
 
 def read_named(name: str, known: NamedSet) -> list[Prompt]:
-    """The prompts of a set of this description, in its order; raises ImportError and OSError as `load_prompts` does."""
+    """The prompts of a named set, in its order; raises ImportError and OSError as `load_prompts` does."""
     files = {} if known.files is None else {"data_files": known.files}
     try:
         from datasets import load_dataset
 
         rows = load_dataset(known.repo, known.config, split=known.split, **files)
-    except ImportError as error:  # of `datasets`, or from within: it does not itself require what it downloads with
+    except ImportError as error:  # `datasets`, or a package that it imports for downloads but does not require
         raise ImportError(
             f"The prompt set {name!r} is read with `datasets` and, from a URL, `aiohttp`, but {error}: pip install "
             "'hf_specdec[bench]'. Prompts from a JSONL file need neither."
         ) from error
-    except (OSError, ValueError) as error:  # `datasets` raises either, by what it finds in its cache
+    except (OSError, ValueError) as error:  # `datasets` raises ValueError if its cache lacks the set
         raise OSError(
             f"The prompt set {name!r} ({known.files or known.repo}, split {known.split!r}) cannot be read: {error}. It "
             "is downloaded on first use: try again online, or give --prompts a JSONL file."
@@ -210,7 +211,7 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
-def _taking_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
+def _interleave(prompts: Iterable[Prompt]) -> list[Prompt]:
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.group, []).append(prompt)
@@ -219,7 +220,7 @@ def _taking_turns(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def render(prompt: Prompt, tokenizer: Any, *, chat: bool, thinking: Thinking) -> str:
-    """The text that is tokenised: the prompt as it is, or as the tokenizer's chat template wraps it."""
+    """The text to tokenise: the prompt unchanged, or in the tokenizer's chat template."""
     if not chat:
         return prompt.text
     question = {"role": "user", "content": prompt.text}

@@ -1,7 +1,7 @@
-"""Records: what a run writes, one JSON object per line, and all that a report needs.
+"""Records: the output of a run, one JSON object per line, from which reports are made.
 
-`Environment` comes first, then a `Call` per `generate` call, `Picture`s and `Note`s. The figures are made from calls in
-`figures.py`; they are not stored, so that a report can always be made again from its records.
+`Environment` comes first, then a `Call` per `generate` call, `Picture`s and `Note`s. `figures.py` computes the figures
+from the calls; they are not stored, so a report can always be made again from its records.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and how it was measured.
+    """The circumstances of the run.
 
     Attributes:
         target: name of the model.
@@ -26,12 +26,12 @@ class Environment:
         threads: of torch on the host.
         versions: by package.
         date: ISO.
-        command: that measured.
-        prompts: how many, and of which set.
+        command: of the run.
+        prompts: their number, and the set.
         settings: of the run.
-        copy_bytes_per_s: what a large copy on the device moves, read and written.
+        copy_bytes_per_s: bytes read and written by a large copy on the device, per second.
         weight_bytes: of the target, read in one forward.
-        ways: name to settings, in order.
+        variants: settings by name, in order.
     """
 
     target: str
@@ -46,18 +46,18 @@ class Environment:
     settings: dict[str, Any]
     copy_bytes_per_s: float
     weight_bytes: int
-    ways: dict[str, dict[str, Any]]
+    variants: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output first differs from plain decoding's.
+    """The first difference of an output from plain decoding's.
 
     Attributes:
         row: of the batch.
         index: of the new token.
-        top2_gap: between the target's two largest logits there, computed in one forward over the common text; in
-            floating-point arithmetic two ways of computing the same logits can disagree only where it is small.
+        top2_gap: between the target's two largest logits there, computed in one forward over the common text. Only if
+            it is small can floating-point rounding change the argmax.
     """
 
     row: int
@@ -70,29 +70,29 @@ class Call:
     """One `generate` call.
 
     Attributes:
-        way: its name.
+        variant: its name.
         temperature: 0 for greedy.
         batch_size: rows.
-        repeat: which time.
-        batch: which prompts, counted in batches.
+        repeat: its number.
+        batch: number of its batch of prompts.
         groups: of the prompts.
         prompt_tokens: of each row, without padding.
         new_tokens: of each row, end of text included.
         seconds: the whole call, by the host's clock.
         ttft_s: until the first new token.
         token_times_s: arrival of each further new token of the longest row, after the first.
-        identical: whether every row is plain decoding's; None when sampled.
-        difference: of the first row that is not.
-        peak_bytes: most memory above what was held before the call; None where that cannot be told.
-        per_round: [row][round], drafted tokens kept; empty for ways that do not report.
+        identical: whether every row equals plain decoding's; None when sampled.
+        difference: of the first row that differs.
+        peak_bytes: largest memory above the memory in use before the call; None if unknown.
+        per_round: [row][round], accepted drafted tokens; empty for variants without statistics.
         num_draft_tokens: drafted and verified.
         num_target_forwards: after the prefill.
         stages_s: seconds by stage.
-        swept_from: see `Way`.
-        budget: of a swept way.
+        swept_from: see `Variant`.
+        budget: of a swept variant.
     """
 
-    way: str
+    variant: str
     temperature: float
     batch_size: int
     repeat: int
@@ -116,24 +116,24 @@ class Call:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a way did to one prompt, drawn.
+    """A drawing of a variant's rounds on one prompt.
 
     Attributes:
-        way: its name.
-        title: what is seen.
+        variant: its name.
+        title: what is shown.
         html: self-contained.
     """
 
-    way: str
+    variant: str
     title: str
     html: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Something a drafter wants shown beside the figures: see `Drafter.report_tables`."""
+    """An additional table of a drafter: see `Drafter.report_tables`."""
 
-    way: str
+    variant: str
     title: str
     columns: list[str]
     rows: list[list[str]]
@@ -141,7 +141,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that a reader must know, such as a way that could not be measured, and why."""
+    """Information that a reader needs, for example that a variant could not be measured, and why."""
 
     text: str
 
@@ -161,13 +161,13 @@ def line(record: Record) -> str:
 
 
 def read(path: Path) -> list[Record]:
-    """Reads what `write` wrote.
+    """Reads a file written by `write`.
 
     Raises:
-        ValueError: a line is no record of this version.
+        ValueError: a line is not a record of this version.
     """
     records: list[Record] = []
-    # Not splitlines(): JSON may hold what else that takes for the end of a line.
+    # Not splitlines(), which also splits at characters that JSON strings may contain.
     for number, text in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not text:
             continue
@@ -179,7 +179,7 @@ def read(path: Path) -> list[Record]:
             records.append(kind(**fields))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path}, line {number} is no record of hf_specdec.benchmark ({error!r}): {text[:80]!r}. Give the "
+                f"{path}, line {number} is not a record of hf_specdec.benchmark ({error!r}): {text[:80]!r}. Give the "
                 ".jsonl file of a run of this version."
             ) from error
     return records

@@ -1,4 +1,4 @@
-"""The harness: interleaves and repeats all ways of decoding, so that a busy machine slows all of them equally."""
+"""The harness: interleaves and repeats all variants, so that a busy machine slows all of them equally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_specdec.benchmark import calls
 from hf_specdec.benchmark.prompts import Prompt
 from hf_specdec.benchmark.records import Call, Note, Record, Table
-from hf_specdec.benchmark.ways import COMPILED, PLAIN, Way
+from hf_specdec.benchmark.variants import COMPILED, PLAIN, Variant
 
 SEED = 0
 
@@ -30,7 +30,7 @@ class Settings:
         batch_sizes: rows per call.
         new_tokens: maximum per row.
         repeats: of every call.
-        sweep_prompts: number of prompts for swept ways, at the first temperature.
+        sweep_prompts: number of prompts for swept variants, at the first temperature.
         chat: whether prompts were rendered with the chat template, which already adds the special tokens.
     """
 
@@ -43,109 +43,109 @@ class Settings:
 
 
 def warm_up(
-    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], ways: Iterable[Way], new_tokens: int
-) -> Iterator[tuple[Way, str | None]]:
-    """Runs every way once on the longest prompts, so that caches and kernels are ready for all prompts.
+    model: PreTrainedModel, batches: Sequence[dict[str, Tensor]], variants: Iterable[Variant], new_tokens: int
+) -> Iterator[tuple[Variant, str | None]]:
+    """Runs every variant once on the longest prompts, so that caches and kernels are ready for all prompts.
 
     Yields:
-        each way, and None or the reason why it cannot be measured here.
+        Each variant, and None or the reason why it cannot be measured here.
     """
     longest = max(batches, key=_length)
-    for way in ways:
-        if not way.batches and len(longest["input_ids"]) > 1:
-            yield way, "takes one prompt at a time"
+    for variant in variants:
+        if not variant.batches and len(longest["input_ids"]) > 1:
+            yield variant, "supports only one prompt at a time"
             continue
         try:
-            calls.generate(model, longest, way, 0.0, new_tokens, SEED)
+            calls.generate(model, longest, variant, 0.0, new_tokens, SEED)
         except (TorchDynamoException, InductorError) as error:
-            if way.name != COMPILED:
+            if variant.name != COMPILED:
                 raise
             # A machine without a compiler: the report says that the baseline is missing.
-            yield way, str(error).strip().splitlines()[0]
+            yield variant, str(error).strip().splitlines()[0]
         else:
-            yield way, None
+            yield variant, None
 
 
-def peak_bytes(model: PreTrainedModel, inputs: dict[str, Tensor], way: Way, new_tokens: int) -> int | None:
+def peak_bytes(model: PreTrainedModel, inputs: dict[str, Tensor], variant: Variant, new_tokens: int) -> int | None:
     """Peak memory of a call after warm-up, above the memory in use before it; None if unknown."""
     memory = calls.Memory(model.device)
-    calls.generate(model, inputs, way, 0.0, new_tokens, SEED)
+    calls.generate(model, inputs, variant, 0.0, new_tokens, SEED)
     return memory.peak_bytes()
 
 
 def run(
     model: PreTrainedModel,
     tokenizer: Any,
-    ways: Sequence[Way],
+    variants: Sequence[Variant],
     prompts: Sequence[tuple[str, Prompt]],
     settings: Settings,
     advance: Callable[[str], None],
 ) -> Iterator[Record]:
-    """Measures all ways on all prompts.
+    """Measures all variants on all prompts.
 
     Args:
         model: the target.
         tokenizer: of the target.
-        ways: must include plain eager decoding.
+        variants: must include plain eager decoding.
         prompts: rendered text with the prompt it was made from.
         settings: of the run.
-        advance: called with the name of a way before each of its calls.
+        advance: called with the name of a variant before each of its calls.
 
     Yields:
-        a `Call` per call, and a `Note` for everything that could not be measured.
+        A `Call` per call, and a `Note` for everything that could not be measured.
     """
     for size in settings.batch_sizes:
         batches = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
         if not batches:
-            yield Note(f"Batch size {size} was left out: there are only {len(prompts)} prompts.")
+            yield Note(f"Batch size {size} was not measured: there are only {len(prompts)} prompts.")
             continue
         if size * len(batches) < len(prompts):
             yield Note(
-                f"Batch size {size}: {len(prompts) - size * len(batches)} prompts fill no batch and were left out."
+                f"Batch size {size}: {len(prompts) - size * len(batches)} prompts fill no batch and were not used."
             )
         inputs = [
             tokenise(tokenizer, [text for text, _ in batch], chat=settings.chat).to(model.device) for batch in batches
         ]
         usable, peaks = [], {}
         longest = max(inputs, key=_length)
-        for way, problem in warm_up(model, inputs, ways, settings.new_tokens):
-            advance(way.name)
+        for variant, problem in warm_up(model, inputs, variants, settings.new_tokens):
+            advance(variant.name)
             if problem is None:
-                usable.append(way)
-                if way.swept_from is None:
-                    peaks[way.name] = peak_bytes(model, longest, way, settings.new_tokens)
-            elif way.swept_from is None:
-                yield Note(f"{way.name}, batch size {size}, was not measured: {problem}.")
+                usable.append(variant)
+                if variant.swept_from is None:
+                    peaks[variant.name] = peak_bytes(model, longest, variant, settings.new_tokens)
+            elif variant.swept_from is None:
+                yield Note(f"{variant.name}, batch size {size}, was not measured: {problem}.")
         for temperature in settings.temperatures:
             for repeat in range(settings.repeats):
                 for number, (batch, own) in enumerate(zip(batches, inputs, strict=True)):
                     in_sweep = number * size < settings.sweep_prompts and temperature == settings.temperatures[0]
                     groups = [prompt.group for _, prompt in batch]
                     for call in _in_turn(
-                        model, own, [way for way in usable if in_sweep or way.swept_from is None], advance,
+                        model, own, [variant for variant in usable if in_sweep or variant.swept_from is None], advance,
                         temperature=temperature, new_tokens=settings.new_tokens, repeat=repeat, batch=number,
                         groups=groups,
                     ):  # fmt: skip
-                        yield replace(call, peak_bytes=peaks.get(call.way))
+                        yield replace(call, peak_bytes=peaks.get(call.variant))
 
 
 def _in_turn(
     model: PreTrainedModel,
     inputs: dict[str, Tensor],
-    ways: Sequence[Way],
+    variants: Sequence[Variant],
     advance: Callable[[str], None],
     **details: Any,
 ) -> Iterator[Call]:
-    """Runs all ways on the same prompts in a new random order, then compares their outputs."""
+    """Runs all variants on the same prompts in a new random order, then compares their outputs."""
     seed = hash((details["repeat"], details["batch"])) % 2**31
-    order = random.Random(seed).sample(ways, len(ways))
+    order = random.Random(seed).sample(variants, len(variants))
     measured = {}
-    for way in order:
-        advance(way.name)
-        measured[way.name] = calls.measure(model, inputs, way, seed=seed, **details)
+    for variant in order:
+        advance(variant.name)
+        measured[variant.name] = calls.measure(model, inputs, variant, seed=seed, **details)
     plain_ids = measured[PLAIN][1]
-    for way in ways:
-        call, new_ids = measured[way.name]
+    for variant in variants:
+        call, new_ids = measured[variant.name]
         if call.temperature == 0:
             difference = calls.compare(model, inputs, new_ids, plain_ids)
             call = replace(call, identical=difference is None, difference=difference)
@@ -167,15 +167,17 @@ def tokenise(tokenizer: Any, texts: list[str], *, chat: bool) -> Any:
     )
 
 
-def tables(ways: Iterable[Way], model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]]) -> Iterator[Record]:
+def tables(
+    variants: Iterable[Variant], model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]]
+) -> Iterator[Record]:
     """Additional tables of the drafters (`Drafter.report_tables`), which may run the target on the prompts again."""
     seen: set[int] = set()
-    for way in ways:
-        if way.drafter is None or id(way.drafter) in seen:
+    for variant in variants:
+        if variant.drafter is None or id(variant.drafter) in seen:
             continue
-        seen.add(id(way.drafter))
-        for title, columns, rows in way.drafter.report_tables(model, inputs):
-            yield Table(way.name, title, columns, rows)
+        seen.add(id(variant.drafter))
+        for title, columns, rows in variant.drafter.report_tables(model, inputs):
+            yield Table(variant.name, title, columns, rows)
 
 
 def _length(inputs: dict[str, Tensor]) -> int:

@@ -214,7 +214,7 @@ class SpeculativeDecoding:
         counts = verdict.counts
         if cache.keeps_states:  # states cannot be cropped, so tokens after the end of the text must not be committed
             counts = Counts.of(self.sequences.of_remaining(self.sequences.in_output(self.kept)), counts.tensor.device)
-            self.target.note_states(self.sequences.rows_past_stop)
+            self.target.save_states(self.sequences.rows_past_stop)
         if verdict.host is not None and verdict.host.is_prefix:  # without copies if rows have one length
             cache.commit_first(counts)
         else:

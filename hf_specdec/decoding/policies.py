@@ -1,16 +1,16 @@
-"""Policies: how much of each tree is verified, and whether a round drafts at all.
+"""Policies: how much of each tree is verified, and whether a round drafts.
 
-`Always` drafts and verifies everything. `AutoBudget` weighs what a tree may gain against its time. A drafter that says
-how likely it holds each path hands over its nodes in that order. Of these the first n are verified that make the most
-of the round's time:
+`Always` drafts and verifies everything. `AutoBudget` compares the expected tokens of a tree with its time. Drafters
+with path probabilities return the nodes sorted by them, and the first n nodes are verified, for the n with the most
+tokens per second:
 
     n = argmax (1 + expected accepted nodes among the first n) / seconds(n)
 
-Seconds are measured on the rounds themselves. The drafter's probabilities are corrected by how often drafts of such a
-probability were accepted lately. Where even the best n gives fewer tokens per second than rounds without a draft, the
-call goes on without, and looks again now and then; the pauses double as long as that finds nothing. Every choice
-concerns speed only: any part of a tree is a tree, and the target decides as ever.
-Verifying the likeliest prefixes is DDTree, arXiv 2604.12989, Proposition 2; weighing them against time is ours.
+Seconds are measured on the rounds themselves. The drafter's probabilities are calibrated by how often drafts with such
+a probability were accepted recently. If even the best n gives fewer tokens per second than rounds without a draft,
+drafting is disabled for some rounds and then tried again, with exponential back-off. Every choice affects only the
+speed: any part of a tree is a tree, and the target decides as always.
+Verifying the likeliest prefixes is DDTree, arXiv 2604.12989, Proposition 2; the comparison with time is our own.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 
-MOST_NODES = 64  # what a drafter is asked for, where it is left to us
+MOST_NODES = 64  # upper limit of "auto"
 # Node counts that are measured together; trees in device memory are cut to these, so that shapes repeat.
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-FIRST_LOOKS = (64, 16, 4)  # nodes of the first rounds, so that the slope of the times is known
+FIRST_SIZES = (64, 16, 4)  # nodes of the first rounds, to measure how the time depends on them
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # nats
 
 
 class RoundTimes:
-    """Seconds of a round by its number of drafted nodes: a line through the medians of what was measured lately."""
+    """Seconds of a round by its number of drafted nodes: a line fitted to the medians of recent measurements."""
 
     def __init__(self) -> None:
-        self._plain: deque[float] = deque(maxlen=9)
+        self._skipped: deque[float] = deque(maxlen=9)
         self._drafted: dict[int, deque[tuple[int, float]]] = {}
         self._points: dict[int, tuple[float, float, int]] = {}  # by bucket: mean nodes, median seconds, rounds
         self._line: tuple[float, float] | None = None
 
     def note(self, nodes: int, seconds: float) -> None:
-        """Takes a measured round; 0 nodes means that nothing was drafted."""
+        """Records a measured round; 0 nodes means that nothing was drafted."""
         if nodes == 0:
-            self._plain.append(seconds)
+            self._skipped.append(seconds)
             return
         bucket = bucket_of(nodes)
         seen = self._drafted.setdefault(bucket, deque(maxlen=9))
@@ -62,19 +62,19 @@ class RoundTimes:
         self._line = None
 
     @property
-    def plain(self) -> float | None:
+    def skipped(self) -> float | None:
         """Seconds of a round without a draft; None before one was measured."""
-        # The lower median: a first call's warming up is no round like others.
-        return statistics.median_low(self._plain) if self._plain else None
+        # The lower median, because the first rounds of a process are slow.
+        return statistics.median_low(self._skipped) if self._skipped else None
 
     @property
-    def num_plain(self) -> int:
-        """Rounds without a draft that are still remembered."""
-        return len(self._plain)
+    def num_skipped(self) -> int:
+        """Number of stored rounds without a draft."""
+        return len(self._skipped)
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds of a round with no drafted node, and of each node more; needs one measured round."""
+        """Seconds of a round without drafted nodes, and of each further node; needs one measured round."""
         if self._line is None:
             self._line = self._fit()
         return self._line
@@ -92,18 +92,18 @@ class RoundTimes:
         spread = sum(count * (nodes - mean_nodes) ** 2 for nodes, _, count in points)
         joint = sum(count * (nodes - mean_nodes) * (seconds - mean_s) for nodes, seconds, count in points)
         slope = max(0.0, joint / spread) if spread else 0.0
-        # More nodes never take no time: a line that starts at or below 0 has met a disturbed measurement.
+        # The line must start above 0: otherwise a measurement was disturbed.
         slope = min(slope, mean_s / (mean_nodes + 1))
         return mean_s - slope * mean_nodes, slope
 
 
 class Calibration:
-    """How often drafts of a given probability are accepted, by what happened lately.
+    """How often drafts of a given probability are accepted, from recent rounds.
 
-    A node counts as accepted with its whole path. Without observations the drafter is taken at its word.
+    A node counts as accepted with its whole path. Without observations, the drafter's probability is used.
     """
 
-    PRIOR = 4.0  # observations that the drafter's own word is worth
+    PRIOR = 4.0  # number of observations that the drafter's probability counts as
     DECAY = 0.98  # per round
 
     def __init__(self) -> None:
@@ -111,77 +111,77 @@ class Calibration:
         self._drafted = [0.0] * (len(EDGES) + 1)
 
     def note(self, logprobs: Sequence[float], accepted: set[int]) -> None:
-        """Takes a verified tree: log-probabilities of its drafted nodes, and which of them were accepted."""
+        """Records a verified tree: log-probabilities of its drafted nodes, and which of them were accepted."""
         self._accepted = [self.DECAY * count for count in self._accepted]
         self._drafted = [self.DECAY * count for count in self._drafted]
         for node, logprob in enumerate(logprobs):
             if logprob > -math.inf:
-                place = bisect.bisect_right(EDGES, -logprob)
-                self._drafted[place] += 1
-                self._accepted[place] += node in accepted
+                index = bisect.bisect_right(EDGES, -logprob)
+                self._drafted[index] += 1
+                self._accepted[index] += node in accepted
 
     def probabilities(self, logprobs: Sequence[float]) -> list[float]:
-        """That nodes of these path log-probabilities are accepted; asked in every round, so no calls in the loop."""
+        """The probabilities that nodes with these path log-probabilities are accepted. Runs in every round."""
         accepted, drafted, prior, lowest = self._accepted, self._drafted, self.PRIOR, -math.inf
-        place_of, exp = bisect.bisect_right, math.exp
+        bin_of, exp = bisect.bisect_right, math.exp  # local names, because the loop is hot
         found = []
         for logprob in logprobs:
             if logprob > lowest:
-                place = place_of(EDGES, -logprob)
-                said = prior * exp(logprob) if logprob < 0.0 else prior
-                found.append((accepted[place] + said) / (drafted[place] + prior))
+                index = bin_of(EDGES, -logprob)
+                stated = prior * exp(logprob) if logprob < 0.0 else prior
+                found.append((accepted[index] + stated) / (drafted[index] + prior))
             else:
                 found.append(0.0)
         return found
 
     def probability(self, logprob: float) -> float:
-        """That a node of this path log-probability is accepted."""
+        """The probability that a node with this path log-probability is accepted."""
         return self.probabilities([logprob])[0]
 
 
 class BudgetKnowledge:
-    """What calls with one target and one number of rows have learned; later calls begin with it."""
+    """What calls with one target and one number of rows have measured, shared with later calls."""
 
     def __init__(self) -> None:
         self.times = RoundTimes()
         self.calibration = Calibration()
         self.rounds = 0
-        # Mean over recent rounds of how likely the first, second, ... node of a row is accepted.
+        # Running mean of the acceptance probability of the first, second, ... node of a row.
         self.curve: list[float] = []
-        # Sizes that recent trees were cut to, or more where they could have been larger.
+        # Sizes of recent trees after the cut; doubled if the tree was not cut.
         self.recent: deque[int] = deque([MOST_NODES], maxlen=8)
 
     @property
-    def first_look(self) -> int | None:
-        """Nodes of the next round where that is one of the first, which are for measuring; None afterwards."""
-        return FIRST_LOOKS[self.rounds % len(FIRST_LOOKS)] if self.rounds < 2 * len(FIRST_LOOKS) else None
+    def first_size(self) -> int | None:
+        """Nodes of the next round if it is one of the first, for measurement; None for later ones."""
+        return FIRST_SIZES[self.rounds % len(FIRST_SIZES)] if self.rounds < 2 * len(FIRST_SIZES) else None
 
     def note_curve(self, probabilities: list[float]) -> None:
-        """Takes the acceptance probabilities of one row's nodes, in order."""
+        """Records the acceptance probabilities of one row's nodes, in order."""
         self.curve += probabilities[len(self.curve) :]
-        for place in range(len(self.curve)):
-            new = probabilities[place] if place < len(probabilities) else 0.0
-            self.curve[place] += 0.1 * (new - self.curve[place])
+        for index in range(len(self.curve)):
+            new = probabilities[index] if index < len(probabilities) else 0.0
+            self.curve[index] += 0.1 * (new - self.curve[index])
 
 
 class Always(Observer):
-    """Drafts in every round, and has all of the tree verified."""
+    """Drafts in every round, and has the complete tree verified."""
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         """The tree of the next round."""
         return generator.draft(context)
 
     def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        """Takes what came of the latest tree.
+        """Records the result of the latest tree.
 
         Args:
-            tree: that was verified; a root alone where nothing was drafted.
+            tree: that was verified; only a root if nothing was drafted.
             path: [batch, steps] int64, accepted nodes in order, root first.
-            num_accepted: drafted nodes kept per row; -1 for rows that took no part.
+            num_accepted: accepted drafted nodes per row; -1 for inactive rows.
         """
 
     def keep_rows(self) -> None:
-        """Fewer rows are left."""
+        """Called when rows are dropped."""
 
 
 class AutoBudget(Always):
@@ -193,35 +193,35 @@ class AutoBudget(Always):
 
     Attributes:
         drafting: whether the next round drafts.
-        probing: whether it does so only to find out if drafting pays again.
+        probing: whether it drafts only to test whether drafting gains again.
     """
 
     waits = True
 
     FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds
-    # Per drafted round, of tokens and seconds. Acceptance goes up and down over tens of rounds: with less memory calls
-    # rest in each trough, and are late for the next crest.
+    # Decay per drafted round, of tokens and seconds. Acceptance fluctuates over tens of rounds: with a shorter memory,
+    # drafting would be disabled and enabled with each fluctuation, and always too late.
     MEMORY = 0.98
-    CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # rounds, and their gain, given before it is judged
+    CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # assumed rounds, and their gain, before measured ones
 
     def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
         self.knowledge, self.stats = knowledge, stats
         self.drafting, self.probing = True, False
         self._pause, self._rest = self.FIRST_PAUSE, 0
-        self._since_plain = 0
+        self._since_skipped = 0
         self._tokens = self._seconds = 0.0
         self._credit = self.CREDIT
-        self._kept_up = 0
+        self._num_consecutive = 0
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
         self._fewer_rows = False
         self._began = 0.0  # of the latest round
-        self._last: tuple[DraftTree, Tensor, list[int]] | None = None  # what came of it, when that was read
+        self._last: tuple[DraftTree, Tensor, list[int]] | None = None  # its result, once it was read
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         now = time.perf_counter()
-        if self._last is not None:  # from drafting to what the drafter was told of it
+        if self._last is not None:  # the time between two drafts is that of a round
             self.note(*self._last, now - self._began)
-        if self._fewer_rows:  # a smaller batch is another matter: see whether drafting pays there
+        if self._fewer_rows:  # a smaller batch has other times: try drafting
             self.resume()
         self._began, self._last, self._fewer_rows = now, None, False
         if not self.drafting:
@@ -241,35 +241,35 @@ class AutoBudget(Always):
 
     @property
     def node_limit(self) -> int:
-        """Nodes that a drafter in host memory need not exceed in the next round."""
-        return self.knowledge.first_look or min(MOST_NODES, max(8, max(self.knowledge.recent) + 2))
+        """Most nodes that can be useful in the next round, for drafters in host memory."""
+        return self.knowledge.first_size or min(MOST_NODES, max(8, max(self.knowledge.recent) + 2))
 
     def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:
-        """The part of `tree` that is worth its time; all of it where the drafter does not say how likely it is."""
+        """The part of `tree` with the most tokens per second; all of it without path probabilities."""
         most = tree.num_nodes - 1
         if tree.path_logprobs is None or not most:
             return tree
-        if self.knowledge.first_look is not None:
-            return tree.first_nodes(min(most, self.knowledge.first_look))
+        if self.knowledge.first_size is not None:
+            return tree.first_nodes(min(most, self.knowledge.first_size))
         if not abilities(tree.path_logprobs.device).host_memory:
-            # What they are is not known in time, so the mean of recent rounds has to do.
+            # Reading the tree's probabilities would need a sync: use the mean of recent rounds.
             gains = self.knowledge.curve[:most]
             sizes: Sequence[int] = [size for size in BUCKETS if size <= len(gains)] or [most]
         else:
             probabilities = self.knowledge.calibration.probabilities
             logprobs = zip(tree.path_logprobs.tolist(), active, strict=True)
-            rows = [probabilities(row[1:]) for row, going in logprobs if going]
+            rows = [probabilities(row[1:]) for row, is_active in logprobs if is_active]
             gains = rows[0]
             if len(rows) > 1:
                 gains = [sum(column) / len(rows) for column in itertools.zip_longest(*rows, fillvalue=0.0)]
             sizes = range(1, len(gains) + 1)
         size = self.best_size(gains, sizes)
-        # A tree that is worth all its nodes might have been worth more.
+        # If all nodes are used, a larger tree might be better.
         self.knowledge.recent.append(size if size < most else 2 * size)
         return tree.first_nodes(size)
 
     def best_size(self, gains: list[float], sizes: Sequence[int]) -> int:
-        """Of `sizes` the one with the most tokens per second; `gains` are the acceptance probabilities in order."""
+        """The one of `sizes` with the most tokens per second; `gains` are the acceptance probabilities in order."""
         start, slope = self.knowledge.times.line
         best, best_rate, expected, counted = sizes[0], 0.0, 1.0, 0
         for size in sizes:
@@ -282,82 +282,82 @@ class AutoBudget(Always):
         return best
 
     def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], seconds: float) -> None:
-        """Takes a finished round and its seconds, and decides whether the next one drafts."""
+        """Records a finished round and its seconds, and decides whether the next one drafts."""
         drafted = self.drafting
         nodes = tree.num_nodes - 1 if drafted else 0
         if drafted and not nodes:
-            return  # a look-up without a match: neither a draft nor a rest from drafting
+            return  # a look-up without a match: neither a draft nor a skipped round
         self.knowledge.times.note(nodes, seconds)
         if drafted:
             self._calibrate(tree, path, num_accepted)
-            looked = self.knowledge.first_look is not None
+            was_first = self.knowledge.first_size is not None
             self.knowledge.rounds += 1
-            self._since_plain += 1
-            kept = [kept for kept in num_accepted if kept >= 0]
-            if kept and not looked:  # those are of any size, and slow from warming up: not what drafting gains
-                self._weigh(1 + sum(kept) / len(kept), seconds)
+            self._since_skipped += 1
+            accepted = [count for count in num_accepted if count >= 0]
+            if accepted and not was_first:  # the first rounds have arbitrary sizes, and are slow
+                self._decide(1 + sum(accepted) / len(accepted), seconds)
         else:
-            self._since_plain = 0
+            self._since_skipped = 0
             self._rest -= 1
             if self._rest <= 0:
                 self.resume()
 
     def _calibrate(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
-        """Calibrates; what lies in device memory is fetched without waiting, and read a round later."""
+        """Updates the calibration. Device tensors are copied without waiting, and read one round later."""
         if tree.path_logprobs is None:
             return
         learns_curve = not abilities(tree.path_logprobs.device).host_memory
         logprobs, paths, counts = tree.path_logprobs, path, num_accepted
         if learns_curve:
             late = self._late
-            # The round's own sync comes after this copy, so the next time it has arrived.
+            # The round's own sync follows this copy, so it has arrived by the next call.
             self._late = (logprobs.to("cpu", non_blocking=True), path.to("cpu", non_blocking=True), num_accepted)
             if late is None:
                 return
             logprobs, paths, counts = late
         calibration = self.knowledge.calibration
-        for row, walked, kept in zip(logprobs.tolist(), paths.tolist(), counts, strict=True):
-            if kept >= 0:
-                calibration.note(row[1:], {node - 1 for node in walked[1 : 1 + kept]})
+        for row, nodes, count in zip(logprobs.tolist(), paths.tolist(), counts, strict=True):
+            if count >= 0:
+                calibration.note(row[1:], {node - 1 for node in nodes[1 : 1 + count]})
                 if learns_curve:
                     self.knowledge.note_curve(calibration.probabilities(row[1:]))
 
-    def _weigh(self, tokens: float, seconds: float) -> None:
-        """After a drafted round: goes on drafting, or rests."""
+    def _decide(self, tokens: float, seconds: float) -> None:
+        """After a drafted round: continues drafting, or disables it for some rounds."""
         self._tokens = self.MEMORY * self._tokens + tokens
         self._seconds = self.MEMORY * self._seconds + seconds
         self._credit *= self.MEMORY
-        self._kept_up += 1
+        self._num_consecutive += 1
         self.probing = False
-        plain = self.knowledge.times.plain
-        if plain is None or self.knowledge.times.num_plain < 3:
-            if self._kept_up >= 2:
-                self._pause_for(3)  # to see what a round without a draft takes
+        skipped = self.knowledge.times.skipped
+        if skipped is None or self.knowledge.times.num_skipped < 3:
+            if self._num_consecutive >= 2:
+                self._pause_for(3)  # to measure rounds without a draft
             return
-        gain = (self._tokens + self.CREDITED_GAIN * self._credit) * plain / (self._seconds + self._credit * plain)
+        gain = (self._tokens + self.CREDITED_GAIN * self._credit) * skipped / (self._seconds + self._credit * skipped)
         if gain < 1:
             self._pause_for(self._pause)
             self._pause = min(2 * self._pause, self.LONGEST_PAUSE)
             self.probing = True
-        elif self._kept_up >= 8:
+        elif self._num_consecutive >= 8:
             self._pause = self.FIRST_PAUSE
-            if gain < 1.3 and self._since_plain >= 32:
+            if gain < 1.3 and self._since_skipped >= 32:
                 self._pause_for(1)
 
     def _pause_for(self, rounds: int) -> None:
         self.drafting, self._rest = False, rounds
 
     def resume(self) -> None:
-        """Drafts in the next round."""
+        """Enables drafting for the next round."""
         self.drafting = True
         if self.probing:
-            # What was before the rest is forgotten; one miss is not yet a sign that nothing has changed.
+            # Measurements before the pause do not count any more, and a single rejected draft must not decide.
             self._tokens = self._seconds = 0.0
-            self._credit, self._kept_up = self.CREDIT_AFTER_REST, 0
+            self._credit, self._num_consecutive = self.CREDIT_AFTER_REST, 0
 
 
 def bucket_of(nodes: int) -> int:
-    """The smallest of `BUCKETS` that holds `nodes`; the largest for more.
+    """The smallest of `BUCKETS` that is at least `nodes`; the largest one for more.
 
     Example:
         >>> bucket_of(5), bucket_of(16), bucket_of(5000)

@@ -86,7 +86,7 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
     with target.own_attention:
         outputs = target.model(
             input_ids=token_ids,
-            attention_mask=target.masks_as_wanted(masks),
+            attention_mask=target.masks_for_host(masks),
             position_ids=position_ids,
             past_key_values=target.cache,
             use_cache=True,

@@ -1,8 +1,8 @@
-"""TargetModel: the target as the loop sees it: one prefill, then one forward per draft tree.
+"""TargetModel: the target's interface for the loop: one prefill, then one forward per draft tree.
 
-Knows how host models want their masks (one tensor, or one per layer type) and where hidden states are read. It leaves
-the model as it was: taps are forward hooks that live as long as one `generate` call, our attention stands in the config
-during a forward. The tree's meaning is in `tree.py`, what layers store in `cache.py`.
+It makes masks in the form that the host model needs (one tensor, or one per layer type) and reads hidden states. The
+model itself is not changed: taps are forward hooks that exist during one `generate` call, and our attention function is
+set in the config only during a forward. `tree.py` defines trees; `cache.py` stores what layers need.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TargetOutput:
-    """What one target forward gave.
+    """The outputs of one target forward.
 
     Attributes:
-        logits: [batch, nodes, vocab] in float32, whatever the model's dtype; nodes is 1 after a prefill.
-        features: [batch, nodes, taps * hidden], outputs of the tapped layers joined in the order asked for, or None
+        logits: [batch, nodes, vocab] float32, for any dtype of the model; nodes is 1 after a prefill.
+        features: [batch, nodes, taps * hidden], outputs of the tapped layers concatenated in the requested order; None
             without taps. After a prefill: of all entries that this call added.
-        attentions: per layer [batch, heads, nodes, entries], or None unless asked for.
-        hidden_states: embedding output and per layer [batch, nodes, hidden], or None unless asked for.
-        drawn: what a method has drawn meanwhile for what may follow the tree; see `TreeCandidateGenerator.verify`.
+        attentions: per layer [batch, heads, nodes, entries]; None unless requested.
+        hidden_states: embedding output and per layer [batch, nodes, hidden]; None unless requested.
+        drawn: candidates that a method has sampled during verification; see `TreeCandidateGenerator.verify`.
     """
 
     logits: Tensor
@@ -65,7 +65,7 @@ class TargetOutput:
     drawn: DrawnCandidates | None = None
 
     def without_padding(self, nodes: int) -> TargetOutput:
-        """The same of the first `nodes` nodes; those behind them are no entries either."""
+        """The outputs for the first `nodes` nodes, without the entries of the others."""
         surplus = self.logits.shape[1] - nodes
         return TargetOutput(
             self.logits[:, :nodes],
@@ -94,25 +94,23 @@ class CommittedEntries:
 
 
 class TargetModel:
-    """A host model bound to the needs of one `generate` call.
+    """A host model in one `generate` call.
 
     Args:
         model: the target, any decoder-only `PreTrainedModel` with full or sliding-window softmax attention.
-        feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order it wants them joined. -1 is
-            what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        feature_layers: 0-based decoder layers whose outputs the drafter reads, in the order of concatenation. -1 is the
+            input of the first layer, `num_hidden_layers` the output of the final norm.
         compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and elsewhere compiles it with
-            `torch.compile`; both take their time once per model.
-        output_attentions: whether forwards give attention weights.
-        output_hidden_states: whether forwards give hidden states of all layers.
+            `torch.compile`; both happen once per model.
+        output_attentions: whether forwards return attention weights.
+        output_hidden_states: whether forwards return hidden states of all layers.
 
     Attributes:
         num_forwards: over nodes, since the prefill.
-        num_layers_run: forwards of single decoder layers since the prefill, over any number of rows and nodes.
-        output_options: what forwards are asked to give beside logits.
-        bound_rows: how many rows every forward must have, if that is not open (`support.bound_rows`).
-        own_attention: a context, entered for each forward of nodes, in which layers attend with `tree_attention` where
-            that can be used.
-
+        num_layers_run: forwards of single decoder layers since the prefill, for any number of rows and nodes.
+        output_options: the requested outputs besides logits.
+        bound_rows: the fixed number of rows of every forward, if there is one (`support.bound_rows`).
+        own_attention: a context for each forward of nodes, in which layers use `tree_attention` if possible.
     """
 
     def __init__(
@@ -127,8 +125,8 @@ class TargetModel:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.feature_layers = tuple(feature_layers)
-        asked = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-        self.output_options = {name: True for name, wanted in asked.items() if wanted}
+        options = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+        self.output_options = {name: True for name, requested in options.items() if requested}
         self.bound_rows = bound_rows(model)
         self.sights = sights_of(model)
         self.steps_on_nodes = standins.counts_entries(model)
@@ -138,8 +136,8 @@ class TargetModel:
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
-        self.num_layers: int = self.config.num_hidden_layers  # a config takes its time to answer
-        # Attention code of a family's own may need contiguous keys; a product over several rows copies them anyway.
+        self.num_layers: int = self.config.num_hidden_layers  # attributes of a config are slow to read
+        # A family's own attention code may need contiguous keys; a product over several rows copies them anyway.
         self.copies_entries = host.has_own_attention(model)
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
         self.packed: AbstractContextManager[None] = nullcontext()
@@ -148,26 +146,26 @@ class TargetModel:
         self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
         self.cache = TreeCache(self.num_layers)
         self.prefilled = slice(0, 0)  # entries that the prefill added
-        # Entry e of the cache holds token e - entry_offset of a row; not 0 where a cache came with only new tokens.
+        # Entry e of the cache holds token e - entry_offset of a row; not 0 if only new tokens were passed with a cache.
         self.entry_offset = 0
-        self.last_entry = 0  # no output token is placed beyond it, drafted nodes may be
+        self.last_entry = 0  # of output tokens; drafted nodes may have larger indices
         # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
         self.position_offset = torch.zeros(0, dtype=torch.int64)
-        self.prompt_mask: Tensor | None = None  # which entries may be seen; None when all of them
-        self.prompt_starts: Tensor | None = None  # where each row's prompt begins; None where the mask has gaps
+        self.prompt_mask: Tensor | None = None  # which entries are visible; None for all
+        self.prompt_starts: Tensor | None = None  # first entry of each row's prompt; None if the mask has gaps
         self.step = NextStep(None, {}, {})
-        # What `keep_rows` has put away: per row of the whole batch its entries, and what is known of all prompts.
-        self._aside: dict[int, tuple[int, Any]] = {}
+        # Rows dropped by `keep_rows`: per row of the whole batch its entries, and the tensors of all prompts.
+        self._stored_rows: dict[int, tuple[int, Any]] = {}
         self._whole_batch: tuple[Tensor, Tensor | None, Tensor | None, NextStep] | None = None
         self._rows: list[int] = []
-        self._noted: dict[int, tuple[int, Any]] = {}  # by row of the batch its length and states, see `note_states`
+        self._saved_states: dict[int, tuple[int, Any]] = {}  # length and states by row of the batch, see `save_states`
         self.num_forwards = self.num_layers_run = 0
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
         self._tap_hooks: list[int] = []  # their ids
 
     @contextmanager
     def tapping(self) -> Iterator[None]:
-        """Reads the outputs of `feature_layers` while the context is open."""
+        """Records the outputs of `feature_layers` while the context is active."""
         handles = []
         try:
             for index in dict.fromkeys(self.feature_layers):
@@ -181,14 +179,14 @@ class TargetModel:
     def _tap(self, index: int) -> RemovableHandle:
         taken, thread = self._taps[index], threading.get_ident()
 
-        def keep(states: Tensor) -> None:
-            if torch.compiler.is_compiling() or threading.get_ident() == thread:  # others may run the same model
+        def store(states: Tensor) -> None:
+            if torch.compiler.is_compiling() or threading.get_ident() == thread:  # other threads may run the same model
                 taken.append(states)
 
-        return tap_layer(self.model, index, keep)
+        return tap_layer(self.model, index, store)
 
     def read_taps(self) -> Tensor | None:
-        """What the taps have seen since the last reading, joined; None without taps."""
+        """The outputs recorded since the last call, concatenated; None without taps."""
         if not self.feature_layers:
             return None
         chunks = []
@@ -196,25 +194,25 @@ class TargetModel:
             states = self._taps[layer]
             if not states:
                 raise ValueError(
-                    f"The drafter reads layer {layer} of target {type(self.model).__name__}, but saw nothing there: "
-                    "its forward was compiled (torch.compile) without the hooks that read it. Generate with a target "
-                    "that is not compiled; the drafter's compile_mode='reduce-overhead' compiles what can be compiled."
+                    f"The drafter reads layer {layer} of target {type(self.model).__name__}, but its hook did not run: "
+                    "the target's forward was compiled (torch.compile) without hooks. Generate with a target that is "
+                    "not compiled; the drafter's compile_mode='reduce-overhead' compiles it where possible."
                 )
             if states[0].dim() != 3:
                 raise ValueError(
-                    f"The drafter reads layer {layer} of target {type(self.model).__name__}, which gives states of "
-                    f"shape {tuple(states[0].shape)}, several per token: no drafter that is known here reads such "
-                    "states. Use one that reads none, such as a draft model or an n-gram look-up."
+                    f"The drafter reads layer {layer} of target {type(self.model).__name__}, which returns states of "
+                    f"shape {tuple(states[0].shape)}, several per token: no supported drafter reads such states. Use "
+                    "a drafter without features, such as a draft model or an n-gram look-up."
                 )
             chunks.append(states[0] if len(states) == 1 else torch.cat(states, 1))
         self.forget_taps()
         device = chunks[-1].device
-        if any(chunk.device != device for chunk in chunks):  # layers of a model that is spread over devices
+        if any(chunk.device != device for chunk in chunks):  # the model is spread over several devices
             chunks = [chunk.to(device) for chunk in chunks]
         return torch.cat(chunks, dim=-1)
 
     def forget_taps(self) -> None:
-        """What the taps have seen so far is not asked for."""
+        """Drops the outputs recorded so far."""
         for states in self._taps.values():
             states.clear()
 
@@ -226,12 +224,12 @@ class TargetModel:
         Args:
             input_ids: [batch, seq] int64, left-padded.
             generation_config: of the `generate` call.
-            model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are read here.
+            model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are used here.
 
         Raises:
-            TreesRefusedError: trees cannot be verified on the target or what it was given: positions of several axes, a
-                cache that cannot be continued, cross-attention, a tensor at every step that nodes cannot share.
-            ValueError: the target is no decoder, or its cache is one that cannot be taken over.
+            TreesRefusedError: trees cannot be verified with this target or input: positions of several axes, a cache
+                that cannot be continued, cross-attention, a per-step tensor that nodes cannot share.
+            ValueError: the target is not a decoder, or its cache is not supported.
         """
         check_supported(self.model)
         given = model_kwargs.get(self.cache_name)
@@ -241,7 +239,7 @@ class TargetModel:
             standins.install(self.model)
             if self.compiles:
                 logger.warning(
-                    "Forwards of %s are neither compiled nor captured: its layers need to be told of the nodes.",
+                    "Forwards of %s are neither compiled nor captured: its layers need the nodes of each round.",
                     type(self.model).__name__,
                 )
                 self.compiles, self.forward = False, run
@@ -249,27 +247,25 @@ class TargetModel:
         position_ids = model_kwargs.get("position_ids")
         if position_ids is not None and position_ids.dim() != 2:
             raise TreesRefusedError(
-                f"position_ids have shape {list(position_ids.shape)}, of several axes (images, video), and draft trees "
-                "need [batch, seq] positions"
+                f"position_ids have shape {list(position_ids.shape)}, with several axes (images, video), but draft "
+                "trees need [batch, seq] positions"
             )
         if len(input_ids) > 1 and standins.names_of(self.model) & standins.OF_ONE_ROW:
             raise TreesRefusedError(
-                f"Target {type(self.model).__name__} has biases by place for one row alone, and the batch has "
-                f"{len(input_ids)}: trees of rows that have grown apart would need their own"
+                f"Target {type(self.model).__name__} supports position biases only for one row, and the batch has "
+                f"{len(input_ids)}: in trees, rows of different lengths would need different biases"
             )
         check_attended(self.model, model_kwargs)
         already = self.cache.get_seq_length()
         arguments = dict(model_kwargs, **{self.cache_name: self.cache})
         if self.feature_layers and isinstance(arguments.get("logits_to_keep"), int) and self.cache.has_dummies:
-            # With a number, Gemma 4 cuts the states too that enter layers which share keys and values.
+            # With an integer, Gemma 4 also cuts the states that enter layers which share keys and values.
             arguments["logits_to_keep"] = torch.tensor([-1], device=input_ids.device)
         outputs = host.prefill(self.model, input_ids, generation_config, arguments)
         returned = getattr(outputs, self.cache_name, None)
         if returned is None:
-            raise TreesRefusedError(
-                f"Target {type(self.model).__name__} returned no cache after the prompt to keep tokens in"
-            )
-        if returned is not self.cache:  # Phi3 drops what it is given where the text passes its rotary limit
+            raise TreesRefusedError(f"Target {type(self.model).__name__} returned no cache after the prompt")
+        if returned is not self.cache:  # Phi3 drops the given cache if the text passes its rotary limit
             self.cache, already = TreeCache.continuing(returned, self.num_layers), 0
 
         length = self.cache.get_seq_length()
@@ -297,8 +293,8 @@ class TargetModel:
 
         Args:
             token_ids: [batch, seq] int64.
-            max_length: most tokens that a text may have.
-            mask: [batch, seq], 0 at left padding; None where there is none.
+            max_length: most tokens that a row may have.
+            mask: [batch, seq], 0 at left padding; None for no padding.
         """
         mask = torch.ones_like(token_ids) if mask is None else mask.to(torch.int64)
         arguments = {"attention_mask": mask, "use_cache": True}
@@ -310,17 +306,17 @@ class TargetModel:
         return TreeCache(self.num_layers, host.cache_layers(self.model))
 
     def set_prompt_mask(self, mask: Tensor) -> None:
-        """Notes which prompt entries may be seen, [batch, entries] bool, and where each row's prompt begins."""
+        """Sets which prompt entries are visible, [batch, entries] bool, and the first entry of each row's prompt."""
         if bool(mask.all()):
             return
         length = mask.shape[1]
         self.prompt_mask, self.prompt_starts = mask, length - mask.sum(1)
-        # No interval where there are gaps.
+        # With gaps the visible entries are not an interval.
         if not bool((mask == (torch.arange(length, device=mask.device) >= self.prompt_starts[:, None])).all()):
             self.prompt_starts = None
 
     def begin_rounds(self, capacity: int) -> None:
-        """Prepares for `verify`; `capacity` is the number of entries a row may need in all."""
+        """Prepares for `verify`; `capacity` is the total number of entries that a row may need."""
         if self.compiles and self.prompt_starts is not None and self.step.is_plain:
             workspace = workspace_of(self.model, self.cache.layers[0].keys.device)
             if workspace is not None and workspace.claim(self, self.model, passing=self._tap_hooks):
@@ -331,51 +327,51 @@ class TargetModel:
         if abilities(self.cache.device).host_memory:
             self.packed = packed_linears(self.model, self.last_entry - self.cache.longest)
 
-    def keep_rows(self, rows: Sequence[int], *, for_good: bool = False) -> None:
-        """Goes on with these rows, counted among those that are left.
+    def keep_rows(self, rows: Sequence[int], *, permanent: bool = False) -> None:
+        """Selects these rows, as indices into the current ones.
 
-        The others wait for `restore_rows`, or are forgotten if this is `for_good`.
+        The others are stored for `restore_rows`, or dropped if `permanent`.
         """
-        if not for_good:
+        if not permanent:
             if not self._whole_batch:
                 self._whole_batch = (self.position_offset, self.prompt_mask, self.prompt_starts, self.step)
                 self._rows = list(range(self.cache.batch))
-            for place in sorted(set(range(self.cache.batch)) - set(rows)):
-                self._aside[self._rows[place]] = self.cache.take_row(place)
-            self._rows = [self._rows[place] for place in rows]
+            for index in sorted(set(range(self.cache.batch)) - set(rows)):
+                self._stored_rows[self._rows[index]] = self.cache.take_row(index)
+            self._rows = [self._rows[index] for index in rows]
         self.cache.keep_rows(rows)
-        index = from_host(rows, self.position_offset.device)
-        self.position_offset = self.position_offset[index]
-        self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[index]
-        self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[index]
-        self.step = self.step.of_rows(index)
+        selected = from_host(rows, self.position_offset.device)
+        self.position_offset = self.position_offset[selected]
+        self.prompt_mask = None if self.prompt_mask is None else self.prompt_mask[selected]
+        self.prompt_starts = None if self.prompt_starts is None else self.prompt_starts[selected]
+        self.step = self.step.of_rows(selected)
 
     def restore_rows(self) -> None:
-        """Brings back the rows that `keep_rows` has set aside."""
+        """Restores the rows that `keep_rows` has stored."""
         if self._whole_batch:
             self.position_offset, self.prompt_mask, self.prompt_starts, self.step = self._whole_batch
-            self.cache.put_rows(self._aside)
-            self._whole_batch, self._aside = None, {}
+            self.cache.put_rows(self._stored_rows)
+            self._whole_batch, self._stored_rows = None, {}
 
-    def note_states(self, rows: Sequence[int]) -> None:
-        """Keeps the states that these rows of the batch have, from the first time on, for `hand_back` to return to.
+    def save_states(self, rows: Sequence[int]) -> None:
+        """Stores the current states of these rows of the batch, once per row, for `hand_back`.
 
-        For rows that may go past the end of the output, which is not known yet: states cannot be cut back.
+        For rows that may pass the end of the output, which is not known yet: states cannot be cut.
         """
-        live = self._rows or list(range(self.cache.batch))
+        current = self._rows or list(range(self.cache.batch))
         for row in rows:
-            if row not in self._noted and row in live:
-                place = live.index(row)
-                self._noted[row] = self.cache.row_lengths[place], self.cache.take_states(place)
+            if row not in self._saved_states and row in current:
+                index = current.index(row)
+                self._saved_states[row] = self.cache.row_lengths[index], self.cache.take_states(index)
 
     def prompt_positions(self) -> tuple[Tensor, Tensor | None]:
-        """Position ids [batch, entries] of the entries that the prefill added, and which are no padding (None: all)."""
+        """Position ids [batch, entries] of the entries that the prefill added; which are not padding, None for all."""
         entries = torch.arange(self.prefilled.start, self.prefilled.stop, device=self.position_offset.device)
         positions = self.position_offset.unsqueeze(1) + entries
         return positions, None if self.prompt_mask is None else self.prompt_mask[:, self.prefilled]
 
     def root_positions(self) -> Tensor:
-        """[batch] int64 position ids of the next token to be committed."""
+        """[batch] int64, position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths
 
     def committed_entries(self, layer: int, window: int | None = None) -> CommittedEntries:
@@ -402,7 +398,7 @@ class TargetModel:
         """[batch, nodes] int64 position ids of a tree's nodes; nodes beyond the last output token stay in range."""
         position_ids = root_positions.unsqueeze(1) + tree.depths
         if self.cache.longest + tree.max_depth > self.last_entry:
-            # Such nodes are never kept, but learned positions may have no embedding for them.
+            # Such nodes are never accepted, but learned positions may have no embedding for them.
             last_position = (self.position_offset + self.last_entry).clamp(min=self.known_positions - 1)
             position_ids = position_ids.minimum(last_position.unsqueeze(1))
         if self.rotary_limits:
@@ -410,7 +406,7 @@ class TargetModel:
         return position_ids
 
     def _reach(self, root_positions: Tensor) -> Tensor:
-        """[batch] int64: the largest position that this round may run, by all rotary limits."""
+        """[batch] int64: the largest position that this round may use, by all rotary limits."""
         return torch.stack([limit.reach(root_positions) for limit in self.rotary_limits]).amin(0)
 
     def within_reach(self, tree: DraftTree, root_positions: Tensor) -> DraftTree:
@@ -420,9 +416,9 @@ class TargetModel:
         return tree.up_to_depth(self._reach(root_positions) - root_positions)
 
     def check_reach(self) -> None:
-        """Raises ValueError if rows that pass a rotary limit at paces of their own would not be what they are together.
+        """Raises ValueError if rows may pass a rotary limit in different rounds, which would change their output.
 
-        To be asked after the prefill.
+        Call it after the prefill.
         """
         if not self.rotary_limits or len(self.position_offset) == 1:
             return
@@ -432,20 +428,20 @@ class TargetModel:
             if limit.divides(first, last):
                 raise ValueError(
                     f"Target {type(self.model).__name__} has other rotary frequencies from position {limit.first} on "
-                    f"(rope type {limit.rope_type!r}). Rows of this batch, now at positions {first}, may pass it on "
-                    f"their way to {max(last)}, each in a round of its own; plain decoding takes them there together. "
+                    f"(rope type {limit.rope_type!r}). Rows of this batch, now at positions {first}, may pass it in "
+                    f"different rounds before position {max(last)}, but in plain decoding they pass it together. "
                     f"Generate one row at a time, at most {max(0, limit.first - max(first) + 1)} new tokens, or "
                     "without assistant_model."
                 )
 
     def renew_at_rotary_limit(self, ids: Tensor, lengths: Sequence[int]) -> None:
-        """Computes the cache anew where the host would: Phi3 does so when a text grows past its rotary limit.
+        """Recomputes the cache where the host does: Phi3 does so when a text grows past its rotary limit.
 
-        Only for a batch of one without padding, whose root is the first token behind the limit.
+        Only for a batch of one without padding, whose root is the first token after the limit.
 
         Args:
             ids: [1, capacity] int64, all tokens.
-            lengths: of the text, root included.
+            lengths: of the rows, root included.
         """
         at = self.cache.longest if self.rotary_limits else -1
         if at not in [limit.first for limit in self.rotary_limits] or at != lengths[0] - 1:
@@ -465,20 +461,20 @@ class TargetModel:
         self.cache = cache
 
     def verify(self, tree: DraftTree, root_positions: Tensor, *, first: int = 0, lead: int = 0) -> TargetOutput:
-        """One forward over all nodes of a tree, each seeing the committed prefix and its own ancestors only.
+        """One forward over all nodes of a tree; each attends to the committed prefix and its ancestors.
 
         Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
 
         Args:
-            tree: what to verify.
+            tree: to verify.
             root_positions: [batch] int64, `root_positions()` at the start of the round.
-            first: runs nodes from this index on; earlier forwards of the round ran the others, and the cache holds
-                them (`TreeCache.hold`). The output then has nodes from `first` on only.
-            lead: the first nodes, as many, are committed next, and the round goes on from the one after them
-                (`TreeCache.commit_and_continue`). A captured forward puts that one where roots always lie.
+            first: only nodes from this index on are run and returned; earlier forwards of the round ran the others,
+                whose entries are in the cache (`TreeCache.continue_round`).
+            lead: number of first nodes that are committed next; the round then continues from the following node
+                (`TreeCache.commit_and_continue`), which a captured forward writes to the position of roots.
         """
         nodes, padding = tree.num_nodes - first, 0
-        if nodes == 1 and self.cache.keeps_states:  # a single token would take the host's own way, and change states
+        if nodes == 1 and self.cache.keeps_states:  # for a single token, the host's own code would change the states
             tree, padding = tree.with_padding(1), 1
         self.cache.reserve(tree.num_nodes)
         self.num_forwards += 1
@@ -495,12 +491,12 @@ class TargetModel:
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
         if self.takes_positions:
             extra["position_ids"] = position_ids
-        told = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
-        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, told:
+        node_context = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
+        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, node_context:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
-                attention_mask=self.masks_as_wanted(masks),
+                attention_mask=self.masks_for_host(masks),
                 use_cache=True,
                 return_dict=True,
                 **{self.cache_name: self.cache},
@@ -514,20 +510,20 @@ class TargetModel:
 
     @contextmanager
     def _on_nodes(self, tree: DraftTree, first: int) -> Iterator[None]:
-        """A context in which layers that need it know which nodes they run on."""
+        """A context that gives the current nodes to the layers that need them."""
         prefix = Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask)
         with ExitStack() as contexts:
             nodes = contexts.enter_context(on_nodes(tree, first, prefix))
             if self.model in STEPPED:
                 contexts.enter_context(stepping(self.model))
-            for module, tell in places.counting(self.model):
-                contexts.callback(module.register_forward_hook(functools.partial(tell, nodes)).remove)
+            for module, hook in places.counting(self.model):
+                contexts.callback(module.register_forward_hook(functools.partial(hook, nodes)).remove)
             yield
 
     def attention_masks(self, tree: DraftTree, first: int = 0) -> dict[str, Tensor]:
         """Additive masks [batch, 1, nodes, entries] of the nodes from `first` on.
 
-        By layer type where the target takes a dict, else one for all layers under the key "all".
+        By layer type if the target takes a dict, else one for all layers under the key "all".
         """
         cache, sees = self.cache, tree.ancestor_mask[:, first:].to(self.cache.device)
         plain = self.prompt_mask is None and cache.is_even
@@ -547,34 +543,34 @@ class TargetModel:
             for kind, sight in self.sights.items()
         }
 
-    def masks_as_wanted(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
-        """Masks by the keys of `sights` in the form that the host takes."""
-        if not masks:  # no layer attends
+    def masks_for_host(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
+        """Converts masks by the keys of `sights` to the form of the host."""
+        if not masks:  # no layer has attention
             return None
         if "all" in masks:
             return masks["all"]
-        # Layers without attention have a key of their own, and nothing to mask: padding lies before the first node.
+        # Layers without attention have their own key, and need no mask: padding comes before the first node.
         return {**masks, **dict.fromkeys(self.unmasked)}
 
     def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int]) -> None:
-        """Leaves the caller's cache as plain decoding would: all output tokens of every row but the last.
+        """Leaves the caller's cache as plain decoding would: all output tokens of every row except the last.
 
         Args:
             like: of the caller.
-            output_ids: [batch, length] int64, with padding behind rows that ended early.
+            output_ids: [batch, length] int64, with padding after rows that ended early.
             lengths: tokens of each row.
         """
         self.restore_rows()
         cache, entry_offset = self.cache, self.entry_offset
         entries = output_ids.shape[1] - 1 + entry_offset
         known = [min(length - 1 + entry_offset, entries) for length in lengths]
-        for row, (length, states) in self._noted.items():
+        for row, (length, states) in self._saved_states.items():
             if cache.row_lengths[row] > known[row]:
                 cache.return_to(row, length, states)
         cache.rollback([min(have, length) for have, length in zip(known, cache.row_lengths, strict=True)])
         missing = [entries - length for length in cache.row_lengths]
         if any(missing):
-            # Rows that ended early: plain decoding has run their padding through the target as well.
+            # Rows that ended early: plain decoding has also run their padding through the target.
             columns = torch.arange(max(missing), device=output_ids.device)
             starts = torch.tensor(cache.row_lengths, device=output_ids.device).unsqueeze(1) - entry_offset
             token_ids = output_ids.gather(1, (starts + columns).clamp(max=output_ids.shape[1] - 1))

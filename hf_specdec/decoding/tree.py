@@ -75,8 +75,9 @@ class DraftTree:
             token_ids: [batch, nodes] int64.
             parents: [batch, nodes] int64, -1 at the root and smaller than the node's own index elsewhere.
             max_depth: an upper bound of the depth of any node.
-            valid: [batch, nodes] bool; all True if omitted. Descendants of an invalid node become invalid too, and so
-                does a node with an earlier sibling of the same token: the target's choice must select one child.
+            valid: [batch, nodes] bool; if omitted, all nodes of rows that are `finite`. Descendants of an invalid node
+                become invalid too, and so does a node with an earlier sibling of the same token: the target's choice
+                must select one child.
             finite: see `DraftTree.finite`.
             path_logprobs: see `DraftTree.path_logprobs`.
 
@@ -87,6 +88,8 @@ class DraftTree:
         """
         mask = ancestor_mask(parents, max_depth)
         usable = ~repeats_a_sibling(token_ids, parents)
+        if valid is None and finite is not None:
+            valid = _nodes_of_finite_rows(finite, token_ids.shape[1])
         if valid is not None:
             usable &= valid
         usable = (usable.unsqueeze(1) | ~mask).all(-1)
@@ -162,13 +165,15 @@ class DraftTree:
     ) -> DraftTree:
         """A tree with one path: `token_ids` [batch, nodes] int64 in order, root first.
 
-        In each row of `valid`, all True entries must come before all False ones. The other arguments are attributes of
-        the tree.
+        In each row of `valid`, all True entries must come before all False ones; if omitted, all nodes of rows that are
+        `finite` are valid. The other arguments are attributes of the tree.
         """
         batch, nodes = token_ids.shape
         steps = torch.arange(nodes, device=token_ids.device)
         mask = (steps.unsqueeze(1) >= steps).expand(batch, nodes, nodes)
-        if valid is None:
+        if valid is None and finite is not None:
+            valid = _nodes_of_finite_rows(finite, nodes)
+        elif valid is None:
             valid = torch.ones_like(token_ids, dtype=torch.bool)
         depths = steps.expand(batch, nodes)
         return cls(token_ids, depths - 1, depths, mask, valid, nodes - 1, finite, draft_probs)
@@ -327,6 +332,13 @@ def ancestor_mask(parents: Tensor, max_depth: int) -> Tensor:
         paths.append(above.gather(1, paths[-1]))
     mask = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=parents.device)
     return mask.scatter_(2, torch.stack(paths, dim=-1), True)
+
+
+def _nodes_of_finite_rows(finite: Tensor, nodes: int) -> Tensor:
+    """[batch, nodes] bool: True at all nodes of rows that are `finite` [batch], and at the root of the others."""
+    valid = finite.unsqueeze(1).expand(-1, nodes).clone()
+    valid[:, 0] = True
+    return valid
 
 
 def repeats_a_sibling(token_ids: Tensor, parents: Tensor) -> Tensor:

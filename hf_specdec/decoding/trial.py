@@ -1,7 +1,7 @@
-"""A trial of a target: a small draft tree against one token at a time, once per model.
+"""A trial of a target, once per model: compares a small draft tree with decoding token by token.
 
-How families count positions, keep states and mask attention is found out from what they look like, not from their
-names. For targets with more than plain attention a trial tells whether that was right, before the first token.
+How a family counts positions, stores states and masks attention is derived from its modules, not from its name. For
+targets with more than standard attention, a trial checks the result before the first token.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hf_specdec.decoding.tree import DraftTree
 
 PROMPT = 5  # tokens
 PARENTS = (-1, 0, 0, 1, 1, 2, 4)
-# The largest difference of logits that rounding explains, as a share of the largest logit. States are computed in
-# float32 in any case. In low precision single nodes may differ by more, where rounding changes which experts run.
+# The largest difference of logits that rounding can explain, as a share of the largest logit. States are always
+# computed in float32. In low precision single nodes may differ by more if rounding changes which experts run.
 EXACT_SHARE, LOW_SHARE = 1e-3, 0.25
 
 
 def check_trees(model: PreTrainedModel) -> None:
-    """Raises TreesRefusedError if the nodes of a tree do not get the logits that plain decoding gives."""
+    """Raises TreesRefusedError if the logits of a tree's nodes differ from those of plain decoding."""
     trouble = _trees_trouble(model)
     if trouble is not None:
         raise TreesRefusedError(trouble)
@@ -45,7 +45,7 @@ def _needs_trial(model: PreTrainedModel) -> bool:
 
 @once_per_model
 def _trees_trouble(model: PreTrainedModel) -> str | None:
-    """What went wrong with a tree; None if nothing did, perhaps with layers that step from node to node."""
+    """Why trees do not work; None if they do, possibly with layers that step from node to node."""
     trouble = _tree_trouble(model) if _needs_trial(model) else None
     if trouble is None or not keeps_states(model):
         return trouble
@@ -67,14 +67,14 @@ def _tree_trouble(model: PreTrainedModel) -> str | None:
         return None
     return (
         f"In a trial, a draft tree got logits from target {name} that differ by {apart:.3g} from those of plain "
-        f"decoding (up to {stepped.abs().max():.3g}), so one of its layers ({', '.join(_layer_classes(model))}) does "
-        "something that is not known here"
+        f"decoding (up to {stepped.abs().max():.3g}), so one of its layers ({', '.join(_layer_classes(model))}) is "
+        "not supported"
     )
 
 
 @once_per_model
 def chains_trouble(model: PreTrainedModel) -> str | None:
-    """Why the host's own loop cannot verify chains on a target, found out by running one; None if it can."""
+    """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
     chain = tuple(range(-1, len(PARENTS) - 1))
     try:
         prompt, drafts = _tokens(model)
@@ -84,24 +84,24 @@ def chains_trouble(model: PreTrainedModel) -> str | None:
             found = model(input_ids=drafts.expand(len(prompt), -1), use_cache=True, **cache).logits[0]
         apart = _apart(model, found, _steps(model, chain))
     except _WRONG as error:
-        return f"in a trial, several tokens in one forward behind a cache failed: {error}"
+        return f"in a trial, several tokens in one forward after cached ones failed: {error}"
     if apart is None:
         return None
-    return f"in a trial, several tokens in one forward behind a cache got logits that differ by {apart:.3g}"
+    return f"in a trial, several tokens in one forward after cached ones got logits that differ by {apart:.3g}"
 
 
 _WRONG = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def _apart(model: PreTrainedModel, found: Tensor, stepped: Tensor) -> float | None:
-    """The largest difference of logits [nodes, vocab], where it is more than rounding explains."""
+    """The largest difference of logits [nodes, vocab]; None if rounding explains it."""
     apart, exact = (found - stepped).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
     wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * stepped.abs().max())
     return float(apart.max()) if (bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong)) else None
 
 
 def _layer_classes(model: PreTrainedModel) -> list[str]:
-    """Classes of the modules that have a layer of the cache, which the host tells by its number."""
+    """Classes of the modules with a layer of the cache, which have the attribute `layer_idx`."""
     return sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
 
 
@@ -127,7 +127,7 @@ def _tree(model: PreTrainedModel) -> Tensor:
 
 @torch.no_grad()
 def _steps(model: PreTrainedModel, parents: Sequence[int]) -> Tensor:
-    """The same one token at a time, each from a copy of its parent's cache."""
+    """The logits of the same nodes, one token at a time, each from a copy of its parent's cache."""
     name, (prompt, drafts) = host.cache_name(model), _tokens(model)
     caches, depths, logits = {-1: host.new_cache(model)}, {-1: -1}, []
     model(input_ids=prompt, use_cache=True, **{name: caches[-1]})

@@ -1,4 +1,4 @@
-"""HeadProjections: what the attention layers of drafters have in common, whatever their queries look at."""
+"""HeadProjections: the projections that the attention layers of all drafters share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class HeadProjections(nn.Module):
-    """Projections into heads and out of them, by the names that Llama and Qwen3 give their weights. Subclasses attend.
+    """Projections into and out of attention heads, named as in Llama and Qwen3. Subclasses compute the attention.
 
     Args:
         config: with numbers of heads, `head_dim`, `hidden_size`, `attention_bias` and `rms_norm_eps`.
-        in_size: width of what is projected into heads; what comes out is `hidden_size` wide.
+        in_size: input size of the query, key and value projections; the output size is `hidden_size`.
         norms: whether each head's queries and keys are normalised, as in Qwen3.
     """
 

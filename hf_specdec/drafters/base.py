@@ -1,4 +1,4 @@
-"""Drafter: what every method gives the integration, whether it is a network or a lookup."""
+"""Drafter: the interface of every drafter, with or without weights, and the shared generator of block drafters."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from hf_specdec.drafters.options import DrafterOptions, TreeOptions
 class Drafter(ABC):
     """Proposes tokens for a target. Pass it as `assistant_model=` to the target's `generate`.
 
-    A drafter holds weights and drafting options; what a call needs to remember lives in the candidate generator that
-    it makes per call. Options may be changed between calls: `drafter.options.tree_budget = 16` is checked when the next
-    call begins, `drafter.set_options(tree_budget=16, ...)` at once.
+    A drafter holds weights and drafting options; the state of a call is in the candidate generator that it makes for
+    each call. Options may be changed between calls: `drafter.options.tree_budget = 16` is validated when the next call
+    begins, `drafter.set_options(tree_budget=16, ...)` immediately.
 
     Attributes:
-        options_class: what holds the drafting options of this kind of drafter.
-        mergeable: whether its trees may be merged with those of others: it asks nothing of the target but features
-            and what its cache holds of committed tokens.
+        options_class: the class of its drafting options.
+        mergeable: whether its trees may be merged with those of other drafters: it needs only features of the target
+            and the committed entries of its cache.
         options: the drafting options; every drafter sets them in its `__init__`.
         stats: of the latest `generate` call, filled while the call runs; None before the first.
-        trace: set it to a `Trace()`, and the next `generate` calls record their rounds there; None to record nothing.
+        trace: set it to a `Trace()` to record the rounds of the next `generate` calls; None for no recording.
     """
 
     options_class: ClassVar[type[DrafterOptions]] = DrafterOptions
@@ -49,7 +49,7 @@ class Drafter(ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "options" and not isinstance(value, self.options_class):
             raise TypeError(f"options={value!r} is a {type(value).__name__}; it must be {self.options_class.__name__}.")
-        options: DrafterOptions | None = getattr(self, "options", None)  # None while the drafter is being made
+        options: DrafterOptions | None = getattr(self, "options", None)  # None during __init__
         if options is not None and name in options.names():
             raise AttributeError(
                 f"{type(self).__name__}.{name} is no attribute but a drafting option: set drafter.options.{name} = "
@@ -61,21 +61,21 @@ class Drafter(ABC):
         def weak(value: object) -> bool:
             return isinstance(value, weakref.ref) or (isinstance(value, tuple) and any(map(weak, value)))
 
-        # Which targets it has met, kept by weak references, is no part of a drafter that is pickled or copied.
+        # Weak references to targets cannot be pickled, and are not part of a copy.
         return {name: None if weak(value) else value for name, value in vars(self).items()}
 
     @property
     def method(self) -> str:
-        """Name of the way it drafts; where there is a choice (`methods`), `options.method` sets it."""
+        """Name of the drafting method; if there are several (`methods`), `options.method` sets it."""
         return self.options.method
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The ways of drafting that it offers: what the option `method` may be set to, where there is a choice."""
+        """The drafting methods that it offers, the allowed values of `options.method`."""
         return (self.method,)
 
     def forget(self) -> None:
-        """Forgets the texts of earlier calls, so that a prompt which is measured twice is as new each time."""
+        """Clears everything learnt from the texts of earlier calls, for repeatable measurements."""
 
     @abstractmethod
     def check_target(self, model: PreTrainedModel) -> None:
@@ -86,21 +86,21 @@ class Drafter(ABC):
         options.validate()
 
     def check_options(self) -> None:
-        """Validates `options` and `trace` as they are; each call begins with it.
+        """Validates `options` and `trace`; runs at the beginning of each call.
 
         Raises:
-            ValueError: one of them is not what it must be.
+            ValueError: one of them is not valid.
         """
         self.validate_options(self.options)
         if self.trace is not None and not isinstance(self.trace, Trace):
-            raise ValueError(f"trace={self.trace!r} must be a Trace, which rounds are recorded into, or None.")
+            raise ValueError(f"trace={self.trace!r} must be a Trace, which records rounds, or None.")
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
-        """Warns, or raises ValueError, about what shapes cannot show; see `pairing.py`. Once for each target.
+        """Warns or raises ValueError about a wrong pair with fitting shapes, once per target; see `pairing.py`.
 
         Args:
             model: the target.
-            input_ids: [batch, seq] int64, the prompts of a first call; None before there are any.
+            input_ids: [batch, seq] int64, the prompts of a first call; None before the first call.
         """
 
     @abstractmethod
@@ -110,14 +110,14 @@ class Drafter(ABC):
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         """0-based decoder layers of the target `model` whose outputs the drafter reads; none by default.
 
-        -1 is what enters the first layer, `num_hidden_layers` what leaves the decoder after its final norm.
+        -1 is the input of the first layer, `num_hidden_layers` the output of the final norm.
         """
         return ()
 
     def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
-        """Chooses how much of each tree is verified in one call: all of it unless `tree_budget` is "auto".
+        """The policy of one call: verifies complete trees, unless `tree_budget` is "auto".
 
-        What calls learn about times and probabilities is kept for later ones with this target and this many rows.
+        Measured times and probabilities are shared by all calls with this target and this number of rows.
         """
         if not isinstance(self.options, TreeOptions) or self.options.tree_budget != "auto":
             return Always()
@@ -128,7 +128,7 @@ class Drafter(ABC):
     def report_tables(
         self, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]
     ) -> Iterable[tuple[str, list[str], list[list[str]]]]:
-        """Tables of its own that a benchmark's report shows: title, column headings, rows. None by default.
+        """Extra tables for a benchmark's report: title, column headings, rows. None by default.
 
         Args:
             model: the target.
@@ -137,10 +137,10 @@ class Drafter(ABC):
         return ()
 
     def set_options(self, **changes: Any) -> None:
-        """Changes drafting options by name, once they are validated together.
+        """Changes drafting options by name, after validating them together.
 
         Raises:
-            ValueError: an option is unknown (the nearest name is suggested) or out of range; all stay as they were.
+            ValueError: an option is unknown (the nearest name is suggested) or out of range; nothing is changed.
         """
         changed = self.options.replace(**changes)
         self.validate_options(changed)
@@ -148,11 +148,11 @@ class Drafter(ABC):
 
 
 def check_is_drafter(given: object, order: str = "") -> None:
-    """Raises TypeError, naming what it is, if something is passed as a drafter that is none.
+    """Raises TypeError, with the given type, if an object is not a drafter.
 
     Args:
-        given: what was passed.
-        order: a sentence on the order of arguments, where another object may have come first.
+        given: what was passed as a drafter.
+        order: a sentence on the order of the arguments, for functions that take other objects first.
     """
     if not isinstance(given, Drafter):
         shown = f"={given!r}" if isinstance(given, (str, os.PathLike)) else ""
@@ -160,19 +160,19 @@ def check_is_drafter(given: object, order: str = "") -> None:
         raise TypeError(f"{message} {order}".rstrip())
 
 
-# Beside the drafters, not in them: it is nothing to be saved or copied.
+# Not an attribute of the drafters, because it is neither saved nor copied.
 _KNOWLEDGE: weakref.WeakKeyDictionary[
     Drafter, weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], BudgetKnowledge]]
 ] = weakref.WeakKeyDictionary()
 
 
 class BlockMarginals(ABC):
-    """One `generate` call of a drafter that predicts all positions of a block in one forward.
+    """The state of one `generate` call of a drafter that predicts all positions of a block in one forward.
 
-    Methods that build trees from independent per-position distributions (`ddtree`) or chains (`dflash`) need no more.
+    Methods that build trees (`ddtree`) or chains (`dflash`) from independent per-position distributions use it.
 
     Attributes:
-        calls: captures what is computed in each round; None where it runs as it is.
+        calls: the captured computations of a round; None if nothing is captured.
         drafts_early: see `TreeCandidateGenerator`.
     """
 
@@ -181,30 +181,30 @@ class BlockMarginals(ABC):
 
     @abstractmethod
     def marginals(self, context: DraftContext) -> Tensor:
-        """[batch, depth, vocab] float32 logits; entry d-1 is for the token d places after the root.
+        """[batch, depth, vocab] float32 logits; entry d-1 is for the token d positions after the root.
 
         `vocab` may differ from the target's: id i is the same token in both.
         """
 
     @abstractmethod
     def observe(self, committed: Committed) -> None:
-        """Takes note of what the prefill or a round committed."""
+        """Observes what the prefill or a round committed."""
 
     @abstractmethod
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows only, in this order."""
+        """Selects these rows, in this order, and drops all others."""
 
     def close(self) -> None:
-        """Ends the call; the next one may use what this one has captured."""
+        """Ends the call; the next call may then reuse the captured computations."""
         if self.calls is not None:
             self.calls.workspace.release()
 
 
 class MarginalsGenerator(TreeCandidateGenerator):
-    """A generator whose trees come from the marginals of one forward; subclasses say which tree.
+    """A generator whose trees come from the marginals of one forward; subclasses build the tree.
 
     Args:
-        source: gives the marginals of each round.
+        source: computes the marginals of each round.
 
     Attributes:
         logits: [batch, depth, vocab] float32, the marginals of the latest round, in the columns of the target's logits.
@@ -220,7 +220,7 @@ class MarginalsGenerator(TreeCandidateGenerator):
 
     @abstractmethod
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
-        """The tree for a round; `logits` [batch, depth, vocab] float32, as `BlockMarginals.marginals` gives them."""
+        """The tree of a round; `logits` [batch, depth, vocab] float32, as from `BlockMarginals.marginals`."""
 
     def draft(self, context: DraftContext) -> DraftTree:
         self.logits = self.vocabulary(None, self.source.marginals(context))
@@ -250,11 +250,11 @@ _TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite"
 def captured_tree(
     calls: StaticCalls, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
 ) -> DraftTree:
-    """`build(*values)` as one launch, for trees that are built on the device; good until the next one.
+    """`build(*values)` as one captured launch, for trees built on the device; valid until the next call.
 
     Args:
         calls: of the drafter.
-        budget: what, besides the values' shapes and `max_depth`, the tree depends on.
+        budget: of the tree; together with `max_depth` and the shapes of `values` it identifies the captured call.
         max_depth: of the tree.
         build: makes a tree from the values, with `finite` and `path_logprobs`.
         values: [batch, ...] each.
@@ -269,23 +269,23 @@ def captured_tree(
 
 
 def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:
-    """What per-position marginals say of the nodes of a tree that was built from them, all in one forward.
+    """The draft probabilities of a tree's nodes from per-position marginals, all computed in one forward.
 
     Args:
-        tree: no deeper than there are positions.
+        tree: at most as deep as there are positions.
         logits: [batch, depth, vocab] float32; entry d-1 is for nodes of depth d.
     """
-    places = tree.depths.to(logits.device).sub(1).clamp(min=0)
+    indices = tree.depths.to(logits.device).sub(1).clamp(min=0)
     token_ids = tree.token_ids.to(logits.device).clamp(0, logits.shape[-1] - 1)
-    rows = torch.arange(len(places), device=logits.device).unsqueeze(1)
-    return NodeNotes(logits.softmax(-1)[rows, places, token_ids], tree.depths.clamp(max=1))
+    rows = torch.arange(len(indices), device=logits.device).unsqueeze(1)
+    return NodeNotes(logits.softmax(-1)[rows, indices, token_ids], tree.depths.clamp(max=1))
 
 
 def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> NodeNotes:
-    """The same for drafters that score whole paths.
+    """The draft probabilities of a tree's nodes from path scores.
 
     Args:
-        tree: whose nodes are the first of those that follow: it may have been cut since it was drafted.
+        tree: may have fewer nodes than the other arguments, if it was cut after drafting.
         path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
         forwards: [batch, nodes] int64, see `NodeNotes`.
     """

@@ -1,6 +1,6 @@
-"""The model card of a drafter, generated from its config and from two records that lie beside its weights.
+"""The model card of a drafter, generated from its config and from two records in its folder.
 
-Both records are JSON files that other code writes and that travel with the weights:
+Both records are JSON files in the folder of the weights, written by training and by benchmarks:
 
 `training.json`, how it was trained: any fields; `data`, `hardware`, `time` and `losses` are the usual ones, `license`
 names the drafter's licence and `datasets` the Hub ids of datasets. `chat_template` and `thinking`, true or false, say
@@ -13,9 +13,9 @@ warning. The card lists all fields.
      "methods": {"ddtree": {"mean_acceptance_length": 3.1, "speedup": 2.2, "identical": true}},
      "sampled": {"temperature": 0.8, "methods": {"ddtree": {"mean_acceptance_length": 2.7, "speedup": 1.9}}}}
 
-`target`, `command` and `methods` are required, and in each method both numbers (the length may be null, for decoding
-without drafts); `methods` is greedy decoding. Any other field may be added (`prompts`, `dtype`, ...); plain ones are
-listed in the card.
+`target`, `command` and `methods` are required, and both numbers in each method (the length may be null, for decoding
+without drafts); `methods` is greedy decoding. Any other field may be added (`prompts`, `dtype`, ...); the card lists
+scalar ones.
 
 The text is in the Jinja template `card_template.md`.
 """
@@ -40,7 +40,7 @@ _TEMPLATE = Path(__file__).with_name("card_template.md")
 
 Record = dict[str, Any]
 
-# Of each measured method: kinds of values, whether it must be there, and what to say if it is not so.
+# For each measured method: types of the value, whether it is required, and the words for the error.
 _NUMBER = (int, float, NoneType)
 _FIELDS: dict[str, tuple[tuple[type, ...], bool, str]] = {
     "mean_acceptance_length": (_NUMBER, True, "a number"),
@@ -52,29 +52,29 @@ _FIELDS: dict[str, tuple[tuple[type, ...], bool, str]] = {
 
 
 def read_record(folder: str | Path, name: str) -> Record | None:
-    """Reads a record beside the weights; None if there is none, or with a warning if it is not a JSON object."""
+    """Reads a record from the folder of the weights; None if missing, and with a warning if it is not a JSON object."""
     file = Path(folder) / name
     if not file.is_file():
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # the latter for brackets within brackets within brackets
-        warnings.warn(f"{file} is ignored: it is not valid JSON ({error}).", stacklevel=2)
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested brackets
+        warnings.warn(f"Ignoring {file}: invalid JSON ({error}).", stacklevel=2)
         return None
     if not isinstance(record, dict):
-        warnings.warn(f"{file} is ignored: it holds a {type(record).__name__}, not an object.", stacklevel=2)
+        warnings.warn(f"Ignoring {file}: it holds a {type(record).__name__}, not an object.", stacklevel=2)
         return None
     return record
 
 
 def write_record(folder: str | Path, name: str, record: Record) -> None:
-    """Writes a record beside the weights."""
+    """Writes a record to the folder of the weights."""
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     (Path(folder) / name).write_text(text, encoding="utf-8")
 
 
 def check_measurements(measurements: Record) -> None:
-    """Raises ValueError, naming the field, if a measurement could not be repeated or cannot be shown."""
+    """Raises ValueError, naming the field, if a measurement lacks the data to repeat or to show it."""
     for field, kind in (("target", str), ("command", str), ("methods", dict)):
         if not isinstance(measurements.get(field), kind):
             raise ValueError(
@@ -93,7 +93,7 @@ def check_measurements(measurements: Record) -> None:
         _check_dict(f"method {method!r}", numbers)
         for field, (kinds, needed, words) in _FIELDS.items():
             value = numbers.get(field)
-            # True is an integer to Python, but no number to a reader.
+            # bool is a subclass of int, but not a number here.
             is_kind = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
             if not is_kind or (needed and field not in numbers):
                 raise ValueError(
@@ -120,18 +120,18 @@ def model_card(
     training: Record | None = None,
     measurements: Record | None = None,
 ) -> ModelCard:
-    """Builds the card. It says so if something was not recorded.
+    """Builds the card; unknown values are shown as unknown.
 
     Args:
-        name: what a user gives to `load_drafter`, for the heading and the snippet.
+        name: what a user passes to `load_drafter`, for the heading and the snippet.
         summary: one or two sentences on the method.
         fits: a sentence on the targets it can draft for.
-        facts: further rows of the table at the top.
-        tags: Hub tags beside the general ones.
+        facts: further rows of the first table.
+        tags: further Hub tags.
         target: Hub id of the target, or a folder.
         target_revision: commit or branch of the target.
-        revision: branch of the drafter that is to be loaded; None for the main one.
-        license: Hub licence id; the training record's `license` where None.
+        revision: branch of the drafter to load; None for the main one.
+        license: Hub licence id; None for the training record's `license`.
         training: the training record, see the module's docstring.
         measurements: the measurements, see the module's docstring.
 
@@ -153,7 +153,7 @@ def model_card(
         model_name=name,
         eval_results=_eval_results(measurements) if measurements else None,
     )
-    if hub_target:  # of the Hub's four relations this one is for weights that are used together with the base model's
+    if hub_target:  # the Hub's relation for weights that are used together with those of the base model
         data["base_model_relation"] = "adapter"
     at = f" at revision `{target_revision}`" if target_revision else ""
     return ModelCard.from_template(
@@ -167,7 +167,7 @@ def model_card(
         target=target_name,
         at_target_revision=f', revision="{target_revision}"' if target_revision else "",
         at_revision=f', revision="{revision}"' if revision else "",
-        # transformers takes it from the main branch alone
+        # transformers reads it only from the main branch
         loads_by_name=is_hub_id(name) and not revision,
         license=license,
         measured=_measured(measurements) if measurements else None,
@@ -176,12 +176,12 @@ def model_card(
 
 
 def may_overwrite(card: str) -> bool:
-    """Whether a card was generated here and not edited since: whether it has the marker."""
+    """Whether a card was generated and its marker line was not removed."""
     return MARKER in card
 
 
 def is_generated(card: Path) -> bool:
-    """`may_overwrite` of a file; one that is not in UTF-8 was edited."""
+    """`may_overwrite` of a file; a file that is not UTF-8 was not generated."""
     try:
         return may_overwrite(card.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
@@ -189,12 +189,12 @@ def is_generated(card: Path) -> bool:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is of the form owner/name and no folder here."""
+    """Whether a name has the form owner/name and is not a local folder."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
 
 
 def _shown(name: str | None) -> str | None:
-    """The last part of an absolute path, because readers do not have this machine's folders."""
+    """A path without the folders of this machine."""
     if not name:
         return None
     return Path(name).name if Path(name).is_absolute() else name
@@ -229,7 +229,7 @@ def _eval_results(measurements: Record) -> list[EvalResult]:
 
 
 def _measured(measurements: Record) -> dict[str, Any]:
-    """The tables of the section, as rows of cells."""
+    """The tables of the measurements, as rows of cells."""
     words = {True: "yes", False: "no", None: ""}
     rows = _method_rows(measurements)
     columns: dict[str, list[str]] = {
@@ -254,7 +254,7 @@ def _measured(measurements: Record) -> dict[str, Any]:
         "header": list(columns),
         "rows": list(zip(*columns.values(), strict=True)),
         "group_header": ["mean acceptance length of", *groups],
-        "group_rows": [(way, *(_number(found.get(group)) for group in groups)) for way, found in by_group.items()],
+        "group_rows": [(row, *(_number(found.get(group)) for group in groups)) for row, found in by_group.items()],
         "circumstances": [
             (_words(field), _value(value))
             for field, value in measurements.items()
@@ -269,8 +269,8 @@ def _number(value: float | None, unit: str = "") -> str:
 
 
 def _trained(training: Record) -> dict[str, Any]:
-    """The tables of the section, as rows of cells."""
-    # Later experiments with the drafter have a command of their own.
+    """The tables of the training record, as rows of cells."""
+    # Studies made with the trained drafter have their own command.
     studies = {field: value for field, value in training.items() if isinstance(value, dict) and "command" in value}
     return {
         "facts": [(_words(field), _value(value)) for field, value in training.items() if field not in studies],
@@ -279,7 +279,7 @@ def _trained(training: Record) -> dict[str, Any]:
 
 
 def _study(field: str, study: Record) -> dict[str, Any]:
-    """A section of its own: the results as (header, rows) of tables, then the conditions."""
+    """A study as a section: tables as (header, rows), and its command."""
     tables: list[tuple[list[str], list[tuple[str, ...]]]] = []
     how: list[tuple[str, ...]] = []
     for name, found in study.items():

@@ -1,8 +1,8 @@
-"""The code that a published drafter carries, so that `generate` finds it by the repo's name alone.
+"""The `generate.py` that is published with a drafter.
 
 transformers runs `custom_generate/generate.py` of a repo for `model.generate(..., custom_generate="<repo>",
-trust_remote_code=True)`. Ours loads the drafter of the repo and hands it to the ordinary `generate`; everything else is
-in the installed hf_specdec. `load_drafter` neither downloads nor runs this file.
+trust_remote_code=True)`. Ours loads the drafter of the repo and passes it to the standard `generate`; all other code
+is in the installed hf_specdec. `load_drafter` neither downloads nor runs this file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import weakref
 
 from hf_specdec import load_drafter
 
-_DRAFTERS = weakref.WeakKeyDictionary()  # target -> what its drafter was loaded from, and the drafter
+_DRAFTERS = weakref.WeakKeyDictionary()  # target -> (source of its drafter, drafter)
 
 
 def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=None, token=None, **kwargs):
-    """The target's own output, sooner.
+    """The target's own output, with speculative decoding.
 
     Args:
         model: the target.
@@ -32,10 +32,10 @@ def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=No
         revision: of the drafter, on the Hub.
         drafting_options: such as {{"tree_budget": 16}}; for this call.
         token: for private repos.
-        kwargs: for the ordinary `generate`.
+        kwargs: for the standard `generate`.
     """
     if kwargs.get("assistant_model") is not None:
-        raise ValueError("custom_generate brings a drafter of its own; leave assistant_model out.")
+        raise ValueError("custom_generate loads its own drafter; leave assistant_model out.")
     source, loaded = _DRAFTERS.get(model, (None, None))
     if source != (drafter, revision):
         loaded = load_drafter(drafter, target=model, revision=revision, token=token)
@@ -50,7 +50,7 @@ def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=No
 
 
 def write_custom_generate(folder: Path, repo_id: str, revision: str | None) -> None:
-    """Writes `custom_generate/generate.py` for a drafter that is to be published as `repo_id`."""
+    """Writes `custom_generate/generate.py` for a drafter that will be published as `repo_id`."""
     from hf_specdec import __version__
 
     file = folder / CODE_FILE

@@ -1,4 +1,4 @@
-"""Telling tokenizers apart: a fingerprint of the vocabulary, and where two vocabularies begin to differ."""
+"""Comparing tokenizers: a fingerprint of the vocabulary, and the first id in which two vocabularies differ."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-MOST_ADDED = 32  # added tokens that a fingerprint is sought without: each takes a tenth of a second
-# All that a tokenizer is made of.
+MOST_ADDED = 32  # added tokens that `has_fingerprint` removes at most: each takes a tenth of a second
+# All files of a tokenizer.
 TOKENIZER_FILES = (
     *_VOCABULARIES,
     "added_tokens.json",
@@ -25,14 +25,14 @@ TOKENIZER_FILES = (
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256, in hex, over the vocabulary as sorted (token, id) pairs, added tokens included.
 
-    Recorded at training as `target_tokenizer_sha256` in the drafter's config. Templates and normalisation leave it as
-    it is: a drafter reads and writes ids, and what it needs is that the same id is the same token.
+    Recorded at training as `target_tokenizer_sha256` in the drafter's config. Templates and normalisation do not change
+    it: a drafter reads and writes ids, so only the mapping between ids and tokens matters.
     """
     return _fingerprint(tokenizer.get_vocab())
 
 
 def has_fingerprint(tokenizer: PreTrainedTokenizerBase, recorded: str) -> bool:
-    """Whether a recorded fingerprint is the tokenizer's, or was before tokens were added to it.
+    """Whether a recorded fingerprint is the tokenizer's, or was so before tokens were added to it.
 
     Args:
         tokenizer: the target's.
@@ -54,11 +54,11 @@ def _fingerprint(vocabulary: dict[str, int]) -> str:
     return hashlib.sha256(pairs.encode()).hexdigest()
 
 
-def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a model that came from a folder or the Hub cache; None where there is none on this machine.
+def local_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model from a folder or the Hub cache; None if there are no tokenizer files on this machine.
 
-    Warns, and gives None, where there is one that cannot be read: ids alone are enough to generate.
-    Without a vocabulary's files AutoTokenizer would make up an empty tokenizer.
+    Warns and returns None if the files cannot be read, because generation needs only ids. The files are checked first,
+    because AutoTokenizer would create an empty tokenizer without them.
     """
     if not name_or_path:
         return None
@@ -70,19 +70,19 @@ def tokenizer_at_hand(name_or_path: str) -> PreTrainedTokenizerBase | None:
         if not known:
             return None
         return AutoTokenizer.from_pretrained(name_or_path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # files of others, read by whatever class they name: damage shows in many kinds
+    except Exception as error:  # foreign files, read by the class that they name: any exception is possible
         warnings.warn(
             f"The tokenizer of {name_or_path!r} cannot be read here ({type(error).__name__}: {error}), so it is "
-            "compared with no other: look that drafter and target have the same one.",
+            "not compared: check that drafter and target have the same tokenizer.",
             stacklevel=2,
         )
         return None
 
 
 def first_difference(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
-    """The lowest id that means different tokens, with both; None where there is none.
+    """The lowest id that means different tokens, with both tokens; None if there is none.
 
-    An id that one of them does not know is no difference: tokens may have been added to the other.
+    Only ids that both have are compared: tokens may have been added to either.
     """
     tokens, others = ({token_id: token for token, token_id in each.get_vocab().items()} for each in (one, other))
     for token_id in sorted(tokens.keys() & others.keys()):

@@ -1,7 +1,7 @@
-"""DrafterOptions: how a drafter drafts, apart from its weights. Each method has a subclass of its own, beside it.
+"""DrafterOptions: the drafting options of a drafter. Each method has its own subclass, in its folder.
 
-Options are checked together, by `validate`, and saved as a `GenerationConfig` is: only what differs from the defaults.
-The drafter that holds them is in `base.py`; which checkpoint states which options is a matter of its config.
+Options are validated together. Only those that differ from the defaults are saved, as in a `GenerationConfig`. The
+drafter that holds them is in `base.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 
 COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 MAX_TREE_BUDGET = 1024
-# Metadata of fields that suit a machine and not the weights, so that they are not saved with them.
-OF_THE_MACHINE = {"saved": False}
+# Metadata of fields that depend on the machine and are not saved with the weights.
+NOT_SAVED = {"saved": False}
 
 
 @dataclass(slots=True, kw_only=True)
 class DrafterOptions:
-    """Drafting options that every drafter has.
+    """Drafting options of every drafter.
 
-    A subclass adds fields, each with the paper's or the published default; a field without one takes its default from
-    the drafter's config, in `defaults`. With slots, the assignment to a name that is no option is an AttributeError.
+    A subclass adds fields, each with the paper's or the published default; a field without a default takes it from the
+    drafter's config, in `defaults`. Assigning to an unknown name is an AttributeError, because of the slots.
 
     Attributes:
-        compile_mode: "reduce-overhead" has the target's forwards captured in CUDA graphs, and the drafter's where its
-            shapes allow; on a CPU it has the target's compiled by `torch.compile`. "none" runs all as they are. Not
-            saved.
+        compile_mode: "reduce-overhead" captures the target's forwards in CUDA graphs, and the drafter's if its shapes
+            are static; on a CPU it compiles the target's with `torch.compile`. "none" does neither. Not saved.
 
     Example:
         >>> options = DrafterOptions()
@@ -44,11 +43,11 @@ class DrafterOptions:
         ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? Known: 'compile_mode'.
     """
 
-    compile_mode: CompileMode = field(default="none", metadata=OF_THE_MACHINE)
+    compile_mode: CompileMode = field(default="none", metadata=NOT_SAVED)
 
     @property
     def method(self) -> str:
-        """Name of the way of drafting: a class attribute, or a field where the drafter offers several."""
+        """Name of the drafting method: a class attribute, or a field if the drafter offers several."""
         raise NotImplementedError(f"{type(self).__name__} names no method.")
 
     @classmethod
@@ -58,7 +57,7 @@ class DrafterOptions:
 
     @classmethod
     def defaults(cls, config: Any = None) -> Self:
-        """What holds for a drafter whose config has no `drafting_options`.
+        """The options of a drafter whose config has no `drafting_options`.
 
         Args:
             config: of the drafter; None for drafters without one.
@@ -67,23 +66,23 @@ class DrafterOptions:
 
     @classmethod
     def from_dict(cls, saved: Any, config: Any = None) -> Self:
-        """The options that `to_dict` gave; whatever is not named has its default.
+        """The options from the output of `to_dict`; missing ones have their defaults.
 
         Args:
             saved: `drafting_options` of a config.
             config: as for `defaults`.
 
         Raises:
-            ValueError: it is no dict, or as `replace` and `validate`.
+            ValueError: `saved` is not a dict, or as `replace` and `validate`.
         """
         if not isinstance(saved, dict):
-            raise ValueError(f"drafting_options is {saved!r}; it must hold options by name.")
+            raise ValueError(f"drafting_options is {saved!r}; it must be a dict of options by name.")
         options = cls.defaults(config).replace(**saved)
         options.validate(config)
         return options
 
     def to_dict(self, config: Any = None) -> dict[str, Any]:
-        """Options by name, as they are saved: those that differ from the defaults and do not depend on the machine.
+        """Options by name, as saved: those that differ from the defaults and do not depend on the machine.
 
         Args:
             config: as for `defaults`.
@@ -96,12 +95,12 @@ class DrafterOptions:
         """A copy with these changes, not yet validated.
 
         Raises:
-            ValueError: there is no such option; the nearest name is suggested. Or there is no choice of a method.
+            ValueError: an option does not exist (the nearest name is suggested), or the drafter has only one method.
         """
         known = self.names()
         if "method" in changes and "method" not in known:
             raise ValueError(
-                f"method={changes['method']!r} was given, but this drafter drafts in one way only, {self.method!r}: "
+                f"method={changes['method']!r} was given, but this drafter has only the method {self.method!r}: "
                 "leave method out, or load another drafter."
             )
         for name in changes:
@@ -110,7 +109,7 @@ class DrafterOptions:
         return dataclasses.replace(self, **changes)
 
     def validate(self, config: Any = None) -> None:
-        """Raises ValueError, naming option, value and range, if a drafter with this config cannot draft so.
+        """Raises ValueError, with option, value and range, if a drafter with this config cannot use these options.
 
         Args:
             config: as for `defaults`.
@@ -138,15 +137,15 @@ class TreeOptions(DrafterOptions):
     """Options of drafters whose draft may have any number of nodes.
 
     Attributes:
-        tree_budget: most drafted nodes of a tree, root not counted; at most 1024, or `"auto"`, which chooses among up
-            to 64 by what drafting and verifying cost and how often drafts are accepted.
+        tree_budget: most drafted nodes of a tree, root not counted; at most 1024, or `"auto"`, which chooses up to 64
+            from measured times of drafting and verifying and the acceptance rate.
     """
 
     tree_budget: int | Literal["auto"]
 
     @property
     def node_limit(self) -> int:
-        """Most nodes of a tree: `tree_budget` itself, or what "auto" may choose from."""
+        """Most nodes of a tree: `tree_budget`, or the upper limit of "auto"."""
         return MOST_NODES if self.tree_budget == "auto" else self.tree_budget
 
     def validate(self, config: Any = None) -> None:
@@ -157,5 +156,5 @@ class TreeOptions(DrafterOptions):
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an int or a float, and no bool."""
+    """Whether a value is an int or a float; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""What shapes cannot show about a drafter and a target: whether they were meant for each other.
+"""Whether a drafter was trained for a target, where the shapes do not show it.
 
-A wrong pair still gives the target's own output, only slowly, so most of this warns, and says which side to change;
-another vocabulary is an error, since then every draft is noise. All of it is looked at where a checkpoint states it.
+A wrong pair still gives the target's own output, but slowly. So most checks warn and say which side to change. Another
+vocabulary is an error, because then no draft makes sense. Each check needs information that the checkpoint may lack.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.card import Record, is_hub_id
-from hf_specdec.drafters.fingerprint import has_fingerprint, tokenizer_at_hand, tokenizer_fingerprint
+from hf_specdec.drafters.fingerprint import has_fingerprint, local_tokenizer, tokenizer_fingerprint
+from hf_specdec.drafters.registry import name_of
 
 
 def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
-    """Warns if the drafter names another target, or another commit of it, than the one at hand.
+    """Warns if the config names another target, or another commit of it, than the given one.
 
     Args:
         name: the drafter's, for messages.
-        config: the drafter's; `target_name_or_path` and `target_revision` are None where unknown.
-        model: the target. One from a folder has no Hub id to be compared.
+        config: the drafter's; `target_name_or_path` and `target_revision` are None if unknown.
+        model: the target. A target loaded from a folder has no Hub id and is not compared.
     """
     stated, found = config.target_name_or_path, model.name_or_path
     if not (stated and found and is_hub_id(stated) and is_hub_id(found)):
@@ -47,39 +48,40 @@ def check_names(name: str, config: Any, model: PreTrainedModel) -> None:
 
 
 def check_taps(name: str, config: Any, record: Record | None, model: PreTrainedModel) -> None:
-    """Warns if a published list names the target's last layer, whose state goes by that name in two ways.
+    """Warns if the checkpoint reads the target's last layer, because there are two definitions of its hidden state.
 
     Args:
         name: the drafter's, for messages.
-        config: the drafter's; `target_layer_ids` are outputs of 0-based layers, None where a rule gives them.
-        record: of its training; one that was trained here has learned what is read here.
+        config: the drafter's; `target_layer_ids` are 0-based layers, None if a rule gives them.
+        record: of its training. Not None means it was trained with hf_specdec, with our definition.
         model: the target.
     """
     last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
     listed = getattr(config, "target_layer_ids", None) or ()
     if record is None and last in listed:
         warnings.warn(
-            f"Drafter {name!r} reads layers {list(listed)} of the target, the last one ({last}) among them. It is read "
-            "as it leaves that layer, before the final norm, as serving engines do; the last of transformers' "
-            "hidden_states has passed the norm. If the drafter was trained on that, few of its drafts will be "
-            "accepted: ask its publisher, or use one that reads earlier layers.",
+            f"Drafter {name!r} reads layers {list(listed)} of the target, and {last} is its last layer. Its output is "
+            "read before the final norm, as in serving engines, but the last of transformers' hidden_states is taken "
+            "after the norm. If the drafter was trained on that, few of its drafts will be accepted: ask its "
+            "publisher, or use a drafter that reads earlier layers.",
             stacklevel=2,
         )
 
 
 def check_tokenizer(name: str, config: Any, model: PreTrainedModel) -> bool:
-    """Compares the target's tokenizer with the one recorded at training, where both are at hand.
+    """Compares the target's tokenizer with the one recorded at training.
 
     Returns:
-        Whether they were compared. Tokens that were added to the target's since then are no difference.
+        Whether they were compared, which needs a record and a local tokenizer. Tokens added to the target's tokenizer
+        after the training are ignored.
 
     Raises:
-        ValueError: they are not the same.
+        ValueError: they differ.
     """
     recorded = config.target_tokenizer_sha256
     if recorded is None:
         return False
-    tokenizer = tokenizer_at_hand(model.name_or_path)
+    tokenizer = local_tokenizer(model.name_or_path)
     if tokenizer is None:
         return False
     if not has_fingerprint(tokenizer, recorded):
@@ -93,7 +95,7 @@ def check_tokenizer(name: str, config: Any, model: PreTrainedModel) -> bool:
 
 
 def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
-    """Warns if two tables differ in size; to be asked where no tokenizers could be compared.
+    """Warns if two vocabularies differ in size; for pairs whose tokenizers cannot be compared.
 
     Args:
         name: the drafter's, for the message.
@@ -104,27 +106,27 @@ def warn_of_sizes(name: str, own_size: int, model: PreTrainedModel) -> None:
     if own_size != size:
         warnings.warn(
             f"Drafter {name!r} has a vocabulary of {own_size}, and target "
-            f"{model.name_or_path or type(model).__name__!r} one of {size}. The difference is taken for "
-            "padding or added tokens, since there are no tokenizers here to be compared. If the two have different "
-            "tokenizers, few drafts will be accepted: use a drafter for this tokenizer.",
+            f"{name_of(model)!r} one of {size}. The difference is assumed to be padding or "
+            "added tokens, since no tokenizers were found to compare. If the two have different tokenizers, few "
+            "drafts will be accepted: use a drafter for this tokenizer.",
             stacklevel=3,
         )
 
 
 def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_ids: Tensor) -> None:
-    """Warns if a prompt is of another kind than the text that the drafter was trained on.
+    """Warns if a prompt differs from the drafter's training text in chat template or thinking.
 
     Args:
         name: the drafter's, for messages.
         record: its training record. `chat_template` says whether its text was in the target's chat template, and
-            `thinking` whether the target thought in it; a record without them is not compared.
-        model: the target, whose tokenizer is looked for where it was loaded from.
-        input_ids: [batch, seq] int64; the first row is looked at.
+            `thinking` whether the target's answers contained reasoning; a missing field is not compared.
+        model: the target, whose tokenizer is loaded from `name_or_path`.
+        input_ids: [batch, seq] int64; only the first row is checked.
     """
     chat, thinking = ((record or {}).get(key) for key in ("chat_template", "thinking"))
     if chat is None and thinking is None:
         return
-    tokenizer = tokenizer_at_hand(model.name_or_path)
+    tokenizer = local_tokenizer(model.name_or_path)
     if tokenizer is None or not tokenizer.chat_template:
         return
     found = text_mode(tokenizer, tokenizer.decode(input_ids[0]))
@@ -146,44 +148,44 @@ def check_mode(name: str, record: Record | None, model: PreTrainedModel, input_i
         warnings.warn(
             f"Drafter {name!r} was trained with thinking {'on' if thinking else 'off'}, but the prompt was made with "
             f"thinking {'off' if thinking else 'on'}: few drafts will be accepted. Pass enable_thinking={thinking} to "
-            "tokenizer.apply_chat_template, or use a drafter trained the other way.",
+            "tokenizer.apply_chat_template, or use a drafter that was trained so.",
             stacklevel=2,
         )
 
 
 def text_mode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[bool, bool | None] | None:
-    """Whether a text is in the tokenizer's chat template, and whether its last answer is one with thinking.
+    """Whether a text is in the tokenizer's chat template, and whether its last answer has thinking enabled.
 
     Args:
         tokenizer: the target's.
         text: a prompt, or one with its answer; special tokens included.
 
     Returns:
-        The two; the second is None where the text does not tell. None, with a warning, where the template cannot be
-        asked: one that wants more than one question, or several of which none is the default.
+        Both; the second is None if the text does not show it. None, with a warning, if the template cannot be rendered
+        with a single user message.
     """
     if not tokenizer.chat_template:
         return False, None
     try:
         endings = {mode: _ending(tokenizer, mode) for mode in (True, False)}
-    except Exception as error:  # a template is code of others, and may raise anything
+    except Exception as error:  # a template is foreign code and may raise anything
         warnings.warn(
-            f"The chat template of {tokenizer.name_or_path!r} cannot be asked what a prompt looks like "
-            f"({type(error).__name__}: {error}), so whether a text is in it is not known.",
+            f"The chat template of {tokenizer.name_or_path!r} cannot be rendered for comparison "
+            f"({type(error).__name__}: {error}), so it is not known whether a text is in it.",
             stacklevel=3,
         )
         return None
     is_chat = any(_opening(ending) in text for ending in endings.values())
-    # Where the last answer begins; a longer ending may begin like the shorter one, with an empty thought behind it.
-    places = {mode: (text.rfind(ending.strip()), len(ending)) for mode, ending in endings.items()}
-    last = max(places, key=lambda mode: places[mode])
-    if endings[True] == endings[False] or places[last][0] < 0:
+    # Where the last answer begins. One ending may be a prefix of the other, which adds an empty thought.
+    starts = {mode: (text.rfind(ending.strip()), len(ending)) for mode, ending in endings.items()}
+    last = max(starts, key=lambda mode: starts[mode])
+    if endings[True] == endings[False] or starts[last][0] < 0:
         return is_chat, None
     return is_chat, last
 
 
 def _ending(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> str:
-    """What the chat template puts behind the last question, with thinking on or off."""
+    """What the chat template appends to the last user message, with thinking on or off."""
     question = "a question that is in no template"
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
@@ -195,5 +197,5 @@ def _ending(tokenizer: PreTrainedTokenizerBase, thinking: bool) -> str:
 
 
 def _opening(ending: str) -> str:
-    """The part of an ending that every chat has: up to its first line break, or all of it."""
+    """The first line of an ending, which is the same in every chat."""
     return ending.strip().partition("\n")[0]

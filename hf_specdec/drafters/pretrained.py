@@ -1,6 +1,6 @@
-"""PretrainedDrafter: a drafter that is a network of its own. Loads strictly, saves with records and a model card.
+"""PretrainedDrafter: a drafter that is a neural network. Loads strictly, saves with records and a model card.
 
-Finding and checking files is the business of `hub/loading.py`; card and Hub are in `publishing.py`.
+`hub/loading.py` finds and checks the files; the card and the upload are in `publishing.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer, warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
+from hf_specdec.drafters.registry import name_of
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,17 @@ class SourceLayout:
 
 
 class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
-    """A drafter that is a network.
+    """A drafter that is a neural network.
 
     `source_layout` is set by `load_drafter` for checkpoints in a published layout, and is None for all others.
     Copies of the drafter share it; it is not saved.
 
     Its config has `target_name_or_path`, `target_revision` and `target_tokenizer_sha256` (see `fingerprint.py`), None
-    where unknown. It may have `drafting_options`, by name: those that differed from the defaults when it was saved.
-    They win over the defaults, and what is given to `load_drafter` wins over them.
+    if unknown. It may have `drafting_options`: those that differed from the defaults when it was saved. They override
+    the defaults, and the options given to `load_drafter` override them.
     """
 
-    # The target that was compared with, and whether a prompt was.
+    # The target that `check_pairing` has compared, and whether it has compared a prompt.
     _compared: tuple[weakref.ref[PreTrainedModel], bool] | None = None
     source_layout: SourceLayout | None = None
 
@@ -92,7 +93,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     @property
     def num_tokens(self) -> int | None:
-        """Size of the target's vocabulary that it was trained with; None where unknown or not compared."""
+        """Size of the target's vocabulary at training; None if unknown or not to be compared."""
         size: int | None = self.config.vocab_size
         return size
 
@@ -105,13 +106,13 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
         compared, with_prompt = (None, False) if self._compared is None else (self._compared[0](), self._compared[1])
-        name = self.name_or_path or type(self).__name__
+        name = name_of(self)
         if compared is not model:
             compared_tokens = check_tokenizer(name, self.config, model)
             if not compared_tokens and self.num_tokens is not None:
                 warn_of_sizes(name, self.num_tokens, model)
             check_names(name, self.config, model)
-            if self.name_or_path:  # one that is being made has no other reading
+            if self.name_or_path:  # a drafter without a checkpoint was defined here, with our layers
                 check_taps(name, self.config, self.training_record, model)
             with_prompt = False
         if input_ids is not None and not with_prompt:
@@ -121,11 +122,11 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     @classmethod
     def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
-        """Tensors that `side_files` hold, by their names in the state dict; they win over those among the weights.
+        """Tensors of `side_files`, by their names in the state dict; they override those in the main weights.
 
         Args:
-            folder: where the checkpoint is; the files may be missing.
-            name: what the user asked for, for messages.
+            folder: of the checkpoint; the files may be missing.
+            name: what the user has passed, for messages.
 
         Raises:
             ValueError: a file is damaged or holds something else.
@@ -140,26 +141,26 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         *,
         from_hub: bool,
     ) -> None:
-        """Loads what a checkpoint names but does not hold among its weights; called once they are loaded.
+        """Loads the parts that a checkpoint refers to, after its own weights are loaded.
 
         Args:
-            folder: where the checkpoint is.
-            locate: brings further files of the checkpoint, by patterns, and says in which folder they are.
-            fetch: loads a language model as a drafter, by folder or Hub id, the way that this checkpoint was asked for.
-            from_hub: whether the checkpoint is from the Hub; such a one may name nothing on this machine.
+            folder: of the checkpoint.
+            locate: downloads further files of the checkpoint, by patterns, and returns their folder.
+            fetch: loads a language model as a drafter, by folder or Hub id, with the arguments of this load.
+            from_hub: whether the checkpoint is from the Hub. Such a checkpoint must not refer to local paths.
 
         Raises:
-            OSError, ValueError: it is not there, or does not fit.
+            OSError, ValueError: a part is missing or does not fit.
         """
 
     def write_side_files(self, folder: Path) -> None:
-        """Writes `side_files` beside weights that were just saved; most formats have none."""
+        """Writes `side_files` after the weights are saved; most formats have none."""
 
     def remove_side_files(self, folder: Path) -> None:
-        """Removes what an earlier `write_side_files` has written there, which would be read in place of the weights."""
+        """Removes the files of an earlier `write_side_files`, which would override the weights."""
 
     def main_tensors(self) -> dict[str, Tensor] | None:
-        """What goes into the main weight files; None for all there is."""
+        """What goes into the main weight files; None for the whole state dict."""
         return None
 
     @classmethod
@@ -170,22 +171,22 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             ValueError: the checkpoint is not of this architecture; names the weights.
         """
         return_info = kwargs.pop("output_loading_info", False)
-        # Without the latter transformers raises and names no shape; none is ignored here.
+        # With ignore_mismatched_sizes transformers reports the shapes instead of raising; all are raised below.
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         given = kwargs["config"].name_or_path if pretrained_model_name_or_path is None else None
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         drafter, info = loaded
-        if given is not None:  # weights by name from `load_drafter`; the host names them "None"
+        if given is not None:  # `load_drafter` passes a state dict; transformers names the model "None"
             drafter.name_or_path = drafter.config.name_or_path = given
         check_numbers(drafter, drafter.name_or_path)
         if differences := loading_differences(info):
             raise ValueError(
                 f"{str(pretrained_model_name_or_path)!r} is no {cls.__name__} checkpoint: {differences}. Nothing was "
-                "loaded; load_drafter() says what the files are."
+                "loaded; use load_drafter(), which recognises the files' format."
             )
         return (drafter, info) if return_info else drafter
 
-    def save_pretrained(  # the host's further arguments are in kwargs
+    def save_pretrained(  # kwargs hold transformers' further arguments
         self,
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
@@ -195,19 +196,19 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
     ) -> None:
         """Saves config, weights (safetensors only), records and a generated model card.
 
-        A README.md that is there already and was not generated, or whose marker line was removed, is left as it is.
+        An existing README.md that was not generated, or whose marker line was removed, is not changed.
 
         Args:
-            save_directory: where to; made if needed.
-            is_main_process: whether this process writes what belongs to no process in particular.
-            state_dict: weights to save in place of the drafter's own.
+            save_directory: created if needed.
+            is_main_process: whether this process writes the files that are shared by all processes.
+            state_dict: weights to save instead of the drafter's own.
             push_to_hub: also publishes, as `push_to_hub` does, to `repo_id` or the folder's name.
             kwargs: for transformers (`max_shard_size`, ...) or, with `push_to_hub`, for `push_to_hub`.
 
         Raises:
             NotADirectoryError: `save_directory` is a file.
-            ValueError: a drafting option is out of range, and nothing is saved; or the measurements lack a field, and
-                weights and config are saved by then.
+            ValueError: a drafting option is out of range, before anything is saved; or the measurements lack a field,
+                after weights and config are saved.
         """
         folder = Path(save_directory)
         if folder.is_file():
@@ -215,18 +216,18 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         hub = {}
         if push_to_hub:
             hub = {name: kwargs.pop(name) for name in list(kwargs) if name in _HUB_ARGUMENTS}
-            if "max_shard_size" in kwargs:  # of both
+            if "max_shard_size" in kwargs:  # for both
                 hub["max_shard_size"] = kwargs["max_shard_size"]
         tensors = self.main_tensors() if state_dict is None else state_dict
         if not is_main_process:
             super().save_pretrained(folder, is_main_process=False, state_dict=tensors, **kwargs)
             return
-        self.keep_options()
+        self.store_options()
         with self.config_for(folder), self.replacing_weights(folder):
             super().save_pretrained(folder, state_dict=tensors, **kwargs)
             if state_dict is None:
                 self.write_side_files(folder)
-            else:  # weights of the caller's choice, as of a `DrafterTrainer`, stay in one place
+            else:  # a state dict from the caller, such as `DrafterTrainer`, goes into the main files only
                 self.remove_side_files(folder)
         self.write_records(folder)
         if push_to_hub:
@@ -234,17 +235,17 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
 
 def check_numbers(model: nn.Module, name: str) -> None:
-    """Raises ValueError if NaN is among a model's weights, or its tables, whose values follow from its config."""
+    """Raises ValueError if a model's parameters or buffers contain NaN."""
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta and tensor.amax().isnan():
             raise ValueError(
-                f"{key} of {name!r} holds NaN, so that nothing could be drafted. The checkpoint is damaged, or its "
+                f"{key} of {name!r} contains NaN, so no tokens can be drafted. The checkpoint is damaged, or its "
                 "training failed: copy or download it again, or use another drafter."
             )
 
 
 def loading_differences(info: dict[str, Any]) -> str:
-    """What weights were not those of the network, in words, from transformers' loading info; empty where all were."""
+    """The weights that differ from the network's, as text from transformers' loading info; empty if there are none."""
     shapes = {
         f"{name} {list(stored)} in the files and {list(described)} by the config"
         for name, stored, described in info["mismatched_keys"]

@@ -1,6 +1,6 @@
-"""PublishedDrafter: a drafter with a folder or repo of its own, its records, model card and way to the Hub.
+"""PublishedDrafter: a drafter that can be saved and published, with its records and model card.
 
-What the card says is in `card.py`, the code that goes with the weights in `custom_generate.py`.
+The text of the card is in `card.py`, the code published with the weights in `custom_generate.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hf_specdec.drafters.options import DrafterOptions
 from hf_specdec.drafters.registry import FAMILIES
 
 _RECORDS = {
-    TRAINING_FILE: ("training_record", "it tells of the weights that were replaced"),
+    TRAINING_FILE: ("training_record", "it describes the weights that were replaced"),
     MEASUREMENTS_FILE: ("measurements", "it was measured with the weights that were replaced"),
 }
 
@@ -53,14 +53,14 @@ class PublishedDrafter(Drafter):
     """A drafter that is saved, described by a card and published.
 
     Attributes:
-        measurements: what was measured of these very weights, see `card.py`; set it to None when they change.
+        measurements: measured with exactly these weights, see `card.py`; set it to None when the weights change.
         training_record: how these weights were trained, see `card.py`.
-        fits: which targets it can draft for, a sentence of the card.
+        fits: a sentence of the card that says for which targets it can draft.
     """
 
-    # Files of the format that hold tensors, beside the main weights; see `PretrainedDrafter.side_tensors`.
+    # Further files of the format that hold tensors; see `PretrainedDrafter.side_tensors`.
     side_files: ClassVar[tuple[str, ...]] = ()
-    # Files that `PretrainedDrafter.load_beside` asks for, once those weights are loaded.
+    # Files that `PretrainedDrafter.load_beside` reads after those weights are loaded.
     late_files: ClassVar[tuple[str, ...]] = ()
     measurements: Record | None = None
     training_record: Record | None = None
@@ -78,11 +78,11 @@ class PublishedDrafter(Drafter):
 
     @abstractmethod
     def count_parameters(self) -> int:
-        """Numbers in its weights."""
+        """Number of its parameters."""
 
     @abstractmethod
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
-        """Writes config and weights and nothing else."""
+        """Writes only config and weights."""
 
     @abstractmethod
     def card_summary(self) -> str:
@@ -95,22 +95,22 @@ class PublishedDrafter(Drafter):
     @property
     @abstractmethod
     def options_config(self) -> PreTrainedConfig:
-        """The config whose `drafting_options` are the options that were loaded or last saved."""
+        """The config whose `drafting_options` are the options as loaded or last saved."""
 
     def loaded_options(self) -> Any:
-        """The options that the checkpoint loads with; those in use may have been changed since.
+        """The options as stored in the config; `options` may have been changed since.
 
         Raises:
-            ValueError: those of the config are none, or out of range.
+            ValueError: the stored options are not valid.
         """
         saved = getattr(self.options_config, "drafting_options", None)
         return self.options_class.from_dict({} if saved is None else saved, self.options_config)
 
-    def keep_options(self) -> None:
-        """The options of this moment become those that the checkpoint loads with; part of every save.
+    def store_options(self) -> None:
+        """Stores the current options in the config; part of every save.
 
         Raises:
-            ValueError: one is out of range, so that what would be saved could not be loaded.
+            ValueError: an option is out of range, so the saved checkpoint could not be loaded.
         """
         self.validate_options(self.options)
         saved = self.options.to_dict(self.options_config)
@@ -131,10 +131,10 @@ class PublishedDrafter(Drafter):
         """The card that `save_pretrained` and `push_to_hub` write.
 
         Args:
-            name: what users will give to `load_drafter`; the last part of where it was loaded from if None.
+            name: what users pass to `load_drafter`; None for the last part of the path it was loaded from.
             revision: branch of that repo; None for the main one.
-            license: Hub licence id; the training record's where None.
-            tags: beside the general ones and the family's; one or several.
+            license: Hub licence id; None for the training record's.
+            tags: one or several, in addition to the general ones and the family's.
 
         Raises:
             ValueError: the measurements lack a field.
@@ -156,53 +156,53 @@ class PublishedDrafter(Drafter):
 
     @contextmanager
     def config_for(self, folder: Path | None) -> Iterator[None]:
-        """Around writing config, weights and card: the config says what it is to say there.
+        """While config, weights and card are written: adapts the config to the destination.
 
         Args:
-            folder: where they go; None for the Hub.
+            folder: the destination; None for the Hub.
         """
         yield
 
     @contextmanager
     def replacing_weights(self, folder: Path) -> Iterator[None]:
-        """Around saving to a folder: nothing is left of other weights that were there, shards and records included.
+        """While saving to a folder: removes shards and records of other weights that were there.
 
-        Records go with a warning, and only those that the drafter does not have: its own are written later.
+        Records are removed with a warning, and only those that the drafter lacks: its own are written later.
         """
-        theirs = [
+        old_records = [
             (folder / file, why)
             for file, (attribute, why) in _RECORDS.items()
             if getattr(self, attribute) is None and (folder / file).is_file()
         ]
-        before = _weights_digest(folder) if theirs else []
+        before = _weights_digest(folder) if old_records else []
         with one_layout(folder):
             yield
         if before and before != _weights_digest(folder):
-            for record, why in theirs:
+            for record, why in old_records:
                 record.unlink()
                 warnings.warn(f"{record} was removed: {why}.", stacklevel=4)
 
     def write_records(
         self, folder: str | os.PathLike[str], name: str | None = None, *, license: str | None = None
     ) -> None:
-        """Writes the records and the model card beside weights that are saved already, as after a measurement.
+        """Writes the records and the model card to a folder with saved weights, for example after a measurement.
 
-        A record that the drafter does not have is taken from the folder. A README.md that was not generated, or whose
-        marker line was removed, is left as it is.
+        A record that the drafter lacks is read from the folder. A README.md that was not generated, or whose marker
+        line was removed, is not changed.
 
         Args:
             folder: where the weights are.
-            name: as for `model_card`; if None, a relative folder as it is given, of an absolute one the last part.
-            license: Hub licence id for the card; the training record's where None.
+            name: as for `model_card`; None for the folder as given if relative, and for its last part if absolute.
+            license: Hub licence id for the card; None for the training record's.
 
         Raises:
-            NotADirectoryError: there is no such folder.
+            NotADirectoryError: the folder does not exist.
             ValueError: the measurements lack a field.
         """
         folder = Path(folder)
         if not folder.is_dir():
             raise NotADirectoryError(
-                f"Cannot write records to {str(folder)!r}: it is no folder. Save the drafter there."
+                f"Cannot write records to {str(folder)!r}: it is not a folder. Save the drafter there first."
             )
         for file, (attribute, _) in _RECORDS.items():
             if getattr(self, attribute) is not None:
@@ -211,13 +211,13 @@ class PublishedDrafter(Drafter):
                 setattr(self, attribute, read_record(folder, file))
         card = folder / CARD_FILE
         if not card.exists() or is_generated(card):
-            # Where a folder of this machine lies means nothing to a reader; one within a project can be followed.
-            within = folder.name and not folder.is_absolute()
-            name = name or (folder.as_posix() if within else folder.resolve().name)
+            # An absolute path is only valid on this machine; a relative one can be valid within a project.
+            relative = folder.name and not folder.is_absolute()
+            name = name or (folder.as_posix() if relative else folder.resolve().name)
             with self.config_for(folder):
                 card.write_text(self.model_card(name, license=license).content, encoding="utf-8")
 
-    def push_to_hub(  # gives the commit itself, a str as the host's
+    def push_to_hub(  # returns the commit itself, which is a str like the host's
         self,
         repo_id: str,
         *,
@@ -232,30 +232,30 @@ class PublishedDrafter(Drafter):
         tag: str | None = None,
         max_shard_size: str | int | None = "50GB",
     ) -> CommitInfo:
-        """Publishes config, weights, records and model card, as one commit; creates the repo where needed.
+        """Publishes config, weights, records and model card as one commit; creates the repo if needed.
 
-        A README.md in the repo that was not generated, or whose marker line was removed, is left as it is. With the
-        drafter goes a `custom_generate/generate.py`, see `custom_generate.py`. An upload that breaks off leaves no
-        commit; the same call again sends what is missing.
+        A README.md in the repo that was not generated, or whose marker line was removed, is not changed. A
+        `custom_generate/generate.py` is published too, see `custom_generate.py`. An interrupted upload leaves no
+        commit; the same call again uploads only what is missing.
 
         Args:
             repo_id: `owner/name`, or a name in your own namespace.
             commit_message: subject of the commit.
             commit_description: its body.
-            private: whether a repo that has to be created is private; None for the namespace's default.
+            private: whether a newly created repo is private; None for the namespace's default.
             token: with write access; None for the stored one.
-            revision: branch to commit to, made where needed; None for the main one.
-            create_pr: opens a pull request in place of a commit.
-            license: Hub licence id for the card; the training record's where None.
+            revision: branch to commit to, created if needed; None for the main one.
+            create_pr: opens a pull request instead of a commit.
+            license: Hub licence id for the card; None for the training record's.
             tags: further tags for the card, one or several.
             tag: git tag for this commit, for `load_drafter(..., revision=tag)`; such as "v1".
             max_shard_size: of one weight file.
 
         Returns:
-            The commit, as the Hub answered.
+            The commit, as returned by the Hub.
 
         Raises:
-            OSError: offline, not logged in, the Hub refused, or it has this tag already; the message says which and
+            OSError: offline, not logged in, refused by the Hub, or the tag exists already; the message says which and
                 what to do.
             ValueError: the measurements lack a field, or a drafting option is out of range; nothing is uploaded.
         """
@@ -266,12 +266,12 @@ class PublishedDrafter(Drafter):
                 "drafter.config.target_name_or_path to the target's Hub id before publishing.",
                 stacklevel=2,
             )
-        self.keep_options()
+        self.store_options()
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as temporary, self.config_for(None), _hub_errors(repo_id):
             folder = Path(temporary) / "drafter"
             self.save_weights(folder, max_shard_size)
-            self.write_records(folder, repo_id, license=license)  # a record that cannot be used creates no repo
+            self.write_records(folder, repo_id, license=license)  # validates records before a repo is created
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if revision is not None and not revision.startswith("refs/pr"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -289,8 +289,8 @@ class PublishedDrafter(Drafter):
                 commit_description=commit_description,
                 revision=revision,
                 create_pr=create_pr,
-                # What is uploaded is not deleted. Shards of an earlier, larger upload, records of other weights and
-                # files of another family would otherwise stay beside the new ones.
+                # An upload deletes nothing: without these patterns, shards of an earlier, larger upload, records of
+                # other weights and files of another family would remain.
                 delete_patterns=[
                     "model*.safetensors",
                     "model.safetensors.index.json",
@@ -310,9 +310,9 @@ class PublishedDrafter(Drafter):
 
 @contextmanager
 def one_layout(folder: Path) -> Iterator[None]:
-    """Around saving weights to a folder: one file or shards that an earlier save left there in the other layout go.
+    """While saving weights to a folder: removes the single file or shards of an earlier save in the other layout.
 
-    transformers removes no index and no single file, and readers take the latter before they look for shards.
+    transformers removes neither an index nor a single file, and readers prefer the single file to shards.
     """
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     earlier = index.read_bytes() if index.is_file() else None
@@ -345,8 +345,8 @@ def _set_tag(api: HfApi, repo_id: str, tag: str, commit: str) -> None:
         if error.response.status_code != 409:
             raise
         raise OSError(
-            f"The drafter was uploaded to {repo_id!r} as commit {commit}, but the tag {tag!r} is there already, at an "
-            "earlier commit. Tags stay where they are: choose another."
+            f"The drafter was uploaded to {repo_id!r} as commit {commit}, but the tag {tag!r} already exists at an "
+            "earlier commit and will not be moved: choose another tag."
         ) from error
 
 
@@ -361,7 +361,7 @@ def _card_is_ours(api: HfApi, repo_id: str, revision: str | None, folder: Path) 
 
 @contextmanager
 def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Says what went wrong with the Hub, and the way out, while publishing to a repo."""
+    """Replaces errors of the Hub while publishing to a repo by ones that name the way out."""
     try:
         yield
     except OfflineModeIsEnabled as error:

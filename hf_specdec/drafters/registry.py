@@ -1,4 +1,4 @@
-"""Which drafter families and which drafting methods exist. Each folder under `drafters/` registers its own."""
+"""The registered drafter families and drafting methods. Each folder under `drafters/` registers its own."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Family:
     Attributes:
         name: its folder under `drafters/`.
         drafter: the class that loads it.
-        recognises: whether a `config.json`, as a dict, is of this kind; None where `hub/recognition.py` knows the
-            layout, or `model_type` is "hf_specdec_" and the name.
-        load: for kinds that transformers loads: makes the drafter from config, name, folder, dtype and whether the
-            weights are to be loaded; without them it has no storage. None for a `PretrainedDrafter`, whose tensors are
+        recognises: whether a `config.json`, as a dict, is of this kind; None if `hub/recognition.py` recognises it, or
+            `model_type` is "hf_specdec_" and the name.
+        load: for kinds that transformers loads: makes the drafter from config, name, folder, dtype and whether to load
+            the weights; without weights it is on the meta device. None for a `PretrainedDrafter`, whose tensors are
             checked one by one.
     """
 
@@ -39,11 +39,11 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-# Methods that draft from per-position marginals, whatever network gives them.
+# Methods that draft from per-position marginals of any network.
 MARGINAL_METHODS: dict[str, Callable[[BlockMarginals, TreeOptions], TreeCandidateGenerator]] = {}
 
 
-# Drafters that need no checkpoint: makes one from drafting options.
+# Drafters without a checkpoint; each entry makes one from drafting options.
 WEIGHTLESS: dict[str, Callable[..., Drafter]] = {}
 
 
@@ -54,22 +54,22 @@ def register_family(
     recognises: Callable[[dict[str, Any]], bool] | None = None,
     load: Callable[[dict[str, Any], str, Path, torch.dtype | None, bool], Drafter] | None = None,
 ) -> None:
-    """Makes a kind of checkpoint known to `load_drafter`; one line at the foot of its package."""
+    """Registers a kind of checkpoint for `load_drafter`; called at the end of its `__init__.py`."""
     _claim(FAMILIES, name, Family(name, drafter, recognises, load))
 
 
 def register_marginal_method(name: str, make: Callable[[BlockMarginals, TreeOptions], TreeCandidateGenerator]) -> None:
-    """Makes a way of drafting from per-position marginals known, as `make(marginals, options)`."""
+    """Registers a drafting method that uses per-position marginals, as `make(marginals, options)`."""
     _claim(MARGINAL_METHODS, name, make)
 
 
 def register_weightless(name: str, make: Callable[..., Drafter]) -> None:
-    """Makes a drafter without weights known by name; `make(**drafting_options)` gives one."""
+    """Registers a drafter without weights by name; `make(**drafting_options)` makes one."""
     _claim(WEIGHTLESS, name, make)
 
 
 def is_weightless(name: str) -> bool:
-    """Whether a drafter without a checkpoint is meant; a folder may be named like one."""
+    """Whether a name means a drafter without a checkpoint; a folder of this name takes precedence."""
     return name in WEIGHTLESS and not os.path.isdir(name)
 
 
@@ -79,8 +79,13 @@ def _claim(table: dict[str, Any], name: str, entry: object) -> None:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name nobody knows: suggests the nearest one, then lists all."""
+    """The error for an unknown name: suggests the nearest one, then lists all."""
     choices = sorted(known)
     nearest = difflib.get_close_matches(str(name), choices, n=1)
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return ValueError(f"Unknown {kind} {name!r}.{suggestion} Known: {', '.join(map(repr, choices)) or 'none'}.")
+
+
+def name_of(model: Any) -> str:
+    """Folder or Hub id of a model or drafter, for messages; its class if unknown."""
+    return model.name_or_path or type(model).__name__

@@ -1,4 +1,4 @@
-"""Whether the sizes of a drafter fit a target; errors name both values and the way out."""
+"""Checks of a drafter's sizes against a target; errors name both values and the way out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.vocabulary import may_be_padding
 
 
@@ -21,23 +22,23 @@ def check_shapes(
     layers: Sequence[int] = (),
     first_layer: int = 0,
 ) -> None:
-    """Compares what a drafter was trained for with the target at hand; None is not compared.
+    """Compares the sizes that a drafter was trained for with a target's; None is not compared.
 
     Args:
-        drafter: for messages, and for `config.target_name_or_path`, None where unknown.
+        drafter: for messages, and for `config.target_name_or_path`, None if unknown.
         model: the target.
         hidden_size: of the target's hidden states.
-        embedding_size: of token embeddings that the drafter borrows.
+        embedding_size: of token embeddings that the drafter shares.
         vocab_size: number of token embeddings; may differ by padding and added tokens.
         num_layers: of the target.
-        layers: those whose outputs are read.
+        layers: target layers whose outputs the drafter reads.
         first_layer: the lowest one that can be read.
 
     Raises:
-        ValueError: one of them differs, or a layer is not there.
+        ValueError: one of them differs, or a layer does not exist.
     """
     target, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
-    target_name, depth = model.name_or_path or type(model).__name__, target.num_hidden_layers
+    target_name, depth = name_of(model), target.num_hidden_layers
     outside = [layer for layer in layers if not first_layer <= layer < depth]
     problem = None
     if hidden_size not in (None, target.hidden_size):
@@ -47,7 +48,7 @@ def check_shapes(
         )
     elif embedding_size not in (None, embeddings.embedding_dim):
         problem = (
-            f"borrows token embeddings of size {embedding_size}, but those of target {target_name!r} have size "
+            f"shares token embeddings of size {embedding_size}, but those of target {target_name!r} have size "
             f"{embeddings.embedding_dim}"
         )
     elif num_layers not in (None, depth):
@@ -63,11 +64,11 @@ def check_shapes(
             f"{embeddings.num_embeddings} embeddings, which is more than padding or added tokens explain"
         )
     if problem is not None:
-        raise ValueError(f"Drafter {drafter.name_or_path or type(drafter).__name__!r} {problem}. {way_out(drafter)}")
+        raise ValueError(f"Drafter {name_of(drafter)!r} {problem}. {way_out(drafter)}")
 
 
 def way_out(drafter: Any) -> str:
-    """What to do about a drafter and a target that were not meant for each other."""
+    """The way out for a drafter and a target that do not fit."""
     trained_for = drafter.config.target_name_or_path
     choice = f"use {trained_for!r} as target, or another drafter" if trained_for else "choose one trained for this one"
     return f"A drafter fits only the target it was trained for: {choice}."

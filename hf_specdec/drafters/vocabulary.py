@@ -1,10 +1,9 @@
-"""Where the tokens of a drafter and of its target differ in number: padding, added tokens, draft vocabularies.
+"""Vocabularies of drafter and target that differ in size: padding, added tokens, draft vocabularies.
 
-One tokenizer gives an id the same meaning in all models; how many rows their tables have is up to each model. Rows
-beyond the tokenizer's ids are padding, and a target may have been resized for an added token. Draft logits are brought
-to the target's columns by `TargetVocabularyLogitsProcessor`; a token that a drafter has no row for is read as the last
-row that it has (`known_ids`), which costs accepted drafts at most. Whether two vocabularies are the same one is
-compared in `pairing.py`.
+An id means the same token in all models with the same tokenizer, but the number of embeddings differs: rows beyond the
+tokenizer's ids are padding, and a target may have been resized for an added token. `TargetVocabularyLogitsProcessor`
+brings draft logits to the target's columns. `known_ids` replaces a token that the drafter has no row for by its last
+row, which can only cost accepted drafts. `pairing.py` compares tokenizers.
 
 A published map `d2t` holds offsets: target id = draft id + d2t[draft id].
 """
@@ -17,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Of the larger table: what padding and added tokens may come to where no tokenizer can be compared. Vocabularies that
-# are not the same differ by more (Llama 3 and Qwen: 16%), or are told apart by their tokenizers.
+from hf_specdec.drafters.registry import name_of
+
+# Largest difference that is assumed to be padding and added tokens if no tokenizers can be compared, as a share of the
+# larger table. Different vocabularies differ by more (Llama 3 and Qwen: 16%), or their tokenizers do.
 MOST_PADDING = 1 / 8
 
 
 def may_be_padding(one: int, other: int) -> bool:
-    """Whether the sizes of two tables may be those of one vocabulary.
+    """Whether two table sizes may belong to the same vocabulary.
 
     Example:
         >>> may_be_padding(151936, 152064), may_be_padding(32000, 50257)
@@ -33,7 +34,7 @@ def may_be_padding(one: int, other: int) -> bool:
 
 
 def known_ids(token_ids: Tensor, num_rows: int) -> Tensor:
-    """Ids that a table of `num_rows` can look up: an id beyond it becomes the last one.
+    """Replaces ids beyond a table of `num_rows` by its last id.
 
     Example:
         >>> known_ids(torch.tensor([3, 9]), 8)
@@ -43,11 +44,11 @@ def known_ids(token_ids: Tensor, num_rows: int) -> Tensor:
 
 
 class HeadRows(nn.Module):
-    """A head of which only some rows are asked: a drafter that borrows the target's head, and can say a part of it.
+    """The rows of a head for a draft vocabulary, for drafters that share the target's head.
 
     Args:
-        head: the target's, [..., hidden] -> [..., vocab]. Of a plain linear one the rows are copied, so that asking
-            costs no more than they do; of any other the whole head is asked.
+        head: the target's, [..., hidden] -> [..., vocab]. The rows of a plain `nn.Linear` are copied, so only they are
+            computed; any other head is computed completely.
         target_ids: [draft_vocab] int64, the rows.
     """
 
@@ -72,7 +73,7 @@ class HeadRows(nn.Module):
 
 
 def set_map(d2t: Tensor, target_ids: Tensor, vocab_size: int, name: str) -> None:
-    """Writes into `d2t` the map to these target ids.
+    """Writes the map from draft ids to these target ids into `d2t`.
 
     Args:
         d2t: [draft_vocab] int64.
@@ -81,7 +82,7 @@ def set_map(d2t: Tensor, target_ids: Tensor, vocab_size: int, name: str) -> None
         name: the drafter's, for the message.
 
     Raises:
-        ValueError: there are more or fewer of them, one is there twice, or one is out of range.
+        ValueError: their number differs, one occurs twice, or one is out of range.
     """
     if target_ids.shape != d2t.shape:
         raise ValueError(f"{len(target_ids)} target ids were given for a draft vocabulary of {len(d2t)}.")
@@ -91,7 +92,7 @@ def set_map(d2t: Tensor, target_ids: Tensor, vocab_size: int, name: str) -> None
 
 
 def draft_ids_of(d2t: Tensor, vocab_size: int) -> Tensor:
-    """[vocab_size] int64: the draft id of each target id, -1 for tokens that the drafter cannot say.
+    """[vocab_size] int64: the draft id of each target id, -1 for tokens outside the draft vocabulary.
 
     Example:
         >>> draft_ids_of(torch.tensor([1, 2]), 5)
@@ -103,28 +104,28 @@ def draft_ids_of(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def check_same_size(drafter: Any, model: PreTrainedModel, purpose: str) -> None:
-    """Raises ValueError if a drafter that learns from the target, or is compared with it, has another vocabulary size.
+    """Raises ValueError if a drafter has another vocabulary size than the target, for uses that need equal sizes.
 
     Args:
         drafter: with `config.vocab_size`.
         model: the target.
-        purpose: what needs equal sizes.
+        purpose: what needs equal sizes, for the message.
     """
     own, rows = drafter.config.vocab_size, model.get_input_embeddings().num_embeddings
     if own != rows:
         raise ValueError(
-            f"Drafter {drafter.name_or_path or type(drafter).__name__!r} has a vocabulary of {own}, but target "
-            f"{model.name_or_path or type(model).__name__!r} has {rows} embeddings. It can draft for this target, but "
-            f"{purpose} compares the two token by token and needs equal sizes: bring the target to {own} with "
+            f"Drafter {name_of(drafter)!r} has a vocabulary of {own}, but target "
+            f"{name_of(model)!r} has {rows} embeddings. It can draft for this target, but "
+            f"{purpose} compares the two token by token and needs equal sizes: resize the target to {own} with "
             "resize_token_embeddings, or train a new drafter for it."
         )
 
 
 def check_draft_to_target(d2t: Tensor, vocab_size: int, name: str) -> None:
-    """Raises ValueError if a map leads outside the target's vocabulary, or twice to one of its ids.
+    """Raises ValueError if a map has target ids outside the target's vocabulary, or the same one twice.
 
     Args:
-        d2t: [draft_vocab] int64; one without storage is not looked at.
+        d2t: [draft_vocab] int64; not checked on the meta device.
         vocab_size: the target's.
         name: the drafter's, for the message.
     """
@@ -138,12 +139,12 @@ def check_draft_to_target(d2t: Tensor, vocab_size: int, name: str) -> None:
     lowest, highest = torch.stack(target_ids.aminmax()).tolist()
     if lowest < 0 or highest >= vocab_size:
         raise ValueError(
-            f"The vocabulary map d2t of drafter {name!r} leads to target ids from {lowest} to {highest}, but the "
+            f"The vocabulary map d2t of drafter {name!r} gives target ids from {lowest} to {highest}, but the "
             f"target has ids 0 to {vocab_size - 1}. {way_out}"
         )
     named, counts = target_ids.unique(return_counts=True)
     if len(named) < len(target_ids):
         raise ValueError(
-            f"The vocabulary map d2t of drafter {name!r} leads {int(counts.max())} times to target id "
-            f"{int(named[counts.argmax()])}, but each draft id must be a target id of its own. {way_out}"
+            f"The vocabulary map d2t of drafter {name!r} gives target id {int(named[counts.argmax()])} to "
+            f"{int(counts.max())} draft ids, but each draft id must have its own target id. {way_out}"
         )

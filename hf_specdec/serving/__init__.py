@@ -1,4 +1,4 @@
-"""Serving a target with a drafter in vLLM: what it is told is in `plan.py`, finding and running it in `engine.py`."""
+"""Serving a target with a drafter in vLLM: `plan.py` makes vLLM's arguments, `engine.py` finds and runs vLLM."""
 
 from hf_specdec.serving.engine import Engine, find_engine
 from hf_specdec.serving.plan import Plan, plan_serving

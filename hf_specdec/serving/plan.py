@@ -1,4 +1,4 @@
-"""plan_serving: what vLLM is told to serve a target with a drafter, and what it does otherwise than this library."""
+"""plan_serving: vLLM's arguments for a target with a drafter, and the differences from decoding with this library."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from hf_specdec.hub.mtp import MTP
 from hf_specdec.hub.target_files import locate_config, locate_target
 
 NGRAM, SUFFIX = "ngram", "suffix"
-# Where a token is accepted less often than this, what drafting and verifying it costs is not paid back.
+# Drafting and verifying a token costs more than it gains if it is accepted less often than this.
 LEAST_ACCEPTANCE = 0.1
-# Tokens that engines draft by default with drafters that draft token by token.
+# Default number of tokens in vLLM for drafters that draft token by token.
 DEFAULT_CHAIN = 5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What vLLM is told.
+    """vLLM's arguments.
 
     Attributes:
-        target: folder in full, or Hub id.
-        architectures: classes that the target's config names.
-        dtype: of the target and the drafter; "auto" for what the target's config says.
+        target: absolute folder, or Hub id.
+        architectures: classes in the target's config.
+        dtype: of the target and the drafter; "auto" for the dtype in the target's config.
         speculative: content of `--speculative-config`.
-        notes: sentences on what vLLM does, and what of the drafter it leaves out.
+        notes: sentences on what vLLM does, and which features of the drafter it lacks.
     """
 
     target: str
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def options(self) -> list[str]:
-        """Of `vllm serve <target>`."""
+        """The arguments of `vllm serve <target>`."""
         return ["--dtype", self.dtype, "--speculative-config", json.dumps(self.speculative)]
 
 
@@ -68,38 +68,38 @@ def plan_serving(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> Plan:
-    """Finds out how vLLM serves a target with a drafter, and exports the drafter where vLLM does not read it as it is.
+    """Determines how vLLM serves a target with a drafter, and exports the drafter if vLLM cannot read its format.
 
     Args:
         target: Hub id or folder of the target.
         drafter: Hub id or folder, or "ngram", "suffix" or "mtp".
-        export_folder: where an export goes; None for the drafter's name and "-vllm" in the current folder.
-        num_speculative_tokens: tokens that are drafted in a round; None for `tokens_worth_drafting`, or the drafter's
-            default where it was not measured.
+        export_folder: for the export; None for the drafter's name and "-vllm" in the current folder.
+        num_speculative_tokens: tokens drafted per round; None for `tokens_worth_drafting`, or the drafter's default if
+            it was not measured.
         dtype: of target and drafter.
         revision: of the drafter on the Hub.
-        local_files_only: never asks the Hub.
+        local_files_only: whether the Hub must not be used.
 
     Raises:
-        ValueError: vLLM cannot run such a drafter (the message says what it can run for this target), the two are
-            swapped, or they do not belong together.
-        OSError: one of them cannot be had.
+        ValueError: vLLM cannot run such a drafter (the message names one that it can run for this target), the two are
+            swapped, or they do not fit.
+        OSError: one of them cannot be loaded.
     """
     check_is_target(target, drafter)
     config = locate_config(Source(target, local_files_only=local_files_only))
-    place = str(Path(target).resolve()) if Path(target).is_dir() else target
+    location = str(Path(target).resolve()) if Path(target).is_dir() else target
     architectures: list[str] = config.get("architectures") or []
     if drafter in (NGRAM, SUFFIX, MTP) and not Path(drafter).is_dir():
         if drafter == MTP:
             _check_mtp(Source(target, local_files_only=local_files_only))
         own, note = _without_checkpoint(drafter, num_speculative_tokens)
-        return Plan(place, architectures, dtype, own, [note])
+        return Plan(location, architectures, dtype, own, [note])
     source = Source(drafter, revision, local_files_only=local_files_only)
     loaded: Drafter = load_drafter(drafter, revision=revision, local_files_only=local_files_only)
     notes: list[str] = []
     if isinstance(loaded, SpecBranchDrafter):
         assert loaded.draft_model is not None
-        notes.append("vLLM does not draft beside the target as SpecBranch does: it runs its draft model alone.")
+        notes.append("vLLM cannot draft during verification as SpecBranch does: it runs its draft model alone.")
         drafter = loaded.draft_model.name_or_path
         source = Source(drafter, local_files_only=local_files_only)
         loaded = load_drafter(drafter, local_files_only=local_files_only)
@@ -107,36 +107,36 @@ def plan_serving(
     tokens = num_speculative_tokens
     if tokens is None:
         tokens, why = _default_tokens(loaded, getattr(loaded, "measurements", None))
-        notes.append(f"It drafts {tokens} token{'s' if tokens > 1 else ''} a round: {why}.")
+        notes.append(f"It drafts {tokens} token{'s' if tokens > 1 else ''} per round: {why}.")
     model = str(Path(drafter).resolve()) if Path(drafter).is_dir() else drafter
     if _needs_export(loaded, source):
         folder = Path(export_folder or f"{Path(drafter).resolve().name}-vllm")
-        with warnings.catch_warnings():  # the target is served here
+        with warnings.catch_warnings():  # a local target name is fine here: the target is served on this machine
             warnings.filterwarnings("ignore", message="The export names its target by the folder")
             model = str(export_drafter(loaded, folder, target_id=target).resolve())
         notes.append(f"The drafter was exported to {model}.")
     notes.append(
-        "vLLM verifies one chain of drafts a round, and no trees, so it accepts fewer tokens a round than trees of "
-        "this drafter do here."
+        "vLLM verifies one chain of drafts per round, and no trees, so it accepts fewer tokens per round than "
+        "hf_specdec does with trees of this drafter."
     )
     speculative: dict[str, Any] = {"model": model, "method": method, "num_speculative_tokens": tokens}
     if isinstance(loaded, PEagleDrafter):
         speculative["parallel_drafting"] = True
-    return Plan(place, architectures, dtype, speculative, notes)
+    return Plan(location, architectures, dtype, speculative, notes)
 
 
 def tokens_worth_drafting(mean_acceptance_length: float, most: int) -> int:
     """The longest chain whose last token is accepted in at least one round of ten, at least 1 and at most `most`.
 
     Args:
-        mean_acceptance_length: tokens of a round, the bonus token included, as vLLM counts.
+        mean_acceptance_length: tokens per round, bonus token included, as in vLLM's metrics.
         most: tokens that the drafter can draft.
 
     Example:
         >>> [tokens_worth_drafting(length, 7) for length in (1.0, 1.6, 2.0, 3.0, 6.0)]
         [1, 2, 3, 5, 7]
     """
-    # Where each token is accepted with the same rate after the one before, a round has 1 / (1 - rate) tokens.
+    # If each token is accepted with the same rate given the one before, a round has 1 / (1 - rate) tokens.
     rate = 1 - 1 / mean_acceptance_length
     tokens = 1
     while tokens < most and rate ** (tokens + 1) >= LEAST_ACCEPTANCE:
@@ -150,29 +150,29 @@ def _check_mtp(source: Source) -> None:
     text = files.config | (files.config.get("text_config") or {})
     if find_layout(files.shards, text.get("num_hidden_layers", 0), text.get("model_type", "")) is None:
         raise ValueError(
-            f"The checkpoint of target {source.name!r} has no multi-token-prediction layer that is known here: name "
+            f"The checkpoint of target {source.name!r} has no multi-token-prediction layer of a known layout: name "
             f"another drafter, such as {NGRAM}."
         )
 
 
 def _without_checkpoint(name: str, num_speculative_tokens: int | None) -> tuple[dict[str, Any], str]:
-    """What vLLM is told of a drafter that has no files of its own, and the note on it."""
+    """The arguments of vLLM for a drafter without files, and a note."""
     if name == MTP:
         speculative: dict[str, Any] = {"method": MTP, "num_speculative_tokens": num_speculative_tokens or 1}
-        return speculative, "vLLM reads the multi-token-prediction layer of the targets that it has a class for."
+        return speculative, "vLLM reads the multi-token-prediction layer of the targets for which it has a class."
     speculative = {"method": name, "num_speculative_tokens": num_speculative_tokens or DEFAULT_CHAIN}
     if name == SUFFIX:
-        return speculative, "This is vLLM's own suffix decoding; it needs the package arctic-inference beside vLLM."
+        return speculative, "This is vLLM's own suffix decoding; it needs the package arctic-inference."
     options = NGramDrafter().options
     speculative |= {"prompt_lookup_max": options.longest_suffix, "prompt_lookup_min": options.shortest_suffix}
-    return speculative, "This is vLLM's own look-up: one continuation from the request's text, and no trees."
+    return speculative, "This is vLLM's own look-up: one continuation from the request's text, no trees."
 
 
 def _method(drafter: Drafter, name: str, target: str) -> str:
-    """VLLM's name of the method.
+    """The name of the method in vLLM.
 
     Raises:
-        ValueError: it has none for this drafter.
+        ValueError: there is none for this drafter.
     """
     for kind, method in (
         (PEagleDrafter, "eagle3"),
@@ -186,13 +186,13 @@ def _method(drafter: Drafter, name: str, target: str) -> str:
         if isinstance(drafter, kind):
             return method
     raise ValueError(
-        f"vLLM cannot run {name!r}: {why_not_served(drafter)}. What it runs for this target without a drafter of its "
-        f"own: `hf-specdec serve {target} {NGRAM}`."
+        f"vLLM cannot run {name!r}: {why_not_served(drafter)}. It can run this target without a trained drafter: "
+        f"`hf-specdec serve {target} {NGRAM}`."
     )
 
 
 def _default_tokens(drafter: Drafter, measurements: Any) -> tuple[int, str]:
-    """Tokens to draft in a round, and why."""
+    """Tokens to draft per round, and the reason."""
     most, at_once = _most_tokens(drafter)
     lengths = [
         found["mean_acceptance_length"]
@@ -202,17 +202,17 @@ def _default_tokens(drafter: Drafter, measurements: Any) -> tuple[int, str]:
     if not lengths:
         default = most if at_once else min(most, DEFAULT_CHAIN)
         return default, "the default for drafters of this kind, since it was not measured"
-    # Of several methods that one with the shortest is nearest to a chain.
+    # The method with the shortest length is most similar to a chain.
     length = min(lengths)
     return (
         tokens_worth_drafting(length, most),
-        f"it was measured with {length} tokens a round, and later ones would be accepted in less than "
+        f"it was measured with {length} tokens per round, and further tokens would be accepted in less than "
         f"{LEAST_ACCEPTANCE:.0%} of rounds",
     )
 
 
 def _most_tokens(drafter: Drafter) -> tuple[int, bool]:
-    """Most tokens that it can draft in a round, and whether it drafts them all in one forward."""
+    """Most tokens that it can draft per round, and whether it drafts all of them in one forward."""
     config: Any = getattr(drafter, "config", None)
     if isinstance(drafter, DFlashDrafter):
         return config.block_size - config.first_slot, True
@@ -224,7 +224,7 @@ def _most_tokens(drafter: Drafter) -> tuple[int, bool]:
 
 
 def _needs_export(drafter: Drafter, source: Source) -> bool:
-    """Whether vLLM reads something else than what is there."""
+    """Whether vLLM cannot read the checkpoint's format."""
     if isinstance(drafter, CausalLMDrafter):
         return drafter.target_ids is not None
     if isinstance(drafter, MedusaDrafter):

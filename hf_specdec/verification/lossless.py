@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.fingerprint import tokenizer_at_hand
+from hf_specdec.drafters.fingerprint import local_tokenizer
 from hf_specdec.integration import observing
 from hf_specdec.verification.differences import Difference, first_difference
 from hf_specdec.verification.precision import Precision, precision_of
@@ -264,7 +264,7 @@ def _prompt_ids(
         )
     if prompts is not None and not len(prompts):
         raise ValueError("prompts is empty, so there is nothing to compare: give a text, or None for four short ones.")
-    tokenizer = tokenizer or tokenizer_at_hand(model.name_or_path)
+    tokenizer = tokenizer or local_tokenizer(model.name_or_path)
     vocab_size = model.get_input_embeddings().num_embeddings
     if prompts is None and tokenizer is not None:
         prompts = PROMPTS

@@ -19,7 +19,7 @@ _MAX_CHARACTERS = 14  # of a token
 
 @dataclass
 class Shown:
-    """A drawn node: its place, and the number of its children that are not drawn."""
+    """A drawn node: its position, and the number of its children that are not drawn."""
 
     node: int
     depth: int
@@ -29,7 +29,7 @@ class Shown:
 
 
 def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Shown, int]:
-    """Chooses and places the drawn nodes. Each leaf has a row of its own; a parent is in the row of its first child.
+    """Chooses and places the drawn nodes. Each leaf has its own row; a parent is in the row of its first child.
 
     Args:
         traced: the round.
@@ -48,12 +48,12 @@ def layout(traced: TracedRound, most_children: int, most_rows: int) -> tuple[Sho
     def place(node: int, depth: int) -> Shown:
         nonlocal rows
         children = below.get(node, [])
-        room = rows < most_rows
-        kept = [child for rank, child in enumerate(children) if child in taken or (room and rank < most_children)]
+        has_space = rows < most_rows
+        drawn = [child for rank, child in enumerate(children) if child in taken or (has_space and rank < most_children)]
         # The accepted child is first, so that the path is a straight line.
-        kept.sort(key=lambda child: child not in taken)
+        drawn.sort(key=lambda child: child not in taken)
         shown = Shown(node, depth, float(rows), [])
-        for child in kept:
+        for child in drawn:
             if shown.children:
                 if rows >= most_rows and child not in taken:
                     break

@@ -1,11 +1,11 @@
-"""Records of a run that never happened: every kind of record, many ways with long names, and figures that are known."""
+"""Records of an invented run: every kind of record, many variants with long names, and known figures."""
 
 from __future__ import annotations
 
 import random
 
 from hf_specdec.benchmark.records import Call, Difference, Environment, Note, Record, Table
-from hf_specdec.benchmark.ways import COMPILED, PLAIN
+from hf_specdec.benchmark.variants import COMPILED, PLAIN
 
 NEW = 40
 METHODS = [
@@ -30,17 +30,17 @@ def environment(**fields: object) -> Environment:
             "settings": {"new tokens": NEW},
             "copy_bytes_per_s": 2e10,
             "weight_bytes": 20_000_000,
-            "ways": {},
+            "variants": {},
         }
         | fields
     )  # type: ignore[arg-type]
 
 
-def call(way: str, **fields: object) -> Call:
+def call(variant: str, **fields: object) -> Call:
     """A call of ten tokens in a second, without speculation; `fields` replace its own."""
     return Call(
         **{
-            "way": way,
+            "variant": variant,
             "temperature": 0.0,
             "batch_size": 1,
             "repeat": 0,
@@ -70,15 +70,15 @@ def run(num_prompts: int = 8, repeats: int = 2) -> list[Record]:
                     "new_tokens": [NEW], "prompt_tokens": [30 + 9 * batch],
                     "identical": None if temperature else True,
                 }  # fmt: skip
-                for index, way in enumerate([PLAIN, COMPILED, *METHODS]):
-                    records.append(_call(draw, way, index, shared))
-                for index, way in enumerate(METHODS[:3]):
+                for index, variant in enumerate([PLAIN, COMPILED, *METHODS]):
+                    records.append(_call(draw, variant, index, shared))
+                for index, variant in enumerate(METHODS[:3]):
                     for budget in (4, 8, 16, 32, 64):
-                        own = _call(draw, f"{way} @ {budget}", index + budget // 8, shared)
+                        own = _call(draw, f"{variant} @ {budget}", index + budget // 8, shared)
                         records.append(
-                            call(**{**vars(own), "swept_from": way, "budget": budget})  # type: ignore[arg-type]
+                            call(**{**vars(own), "swept_from": variant, "budget": budget})  # type: ignore[arg-type]
                         )
-    first = next(index for index, own in enumerate(records) if isinstance(own, Call) and own.way == METHODS[0])
+    first = next(index for index, own in enumerate(records) if isinstance(own, Call) and own.variant == METHODS[0])
     records[first] = call(
         **{**vars(records[first]), "identical": False, "difference": Difference(0, 3, 1e-6)}  # type: ignore[arg-type]
     )
@@ -86,7 +86,7 @@ def run(num_prompts: int = 8, repeats: int = 2) -> list[Record]:
     return records
 
 
-def _call(draw: random.Random, way: str, index: int, shared: dict[str, object]) -> Call:
+def _call(draw: random.Random, variant: str, index: int, shared: dict[str, object]) -> Call:
     seconds = (1.5 + draw.random()) / (1 + 0.2 * index)
     times = sorted(draw.uniform(0, seconds - 0.1) for _ in range(NEW - 1))
     fields: dict[str, object] = {"seconds": seconds, "ttft_s": 0.05, "token_times_s": times, **shared}
@@ -97,4 +97,4 @@ def _call(draw: random.Random, way: str, index: int, shared: dict[str, object]) 
             "per_round": [accepted], "num_draft_tokens": 160, "num_target_forwards": 10, "peak_bytes": 10**6 * index,
             "stages_s": {"prefill": 0.05, **dict.fromkeys(("draft", "tree", "verify", "accept", "commit"), stage)},
         }  # fmt: skip
-    return call(way, **fields)
+    return call(variant, **fields)

@@ -17,7 +17,7 @@ from hf_specdec.benchmark import calls, records
 from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
-from hf_specdec.benchmark.ways import ASSISTED, BUNDLED, COMPILED, PLAIN, Way
+from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PLAIN, Variant
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
 from tests.methods import make_dflash
@@ -69,23 +69,23 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Record]
 
 def test_every_way_meets_every_prompt_equally_often(made: list[Record]) -> None:
     own = [call for call in made if isinstance(call, Call) and call.swept_from is None]
-    counts = Counter((call.way, call.temperature, call.batch_size) for call in own)
+    counts = Counter((call.variant, call.temperature, call.batch_size) for call in own)
     # Three prompts, two repeats; as pairs there is one batch, and stock assisted generation takes no pairs.
-    for way in (PLAIN, COMPILED, "ngram", "ddtree", "dflash"):
+    for variant in (PLAIN, COMPILED, "ngram", "ddtree", "dflash"):
         for temperature in (0.0, 1.0):
-            assert counts[way, temperature, 1] == 6
-            assert counts[way, temperature, 2] == 2
+            assert counts[variant, temperature, 1] == 6
+            assert counts[variant, temperature, 2] == 2
     assert counts[ASSISTED, 0.0, 1] == 6
     assert counts[ASSISTED, 0.0, 2] == 0
     notes = " ".join(note.text for note in made if isinstance(note, Note))
-    assert "stock assisted, batch size 2, was not measured: takes one prompt at a time" in notes
+    assert "stock assisted, batch size 2, was not measured: supports only one prompt at a time" in notes
     assert "Batch size 2: 1 prompts fill no batch" in notes
 
 
 def test_greedy_output_is_compared_and_is_plain_decodings(made: list[Record]) -> None:
     for call in made:
         if isinstance(call, Call):
-            assert call.identical is (None if call.temperature else True), call.way
+            assert call.identical is (None if call.temperature else True), call.variant
 
 
 def test_a_call_says_what_it_took_and_leaves_nothing_out(made: list[Record]) -> None:
@@ -96,7 +96,7 @@ def test_a_call_says_what_it_took_and_leaves_nothing_out(made: list[Record]) -> 
             assert 0 < call.ttft_s < call.seconds
             assert call.token_times_s == sorted(call.token_times_s)
             assert call.ttft_s + call.token_times_s[-1] <= call.seconds
-            drafted = call.way not in (PLAIN, COMPILED, ASSISTED)
+            drafted = call.variant not in (PLAIN, COMPILED, ASSISTED)
             assert bool(call.per_round) == drafted
             assert sum(call.stages_s.values()) < call.seconds
             assert len(call.groups) == len(call.prompt_tokens) == call.batch_size
@@ -104,7 +104,7 @@ def test_a_call_says_what_it_took_and_leaves_nothing_out(made: list[Record]) -> 
 
 def test_swept_ways_run_on_few_prompts_and_greedily(made: list[Record]) -> None:
     swept = [call for call in made if isinstance(call, Call) and call.swept_from is not None]
-    assert {call.way for call in swept} == {"ngram @ 2", "ngram @ 4", "ddtree @ 2", "ddtree @ 4"}
+    assert {call.variant for call in swept} == {"ngram @ 2", "ngram @ 4", "ddtree @ 2", "ddtree @ 4"}
     assert {(call.temperature, call.batch) for call in swept} == {(0.0, 0)}
     assert {call.budget for call in swept} == {2, 4}
 
@@ -118,12 +118,12 @@ def test_a_run_says_where_and_how_it_was_made(made: list[Record]) -> None:
     assert environment.versions["torch"] == torch.__version__
     assert environment.weight_bytes > 0
     assert environment.copy_bytes_per_s > 0
-    assert environment.ways["ngram"]["tree_budget"] == NGramDrafter().options.tree_budget
+    assert environment.variants["ngram"]["tree_budget"] == NGramDrafter().options.tree_budget
 
 
 def test_drafters_are_drawn_and_show_tables_of_their_own(made: list[Record]) -> None:
     drawn = [picture for picture in made if isinstance(picture, Picture)]
-    assert {picture.way for picture in drawn} == {"ngram", "ddtree", "dflash"}
+    assert {picture.variant for picture in drawn} == {"ngram", "ddtree", "dflash"}
     assert all("<svg" in picture.html and "class='shaded'" in picture.html for picture in drawn)
     assert [table for table in made if isinstance(table, Table)] == [Table("ngram", "own", ["prompts"], [["3"]])]
 
@@ -149,12 +149,12 @@ def test_a_run_that_is_stopped_leaves_records_that_make_a_report(
         return measure(*arguments, **details)
 
     monkeypatch.setattr(calls, "measure", stopping)
-    ways = ["--drafter", "ngram", "--no-compiled", "--temperature", "0", "--budgets", "2", "--sweep-prompts", "1"]
+    variants = ["--drafter", "ngram", "--no-compiled", "--temperature", "0", "--budgets", "2", "--sweep-prompts", "1"]
     with pytest.raises(KeyboardInterrupt):
-        bench(folder, tmp_path, *ways)
+        bench(folder, tmp_path, *variants)
     assert [path.name for path in tmp_path.iterdir()] == ["report.part.jsonl"]
     kept = [record for record in records.read(tmp_path / "report.part.jsonl") if isinstance(record, Call)]
-    assert {call.batch for call in kept} == {0, 1}, "whole prompts, so that ways are compared on the same ones"
+    assert {call.batch for call in kept} == {0, 1}, "whole prompts, so that variants are compared on the same ones"
     assert main(["--from-records", str(tmp_path / "report.part.jsonl")]) == 0
     assert "ngram" in (tmp_path / "report.md").read_text()
 
@@ -196,7 +196,7 @@ def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_to
         "causal_lm_chain",
         "causal_lm_tree",
     }
-    assert {call.way for call in made if isinstance(call, Call)} == {PLAIN, ASSISTED, *methods}
+    assert {call.variant for call in made if isinstance(call, Call)} == {PLAIN, ASSISTED, *methods}
 
 
 def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_so(folder: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_s
         "without_compiler",
         "--budgets",
     )
-    assert COMPILED not in {call.way for call in made if isinstance(call, Call)}
+    assert COMPILED not in {call.variant for call in made if isinstance(call, Call)}
     notes = [note.text for note in made if isinstance(note, Note)]
     assert notes == [f"{COMPILED}, batch size 1, was not measured: RuntimeError: No working C++ compiler found."]
 
@@ -276,8 +276,8 @@ def test_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
 def test_the_clock_sees_every_token_of_batches_and_of_bursts() -> None:
     target, inputs = make_target("llama", "sdpa"), ragged_prompts()
     script = target.generate(**inputs, max_new_tokens=12, do_sample=False)
-    for way in (Way(PLAIN, "plain"), Way("own", "drafter", drafter=right_for([2, 0, 1], script))):
-        new_ids, seconds, clock = generate(target, inputs, way, 0.0, 9, seed=0)
+    for variant in (Variant(PLAIN, "plain"), Variant("own", "drafter", drafter=right_for([2, 0, 1], script))):
+        new_ids, seconds, clock = generate(target, inputs, variant, 0.0, 9, seed=0)
         assert new_ids.tolist() == script[:, 9 : 9 + 9].tolist()
         assert len(clock.times) == 9
         assert 0 < clock.times[-1] - clock.started <= seconds

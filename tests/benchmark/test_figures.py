@@ -15,7 +15,7 @@ from hf_specdec.benchmark.figures import (
     speed_by_context,
     speedups_by_prompt,
 )
-from hf_specdec.benchmark.ways import COMPILED, PLAIN
+from hf_specdec.benchmark.variants import COMPILED, PLAIN
 from tests.benchmark.samples import call, environment
 
 
@@ -64,13 +64,13 @@ def test_figures_of_known_rounds() -> None:
 
 
 def test_ways_that_their_repeats_cannot_tell_apart_share_a_rank() -> None:
-    def of(way: str, *rates: float) -> Figures:
-        calls = [call(way, repeat=repeat, seconds=10 / rate) for repeat, rate in enumerate(rates)]
+    def of(variant: str, *rates: float) -> Figures:
+        calls = [call(variant, repeat=repeat, seconds=10 / rate) for repeat, rate in enumerate(rates)]
         return figures_of(calls, [], [], environment())
 
     figures = ranked([of("slow", 90, 100), of("quick", 200, 210), of("near", 195, 201), of("mean", 150, 160)])
-    assert {own.way: own.rank for own in figures} == {"quick": 1, "near": 1, "mean": 3, "slow": 4}
-    assert [own.way for own in figures] == ["slow", "quick", "near", "mean"]
+    assert {own.variant: own.rank for own in figures} == {"quick": 1, "near": 1, "mean": 3, "slow": 4}
+    assert [own.variant for own in figures] == ["slow", "quick", "near", "mean"]
 
 
 def test_the_baseline_has_no_speedup_and_no_rounds() -> None:
@@ -90,9 +90,9 @@ def test_temperatures_and_batch_sizes_are_told_apart_and_swept_ways_stand_aside(
         call("own @ 4", seconds=0.5, swept_from="own", budget=4),
     ]
     greedy, sampled = cells(calls, environment())
-    assert [own.way for own in greedy.figures] == [PLAIN, "own"]
+    assert [own.variant for own in greedy.figures] == [PLAIN, "own"]
     assert [budget for budget, _ in greedy.sweeps["own"]] == [4, 8]
-    assert [own.way for own in sampled.figures] == [PLAIN]
+    assert [own.variant for own in sampled.figures] == [PLAIN]
     assert greedy.title == "Greedy, batch size 1"
     assert sampled.title == "Temperature 1, batch size 1"
 

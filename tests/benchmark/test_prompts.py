@@ -48,7 +48,7 @@ def test_prompts_may_hold_any_character_that_json_allows(tmp_path: Path) -> None
         (['{"messages": "x"}'], 'line 1: "messages" must be a list of objects with "role" and "content"'),
         (
             ['{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}'],
-            "line 1: questions and answers must take turns, but the roles are user, user. Let `hf-specdec write`",
+            "line 1: user and assistant messages must alternate, but the roles are user, user. Let `hf-specdec write`",
         ),
         ([], "holds no prompts"),
     ],

@@ -34,12 +34,12 @@ def test_records_come_back_as_they_were_written(made: list[Record], tmp_path: Pa
 
 def test_a_file_that_is_no_record_raises(tmp_path: Path) -> None:
     (tmp_path / "report.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(ValueError, match="line 1 is no record of hf_specdec.benchmark"):
+    with pytest.raises(ValueError, match="line 1 is not a record of hf_specdec.benchmark"):
         records.read(tmp_path / "report.jsonl")
 
 
 def test_records_without_their_environment_raise(made: list[Record]) -> None:
-    with pytest.raises(ValueError, match="begin with its environment"):
+    with pytest.raises(ValueError, match="must be the environment"):
         markdown(made[1:])
 
 

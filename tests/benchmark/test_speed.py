@@ -10,14 +10,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from examples.speed import __main__ as speed
-from examples.speed.bundled import bundled, exact_ways
+from examples.speed.bundled import bundled, exact_variants
 from examples.speed.criteria import CRITERIA, NOT_MEASURED, verdicts
 from examples.speed.exactness import compare
 from examples.speed.host_time import timed
 from examples.speed.scripted import ScriptedDrafter, counting_target, draft_shape, drafter_network, rate_for
 from examples.speed.stock_dflash import ARGUMENTS, stock_dflash
 from hf_specdec.benchmark.floor import weight_bytes
-from hf_specdec.benchmark.ways import BUNDLED
+from hf_specdec.benchmark.variants import BUNDLED
 from hf_specdec.verification import Difference, unit_in_the_last_place
 
 
@@ -99,7 +99,7 @@ def test_draft_model_errs_as_often_as_told() -> None:
 def test_exact_tells_rounding_from_error(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     command = ["--part", "exact", "--device", "cpu", "--dtype", "bfloat16", "--groups", "python", "--new-tokens", "12"]
-    command += ["--nodes", "8", "--output", str(out), "--ways", "ddtree", "medusa, random weights"]
+    command += ["--nodes", "8", "--output", str(out), "--variants", "ddtree", "medusa, random weights"]
     assert speed.main(command) == 0
     report = json.loads(out.read_text())
     assert [row["group"] for row in report["rows"]] == ["python"] * 2
@@ -122,7 +122,7 @@ def test_exact_tells_rounding_from_error(tmp_path: Path) -> None:
     prompts = {"python": groups["python"][:2]}
     for dtype, line in ((torch.bfloat16, -1), (torch.float32, -2)):
         model = Wrong.from_pretrained(BUNDLED / "target", dtype=dtype)
-        (row,) = rows = compare(model, exact_ways(bench, model)[:1], bench.modes, prompts, 12)
+        (row,) = rows = compare(model, exact_variants(bench, model)[:1], bench.modes, prompts, 12)
         assert row["identical"] == 0
         assert row["above_rounding"] == len(row["gap_ulps"]) == 2
         assert min(row["apart_ulps"]) > 2 * max(row["rounding_ulps"])
@@ -134,10 +134,10 @@ def test_exact_is_asked_of_all_drafters_and_of_names_that_there_are() -> None:
     bench = speed.Bench(speed.parser().parse_args(["--device", "cpu"]))
     model, _ = bundled(bench)
     drafted = ["ddtree", "dflash", "specblock", "causal_lm_tree", "eagle3, random weights", "medusa, random weights"]
-    assert set(drafted) <= {way.name for way in exact_ways(bench, model)}
-    bench.options.ways = ["ddtre"]
-    with pytest.raises(ValueError, match=r"Unknown --ways 'ddtre'\. Did you mean 'ddtree'"):
-        exact_ways(bench, model)
+    assert set(drafted) <= {variant.name for variant in exact_variants(bench, model)}
+    bench.options.variants = ["ddtre"]
+    with pytest.raises(ValueError, match=r"Unknown --variants 'ddtre'\. Did you mean 'ddtree'"):
+        exact_variants(bench, model)
 
 
 def test_near_ties_are_told_from_errors_by_a_bound_in_units_of_the_last_place() -> None:
@@ -182,7 +182,7 @@ def test_a_time_is_divided_by_the_time_to_read_the_weights_once() -> None:
         (["--device", "cuda:99"], "device='cuda:99' is not available"),
         (["--device", "bogus"], "device='bogus' is not available (Expected one of"),
         (["--device", "cpu", "--dtype", "flot32"], "dtype='flot32' is not a floating-point type"),
-        (["--device", "cpu", "--part", "exact", "--ways", "ddtre"], "Did you mean 'ddtree'"),
+        (["--device", "cpu", "--part", "exact", "--variants", "ddtre"], "Did you mean 'ddtree'"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(
@@ -229,8 +229,8 @@ def test_stock_dflash_has_its_row_where_transformers_has_it() -> None:
 
 def test_without_stock_dflash_its_row_says_why(lacking: Callable[[str], None]) -> None:
     lacking("examples.speed.stock_dflash")
-    ways, note = speed.stock_ways(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
-    assert set(ways) == {"plain", "plain compiled", "stock assisted"}
+    variants, note = speed.stock_variants(speed.Bench(speed.parser().parse_args(["--device", "cpu"])))
+    assert set(variants) == {"plain", "plain compiled", "stock assisted"}
     assert note is not None
     assert "has no DFlash assistant" in note
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding import policies
 from hf_specdec.decoding.devices import Abilities
 from hf_specdec.decoding.generator import Committed, DraftContext
-from hf_specdec.decoding.policies import FIRST_LOOKS, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
+from hf_specdec.decoding.policies import FIRST_SIZES, AutoBudget, BudgetKnowledge, Calibration, RoundTimes
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
@@ -182,7 +182,7 @@ def test_times_are_fitted_by_a_line_through_medians() -> None:
         for noise in (0.0, 0.1, 5.0):  # a disturbance is outvoted
             times.note(nodes, 2.0 + 0.1 * nodes + noise)
     times.note(0, 1.5)
-    assert times.plain == 1.5
+    assert times.skipped == 1.5
     assert times.of(30) == pytest.approx(2.1 + 3.0, abs=0.01)
 
 
@@ -208,7 +208,7 @@ def knowing(plain: float, start: float, slope: float) -> BudgetKnowledge:
     knowledge = BudgetKnowledge()
     for _ in range(5):
         knowledge.times.note(0, plain)
-        for nodes in FIRST_LOOKS:
+        for nodes in FIRST_SIZES:
             knowledge.times.note(nodes, start + slope * nodes)
     knowledge.rounds = 100
     return knowledge
@@ -281,7 +281,7 @@ def test_trace_of_a_round_without_notes_has_no_notes() -> None:
         assert budget.drafting
         nothing = budget.cut(DraftTree.root_only(torch.tensor([0])), [True])
         budget.note(nothing, torch.tensor([[0]]), [0], 1.0)
-    assert budget.knowledge.first_look == FIRST_LOOKS[0]
+    assert budget.knowledge.first_size == FIRST_SIZES[0]
     assert budget.cut(tree_of([0.5, 0.3, 0.1]), [True]).num_nodes == 4
 
 

@@ -35,8 +35,8 @@ from tests.methods import (
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
 from tests.watched import Watched
 
-TAKEN_FOR_PADDING = "ignore:.*taken for padding or added tokens:UserWarning"
-LARGER = "ignore:.*Are the two swapped:UserWarning"
+ASSUMED_PADDING = "ignore:.*assumed to be padding or added tokens:UserWarning"
+LARGER = "ignore:.*Check that the two are not swapped:UserWarning"
 SMALL, LARGE = 64, 72
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 
@@ -92,7 +92,7 @@ KINDS["merged_three"] = lambda target: MergedDrafter(
 KINDS["specblock"] = lambda target: saying(range(0, SMALL, 2), make_specblock(target, draft_vocab_size=SMALL // 2))
 
 
-@pytest.mark.filterwarnings(TAKEN_FOR_PADDING, LARGER)
+@pytest.mark.filterwarnings(ASSUMED_PADDING, LARGER)
 @pytest.mark.parametrize("own", [SMALL, LARGE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_the_targets_whatever_the_size_of_the_drafters_tables(
@@ -130,7 +130,7 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings(TAKEN_FOR_PADDING, LARGER)
+@pytest.mark.filterwarnings(ASSUMED_PADDING, LARGER)
 @pytest.mark.parametrize(("kind", "own"), CASES)
 def test_sampled_tokens_follow_the_target_whatever_the_size_of_the_drafters_tables(kind: str, own: int) -> None:
     # 6,000 draws (1,500 where rows are drafted one by one); bound and chance of a false alarm as in `tests/laws.py`.
@@ -196,7 +196,7 @@ def test_a_draft_model_with_the_targets_tokenizer_drafts_for_tables_of_any_size(
 
 
 def test_sizes_that_differ_are_told_where_no_tokenizers_can_be_compared(models: dict[int, PreTrainedModel]) -> None:
-    message = "has a vocabulary of 64, and target 'LlamaForCausalLM' one of 72. The difference is taken for padding"
+    message = "has a vocabulary of 64, and target 'LlamaForCausalLM' one of 72. The difference is assumed to be padding"
     drafters: list[Drafter] = [make_causal_lm(models[SMALL]), make_dflash(models[SMALL]).to(torch.float64)]
     for drafter in drafters:
         with pytest.warns(UserWarning, match=message):
@@ -218,7 +218,7 @@ def test_a_trained_drafter_knows_its_targets_tokenizer_after_tokens_were_added(t
         target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=copy.deepcopy(drafter))
 
 
-@pytest.mark.filterwarnings(TAKEN_FOR_PADDING)
+@pytest.mark.filterwarnings(ASSUMED_PADDING)
 @pytest.mark.parametrize(
     "make",
     [
@@ -234,11 +234,11 @@ def test_a_draft_vocabulary_with_tokens_that_the_target_lacks_is_refused(
     drafter = make(models[LARGE])
     if drafter.method == "specbound":
         drafter.set_vocabulary(torch.arange(LARGE // 2, LARGE))
-    with pytest.raises(ValueError, match=r"leads to target ids from \d+ to 7\d, but the target has ids 0 to 63"):
+    with pytest.raises(ValueError, match=r"gives target ids from \d+ to 7\d, but the target has ids 0 to 63"):
         models[SMALL].generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
 
 
-@pytest.mark.filterwarnings(TAKEN_FOR_PADDING)
+@pytest.mark.filterwarnings(ASSUMED_PADDING)
 def test_learning_from_a_target_of_another_size_is_refused(models: dict[int, PreTrainedModel]) -> None:
     pytest.importorskip("datasets", reason="training needs the extra hf_specdec[train]")
     from hf_specdec.training.specblock.step import SpecBlockStep

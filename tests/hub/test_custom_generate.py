@@ -98,7 +98,7 @@ def test_nothing_runs_without_trust(pushed: str, target: PreTrainedModel) -> Non
 
 
 def test_second_assistant_is_refused(pushed: str, target: PreTrainedModel, drafter: DFlashDrafter) -> None:
-    with pytest.raises(ValueError, match="brings a drafter of its own; leave assistant_model out"):
+    with pytest.raises(ValueError, match="loads its own drafter; leave assistant_model out"):
         target.generate(
             **one_prompt(), **GREEDY, custom_generate=pushed, trust_remote_code=True, assistant_model=drafter
         )

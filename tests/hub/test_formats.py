@@ -195,9 +195,9 @@ def test_vocabulary_map_of_absolute_ids_is_refused(target: PreTrainedModel, tmp_
 @pytest.mark.parametrize(
     ("offset", "message"),
     [
-        (100, "leads to target ids from 0 to 105, but the target has ids 0 to 63"),
-        (-6, "leads to target ids from -1 to 62, but the target has ids 0 to 63"),
-        (-1, "leads 2 times to target id 4, but each draft id must be a target id of its own"),
+        (100, "gives target ids from 0 to 105, but the target has ids 0 to 63"),
+        (-6, "gives target ids from -1 to 62, but the target has ids 0 to 63"),
+        (-1, "gives target id 4 to 2 draft ids, but each draft id must have its own target id"),
     ],
 )
 def test_vocabulary_map_to_no_target_ids_is_refused(
@@ -303,7 +303,7 @@ def test_field_with_two_values_raises_and_said_twice_is_fine(
 
 def test_window_of_no_size_raises(target: PreTrainedModel, tmp_path: Path) -> None:
     save(tmp_path, *as_zlab(make_dflash(target), block_size=5, dflash_config={"use_swa": True}))
-    with pytest.raises(ValueError, match="use_swa is set, but neither swa_window_size nor sliding_window says how far"):
+    with pytest.raises(ValueError, match="use_swa is set, but neither swa_window_size nor sliding_window gives"):
         load_drafter(tmp_path)
 
 

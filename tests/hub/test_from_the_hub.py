@@ -158,7 +158,9 @@ def test_draft_model_beside_a_drafter_is_fetched_as_the_drafter_is(
     hub: LoopbackHub, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     pair = pair_of_a_published_draft_model(hub, target, tmp_path, private=True)
-    with pytest.raises(OSError, match="draft model of .*pair' cannot be had. .*'owner/draft'.*local_files_only=True"):
+    with pytest.raises(
+        OSError, match="draft model of .*pair' cannot be loaded. .*'owner/draft'.*local_files_only=True"
+    ):
         load_drafter(tmp_path / "pair", local_files_only=True, cache_dir=tmp_path / "mine")
     assert not hub.requests
     with pytest.raises(OSError, match="no repo of that id on the Hub that you may read"):

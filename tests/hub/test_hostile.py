@@ -197,7 +197,7 @@ def test_adapter_beside_a_language_model_is_refused(kind: str, request: pytest.F
 @pytest.mark.parametrize("name", ["measurements.json", "training.json"])
 def test_record_of_endless_depth_is_left_aside(folder: Path, name: str) -> None:
     (folder / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    with pytest.warns(UserWarning, match=f"{name} is left aside: it is not valid JSON"):
+    with pytest.warns(UserWarning, match=f"Ignoring .*{name}: invalid JSON"):
         load_drafter(folder)
 
 
@@ -247,7 +247,7 @@ def test_weights_that_are_nan_are_refused(kind: str, request: pytest.FixtureRequ
     name = next(name for name in tensors if name.endswith("down_proj.weight"))
     tensors[name][3, 5] = float("nan")
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=f"{name} of .* holds NaN, so that nothing could be drafted"):
+    with pytest.raises(ValueError, match=f"{name} of .* contains NaN, so no tokens can be drafted"):
         load_drafter(folder)
 
 
@@ -281,7 +281,7 @@ def test_vocabulary_map_of_exit_heads_that_leads_nowhere_is_refused(target: PreT
     make_specbound(target).save_pretrained(heads)
     d2t = load_file(heads / "model.safetensors")["d2t"]
     save_file({"d2t": d2t - 3}, heads / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="d2t of drafter '.*heads' leads to target ids from -3 to 60"):
+    with pytest.raises(ValueError, match="d2t of drafter '.*heads' gives target ids from -3 to 60"):
         load_drafter(heads)
 
 
@@ -348,7 +348,7 @@ def test_checkpoint_from_the_hub_names_no_folder_of_this_machine(
     change_config(pair, draft_model=place)
     hub.add("owner/pair", pair)
     chdir(draft_model.parent)  # where a folder is named like a Hub id
-    with pytest.raises(ValueError, match="'owner/pair' is from the Hub and names .*Nothing was opened"):
+    with pytest.raises(ValueError, match="'owner/pair' is from the Hub and has draft_model .*Nothing was loaded"):
         load_drafter("owner/pair")
 
 
@@ -428,7 +428,7 @@ def test_medusa_heads_without_end_are_refused(target: PreTrainedModel, tmp_path:
     heads = tmp_path / "heads"
     make_medusa(target).save_pretrained(heads)
     change_config(heads, medusa_num_heads=250, medusa_num_layers=250)
-    refused(heads, "medusa_num_heads is 250 and medusa_num_layers 250: together more than the 256 layers")
+    refused(heads, "medusa_num_heads is 250 and medusa_num_layers 250: together more than 256 layers")
 
 
 def test_heads_of_absurd_numbers_are_refused(target: PreTrainedModel, tmp_path: Path) -> None:

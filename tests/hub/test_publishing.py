@@ -248,7 +248,7 @@ def test_records_are_written_beside_saved_weights(folder: Path, tmp_path: Path) 
     drafter.write_records(folder)
     assert load_drafter(folder).measurements == MEASUREMENTS
     assert "3.14" in (folder / "README.md").read_text()
-    with pytest.raises(NotADirectoryError, match="Cannot write records to '.*absent': it is no folder"):
+    with pytest.raises(NotADirectoryError, match="Cannot write records to '.*absent': it is not a folder"):
         drafter.write_records(tmp_path / "absent")
 
 
@@ -287,7 +287,7 @@ def test_training_record_of_replaced_weights_is_removed(
     further.fc.weight.data += 1
     further.save_pretrained(folder)  # trained further: its own
     assert "own continuations of 9,000 functions" in (folder / "README.md").read_text()
-    with pytest.warns(UserWarning, match="training.json was removed: it tells of the weights that were replaced"):
+    with pytest.warns(UserWarning, match="training.json was removed: it describes the weights that were replaced"):
         make_ddtree(target, seed=5).save_pretrained(folder)
     loaded: Any = load_drafter(folder)
     assert loaded.training_record is None
@@ -301,7 +301,7 @@ def test_training_record_of_replaced_weights_is_removed(
 
 def test_record_that_is_no_json_is_left_aside_with_a_warning(folder: Path) -> None:
     (folder / "training.json").write_text("{'data'")
-    with pytest.warns(UserWarning, match="training.json is ignored: it is not valid JSON"):
+    with pytest.warns(UserWarning, match="Ignoring .*training.json: invalid JSON"):
         assert load_drafter(folder).training_record is None
 
 
@@ -401,7 +401,7 @@ def test_tag_names_the_pushed_commit(hub: LoopbackHub, drafter: DFlashDrafter) -
     assert hub.repos["me/drafter"].tags["v1"] == first.oid
     assert load_drafter("me/drafter", revision="v1").fc.weight.any()
     assert not load_drafter("me/drafter", revision="v2").fc.weight.any()
-    with pytest.raises(OSError, match="uploaded to 'me/drafter' as commit .*, but the tag 'v1' is there already"):
+    with pytest.raises(OSError, match="uploaded to 'me/drafter' as commit .*, but the tag 'v1' already exists"):
         drafter.push_to_hub("me/drafter", token=TOKEN, tag="v1")
     assert hub.repos["me/drafter"].tags["v1"] == first.oid
 

@@ -70,7 +70,7 @@ def test_command_is_printed_for_any_machine(pair: list[str], capsys: pytest.Capt
     printed = capsys.readouterr()
     assert printed.out.startswith(f"vllm serve {pair[0]} --dtype bfloat16 --speculative-config '{{")
     assert printed.out.endswith("--host 127.0.0.1 --port 8000 --max-model-len 4096\n")
-    assert "It drafts 4 tokens a round" in printed.err
+    assert "It drafts 4 tokens per round" in printed.err
 
 
 def test_engine_is_run_with_that_command_and_ends_with_it(
@@ -91,14 +91,14 @@ def test_engine_is_run_with_that_command_and_ends_with_it(
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "vLLM was ended by SIGKILL. None of its processes is left."),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "vLLM was ended by SIGKILL. All of its processes have ended."),
         ("raise ValueError('no memory')", "vLLM ended with exit status 1: ValueError: no memory"),
         (  # as vLLM's first process tells of what happened in another
             "print('(Worker-0 pid=7) ERROR 11-24 04:59:40 [b.py:9] ValueError: a cause\\n  in detail\\n  more'); "
             "print('(Server pid=8) WARNING 11-24 04:59:40 [a.py:9] such as `OSError: files`'); raise RuntimeError('x')",
             "vLLM ended with exit status 1: ValueError: a cause in detail more",
         ),
-        ("sys.exit(3)", "vLLM ended with exit status 3: it says why above"),
+        ("sys.exit(3)", "vLLM ended with exit status 3: see its output"),
     ],
 )
 def test_server_that_ends_by_itself_is_one_line_and_leaves_nothing(
@@ -133,7 +133,7 @@ def test_no_engine_is_one_line_before_anything_is_exported(
 ) -> None:
     options = ["--run", "--port", str(port), "--engine"]
     assert main(["serve", *pair, *options, str(tmp_path / "absent")]) == 1
-    assert f"There is no command {tmp_path / 'absent'}, so no engine to run" in capsys.readouterr().err
+    assert f"There is no command {tmp_path / 'absent'}: install vLLM" in capsys.readouterr().err
     broken = make_engine(tmp_path / "broken")
     (tmp_path / "broken" / "site" / "vllm" / "__init__.py").write_text("raise ImportError('no such library')")
     assert main(["serve", *pair, *options, str(broken)]) == 1
@@ -153,7 +153,7 @@ def test_port_in_use_is_one_line(pair: list[str], tmp_path: Path, capsys: pytest
         assert main(["serve", *pair, "--run", "--engine", str(engine), "--port", str(port)]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
-    assert f"Nothing can listen on 127.0.0.1:{port} (Address already in use): give another --port" in errors[0]
+    assert f"No server can listen on 127.0.0.1:{port} (Address already in use): give another --port" in errors[0]
 
 
 def test_target_that_the_engine_does_not_know_is_one_line_and_nothing_runs(
@@ -161,7 +161,7 @@ def test_target_that_the_engine_does_not_know_is_one_line_and_nothing_runs(
 ) -> None:
     engine = make_engine(tmp_path / "engine", architectures=("GPT2LMHeadModel",))
     assert main(["serve", *pair, "--run", "--engine", str(engine), "--port", str(port)]) == 1
-    assert "vLLM 0.32.0 does not know LlamaForCausalLM, the class of the target" in capsys.readouterr().err
+    assert "vLLM 0.32.0 does not support LlamaForCausalLM, the class of the target" in capsys.readouterr().err
     assert not (tmp_path / "engine" / "server").exists()
 
 
@@ -171,7 +171,7 @@ def test_engine_of_another_version_is_named_and_one_that_is_too_old_refused(
     options = ["--run", "--port", str(port), "--engine"]
     newer = make_engine(tmp_path / "newer", version="0.33.1")
     assert main(["serve", *pair, *options, str(newer)]) == 0
-    assert "This is vLLM 0.33.1; the command was tried with 0.32.0." in capsys.readouterr().err
+    assert "This is vLLM 0.33.1; the command was tested with 0.32.0." in capsys.readouterr().err
     older = make_engine(tmp_path / "older", version="0.27.2")
     assert main(["serve", *pair, *options, str(older)]) == 1
     assert "vLLM 0.27.2 masks the layers of dflash drafters wrongly" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_what_was_measured_says_how_many_tokens_are_drafted(
     }
     plan = plan_serving(**arguments)
     assert plan.speculative["num_speculative_tokens"] == tokens
-    assert any(f"measured with {min(measured.values())} tokens a round" in note for note in plan.notes)
+    assert any(f"measured with {min(measured.values())} tokens per round" in note for note in plan.notes)
     assert plan_serving(**arguments, num_speculative_tokens=2).speculative["num_speculative_tokens"] == 2
 
 

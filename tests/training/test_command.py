@@ -229,7 +229,7 @@ def test_too_little_plain_text_is_refused_before_the_target_writes(place: Path) 
     ("options", "message"),
     [
         (["--mask-token-id", "1", "--taps", "0", "9"], r"reads target layers \[0, 9\], but \[9\] are not among"),
-        (["--mask-token-id", "64"], "writes mask_token_id 64, but target .* has only 64 embeddings"),
+        (["--mask-token-id", "64"], "uses mask_token_id 64, but target .* has only 64 embeddings"),
         ([], r"target 'target' has no mask token, its tokens fill all 64 rows .* --mask-token-id"),
         (["--mask-token-id", "1", "--start-from", "earlier"], "block_size is 3 there and 8 here"),
         (

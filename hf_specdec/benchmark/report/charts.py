@@ -98,7 +98,7 @@ def bars(groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str, axis: str, 
                 axes.barh(row, bar.value, 0.7, color=_COLOURS["fill"])
                 interval = [[bar.value - bar.low], [bar.high - bar.value]]
                 axes.errorbar(bar.value, row, xerr=interval, color=_COLOURS["ink"], capsize=4)
-                _behind(axes, bar.high, row, number(bar.value))
+                _annotate(axes, bar.high, row, number(bar.value))
                 positions.append(row)
                 labels.append(bar.label)
                 row += 1
@@ -126,7 +126,7 @@ def stacked(rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *
             axes.barh(positions, widths, 0.75, left=starts, label=name, **colours)
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         for row, total in enumerate(starts):
-            _behind(axes, total, row, number(total))
+            _annotate(axes, total, row, number(total))
         _rows(axes, positions, [label for label, _ in rows], len(rows), max(starts))
         figure.legend(loc="outside lower left", ncols=len(names))
         return _svg(figure, title)
@@ -158,7 +158,7 @@ def boxes(rows: Sequence[tuple[str, Sequence[float]]], *, title: str, axis: str,
             "markeredgewidth": 0.5,
         }
         for row, (_, values) in enumerate(rows):
-            # The rows of the dots differ, the same in every run, so that equal values stay visible.
+            # The heights of the dots differ, equally in every run, so that equal values stay visible.
             heights = [row + (index * 7 % 15 - 7) / 25 for index in range(len(values))]
             axes.plot(sorted(values), heights, "o", **dot)
         highest = max(reference, *(max(values) for _, values in rows))
@@ -204,8 +204,8 @@ def lines(
         axes.set_ylim(bottom=0)
         if logarithmic:
             axes.set_xscale("log", base=2)
-            places = sorted({x for curve in curves for x, _ in curve.points})
-            axes.set_xticks(places, [number(x) for x in places])
+            ticks = sorted({x for curve in curves for x, _ in curve.points})
+            axes.set_xticks(ticks, [number(x) for x in ticks])
             axes.minorticks_off()
         else:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -214,21 +214,21 @@ def lines(
 
 
 def _axes(rows: int, axis: str, *, legend: int = 0) -> tuple[Figure, Axes]:
-    """A figure for horizontal bars, with room for a legend."""
+    """A figure for horizontal bars, with space for a legend."""
     figure = Figure(figsize=(WIDTH / 72, (24 * rows + 60 + 24 * bool(legend)) / 72), layout="constrained")
     axes = figure.add_subplot(xlabel=axis)
     axes.grid(axis="x")
     return figure, axes
 
 
-def _behind(axes: Axes, x: float, row: int, text: str) -> None:
+def _annotate(axes: Axes, x: float, row: int, text: str) -> None:
     axes.annotate(text, (x, row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=11)
 
 
 def _rows(
     axes: Axes, positions: list[int], labels: list[str], rows: int, highest: float, reference: float | None = None
 ) -> None:
-    """Labels and limits of horizontal bars: the first row at the top, and room for the text after the longest."""
+    """Labels and limits of horizontal bars: the first row at the top, and space for the text after the longest."""
     axes.set_yticks(positions, labels)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(rows - 0.5, -0.5)
@@ -238,7 +238,7 @@ def _rows(
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as an SVG element for HTML: no ids that other charts have too, colours as CSS variables."""
+    """The figure as an SVG element for HTML: without ids that other charts may also have, colours as CSS variables."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

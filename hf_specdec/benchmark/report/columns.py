@@ -1,4 +1,4 @@
-"""The columns of the main table, the same in Markdown and HTML, and how values are written."""
+"""The columns of the main table, the same in Markdown and HTML, and the formats of their values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_specdec.benchmark.figures import Figures, Spread
 
 
 def _of(spread: Spread | None, form: Callable[[float], str]) -> str:
-    """A median and the interval around it; only the median where they are written alike."""
+    """A median with its interval; only the median if all three have the same format."""
     if spread is None:
         return "-"
     low, median, high = form(spread.low), form(spread.median), form(spread.high)
@@ -35,13 +35,13 @@ def milliseconds(seconds: float) -> str:
 
 
 def speedup(spread: Spread | None) -> str:
-    """The median ratio to plain decoding and the interval around it; a dash for None."""
+    """The median ratio to plain decoding with its interval; a dash for None."""
     return _of(spread, lambda value: f"{value:.2f}x")
 
 
-# Heading to what stands below it.
+# Heading to the format of its values.
 COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "method": lambda own: own.way,
+    "method": lambda own: own.variant,
     "rank": lambda own: str(own.rank),
     "tokens/s": lambda own: _of(own.tokens_per_s, lambda value: f"{value:.0f}"),
     "speedup over eager": lambda own: speedup(own.speedup),
@@ -62,12 +62,12 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 }
 
 LEGEND = (
-    "Rank: by tokens/s; ways whose repeats overlap share one. Tokens/s: all new tokens over the time of whole calls, "
-    "prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts (quartiles). "
-    "Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over rounds. Draft "
-    "acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it at equal "
-    "budgets only. Drafting: share of the whole time. Round / floor: time of a round over the time to read the "
-    "target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. Peak "
-    "MB: memory above what was held before a call, on the longest prompts. Identical: greedy output equal to plain "
-    "eager decoding's, token for token; gap: between the target's two best logits at the first difference."
+    "Rank: by tokens/s; variants whose repeats overlap share one. Tokens/s: all new tokens over the time of whole "
+    "calls, prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts "
+    "(quartiles). Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over "
+    "rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it "
+    "only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the time to read "
+    "the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. "
+    "Peak MB: memory above the memory in use before a call, on the longest prompts. Identical: greedy output equal to "
+    "plain eager decoding's, token for token; gap: between the target's two best logits at the first difference."
 )

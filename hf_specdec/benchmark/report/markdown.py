@@ -1,4 +1,4 @@
-"""The report as Markdown: how it was measured, and a table per temperature and batch size."""
+"""The report as Markdown: the circumstances of the run, and a table per temperature and batch size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def markdown(records: Iterable[Record]) -> str:
         compared = [own for own in cell.figures if own.speedup is not None]
         groups = list(dict.fromkeys(group for own in compared for group in own.speedup_by_group))
         if len(groups) > 1:
-            rows = [[own.way, *(speedup(own.speedup_by_group.get(group)) for group in groups)] for own in compared]
+            rows = [[own.variant, *(speedup(own.speedup_by_group.get(group)) for group in groups)] for own in compared]
             parts += ["Speedup over eager by group of prompts:", "", table(rows, ["method", *groups]), ""]
         for name, points in cell.sweeps.items():
             rows = [
@@ -34,7 +34,7 @@ def markdown(records: Iterable[Record]) -> str:
             ]
             parts += [f"Budgets of {name}:", "", table(rows, ["budget", "speedup", "mean acceptance length"]), ""]
     for own in (record for record in records if isinstance(record, Table)):
-        parts += [f"## {own.way}: {own.title}", "", table(own.rows, own.columns), ""]
+        parts += [f"## {own.variant}: {own.title}", "", table(own.rows, own.columns), ""]
     return "\n".join([*parts, LEGEND, ""])
 
 
@@ -45,12 +45,12 @@ def environment_of(records: Sequence[Record]) -> Environment:
         ValueError: it is something else, or there is none.
     """
     if not records or not isinstance(records[0], Environment):
-        raise ValueError("A run's records begin with its environment; these do not. Give the whole .jsonl file.")
+        raise ValueError("The first record must be the environment of a run: give the complete .jsonl file.")
     return records[0]
 
 
 def facts(environment: Environment) -> list[str]:
-    """What must stand beside figures: machine, versions, settings, command, date."""
+    """The circumstances of the run: machine, versions, settings, command, date."""
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     settings = ", ".join(f"{name} {value}" for name, value in environment.settings.items())
     return [
@@ -68,6 +68,6 @@ def facts(environment: Environment) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], columns: Sequence[str] = tuple(COLUMNS)) -> str:
-    """A Markdown table, first column to the left, the others to the right."""
+    """A Markdown table; the first column is left-aligned, the others right-aligned."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)

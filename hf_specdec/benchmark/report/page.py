@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no script; light, dark and on paper.
+"""The report as one self-contained HTML page: no network, no script; for light and dark themes and print.
 
 Every chart is followed by its numbers as a table, which is also its text alternative.
 """
@@ -40,12 +40,12 @@ def page(records: Iterable[Record]) -> str:
         parts.append("</section>")
     for own in (record for record in records if isinstance(record, Table)):
         parts.append(
-            f"<section><h2>{escape(own.way)}: {escape(own.title)}</h2>{_table(own.columns, own.rows)}</section>"
+            f"<section><h2>{escape(own.variant)}: {escape(own.title)}</h2>{_table(own.columns, own.rows)}</section>"
         )
     pictures = [record for record in records if isinstance(record, Picture)]
     if pictures:
-        parts.append("<section><h2>What happened to one prompt</h2>")
-        parts += [f"<h3>{escape(own.way)}: {escape(own.title)}</h3>{own.html}" for own in pictures]
+        parts.append("<section><h2>The rounds of one prompt</h2>")
+        parts += [f"<h3>{escape(own.variant)}: {escape(own.title)}</h3>{own.html}" for own in pictures]
         parts.append("</section>")
     parts.append(f"<p class='legend'>{escape(LEGEND)}</p>")
     return (
@@ -66,17 +66,17 @@ def _charts(cell: Cell) -> Iterator[str]:
         yield _by_depth(
             "Acceptance per depth, unconditional",
             "share of all rounds",
-            [(own.way, own.unconditional) for own in drafting],
+            [(own.variant, own.unconditional) for own in drafting],
         )
         yield _by_depth(
             "Acceptance per depth, conditional",
-            "share of rounds that came this far",
-            [(own.way, own.conditional) for own in drafting],
+            "share of rounds that reached this depth",
+            [(own.variant, own.conditional) for own in drafting],
         )
         yield _histogram(drafting)
     if drafting:
         yield _stages(drafting)
-    curves = {way: points for way, points in cell.tokens_per_s_by_context.items() if points}
+    curves = {variant: points for variant, points in cell.tokens_per_s_by_context.items() if points}
     if curves:
         yield _context(curves)
     if cell.sweeps:
@@ -89,7 +89,7 @@ def _speedups(faster: Sequence[Figures]) -> str:
         (
             group,
             [
-                Bar(own.way, spread.median, spread.low, spread.high)
+                Bar(own.variant, spread.median, spread.low, spread.high)
                 for own in faster
                 if (spread := own.speedup_by_group.get(group)) is not None
             ],
@@ -116,7 +116,7 @@ def _speedups(faster: Sequence[Figures]) -> str:
 
 
 def _distribution(faster: Sequence[Figures]) -> str:
-    rows = [(own.way, own.speedups) for own in faster if own.speedups]
+    rows = [(own.variant, own.speedups) for own in faster if own.speedups]
     return _figure(
         "Speedup over prompts",
         charts.boxes(
@@ -125,36 +125,36 @@ def _distribution(faster: Sequence[Figures]) -> str:
             axis="speedup over plain eager decoding (times)",
             reference=1.0,
         ),
-        ["method", "prompts", "least", "median", "greatest", "prompts below 1.0"],
+        ["method", "prompts", "minimum", "median", "maximum", "prompts below 1.0"],
         [
             [
-                way,
+                variant,
                 str(len(values)),
                 f"{min(values):.2f}",
                 f"{sorted(values)[len(values) // 2]:.2f}",
                 f"{max(values):.2f}",
                 str(sum(value < 1 for value in values)),
             ]
-            for way, values in rows
+            for variant, values in rows
         ],
-        "A dot per prompt (or batch of prompts); box: quartiles; thick line: median.",
+        "One dot per prompt (or batch of prompts); box: quartiles; thick line: median.",
     )
 
 
 def _by_depth(title: str, axis: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    curves = [Line(way, list(enumerate(values, start=1))) for way, values in rows if values]
+    curves = [Line(variant, list(enumerate(values, start=1))) for variant, values in rows if values]
     deepest = max(len(curve.points) for curve in curves)
     return _figure(
         title,
         charts.lines(curves, title=title, x_axis="depth in the draft tree (tokens after the root)", y_axis=axis),
         ["method", *(f"depth {depth}" for depth in range(1, deepest + 1))],
-        [[way, *(f"{value:.2f}" for value in values)] + [""] * (deepest - len(values)) for way, values in rows],
+        [[variant, *(f"{value:.2f}" for value in values)] + [""] * (deepest - len(values)) for variant, values in rows],
     )
 
 
 def _histogram(drafting: Sequence[Figures]) -> str:
     most = max(len(own.histogram) for own in drafting)
-    rows = [[own.way, *map(str, own.histogram)] + [""] * (most - len(own.histogram)) for own in drafting]
+    rows = [[own.variant, *map(str, own.histogram)] + [""] * (most - len(own.histogram)) for own in drafting]
     return (
         "<details class='alternative'><summary>Acceptance histogram: rounds by accepted tokens</summary>"
         + _table(["method", *map(str, range(most))], rows)
@@ -163,9 +163,9 @@ def _histogram(drafting: Sequence[Figures]) -> str:
 
 
 def _stages(drafting: Sequence[Figures]) -> str:
-    rows = [(own.way, [1000 * own.round_s[stage] for stage in ROUND_STAGES]) for own in drafting]
+    rows = [(own.variant, [1000 * own.round_s[stage] for stage in ROUND_STAGES]) for own in drafting]
     shares = [
-        [own.way, *(milliseconds(own.round_s[stage]) for stage in ROUND_STAGES)]
+        [own.variant, *(milliseconds(own.round_s[stage]) for stage in ROUND_STAGES)]
         + [f"{own.call_s[stage] / sum(own.call_s.values()):.1%}" for stage in ("prefill", "rest")]
         for own in drafting
     ]
@@ -179,40 +179,40 @@ def _stages(drafting: Sequence[Figures]) -> str:
 
 
 def _context(curves: dict[str, list[tuple[int, float]]]) -> str:
-    places = sorted({place for points in curves.values() for place, _ in points})
+    centres = sorted({centre for points in curves.values() for centre, _ in points})
     rows = []
-    for way, points in curves.items():
+    for variant, points in curves.items():
         known = dict(points)
-        rows.append([way, *(f"{known[place]:.0f}" if place in known else "" for place in places)])
+        rows.append([variant, *(f"{known[centre]:.0f}" if centre in known else "" for centre in centres)])
     return _figure(
         "Speed over context length",
         charts.lines(
-            [Line(way, [(float(place), rate) for place, rate in points]) for way, points in curves.items()],
+            [Line(variant, [(float(centre), rate) for centre, rate in points]) for variant, points in curves.items()],
             title="Tokens per second over context length",
             x_axis="context (tokens, prompt included)",
             y_axis="speed (tokens/s)",
         ),
-        ["method", *(f"{place} tokens" for place in places)],
+        ["method", *(f"{centre} tokens" for centre in centres)],
         rows,
-        "The prefill is left out here.",
+        "The prefill is excluded here.",
     )
 
 
 def _budgets(sweeps: dict[str, list[tuple[int, Figures]]]) -> Iterator[str]:
-    known = {way: [(budget, own) for budget, own in points if own.speedup] for way, points in sweeps.items()}
+    known = {variant: [(budget, own) for budget, own in points if own.speedup] for variant, points in sweeps.items()}
     axis = "budget (drafted nodes per round, root not counted)"
     rows = [
-        [way, str(budget), COLUMNS["speedup over eager"](own), COLUMNS["mean acceptance length"](own)]
-        for way, points in known.items()
+        [variant, str(budget), COLUMNS["speedup over eager"](own), COLUMNS["mean acceptance length"](own)]
+        for variant, points in known.items()
         for budget, own in points
     ]
     speed = [
-        Line(way, [(float(budget), own.speedup.median) for budget, own in points if own.speedup])
-        for way, points in known.items()
+        Line(variant, [(float(budget), own.speedup.median) for budget, own in points if own.speedup])
+        for variant, points in known.items()
     ]
     length = [
-        Line(way, [(float(budget), own.mean_acceptance_length or 0.0) for budget, own in points])
-        for way, points in known.items()
+        Line(variant, [(float(budget), own.mean_acceptance_length or 0.0) for budget, own in points])
+        for variant, points in known.items()
     ]
     yield _figure(
         "Budget against speedup",
@@ -221,8 +221,8 @@ def _budgets(sweeps: dict[str, list[tuple[int, Figures]]]) -> Iterator[str]:
         ),
         ["method", "budget", "speedup", "mean acceptance length"],
         rows,
-        "As Figure 3 of the DDTree paper: acceptance grows with the budget, speedup peaks where verifying more nodes "
-        "costs more than it saves.",
+        "As in Figure 3 of the DDTree paper: acceptance grows with the budget; the speedup peaks where verifying more "
+        "nodes costs more than it saves.",
     )
     yield (
         "<figure><figcaption>Budget against mean acceptance length</figcaption>"

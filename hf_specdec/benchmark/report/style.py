@@ -1,4 +1,4 @@
-"""The page's style sheet: colours as variables, one set for light and paper, one for dark."""
+"""The page's style sheet: colours as variables, one set for light theme and print, one for the dark theme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain language models as drafters: any causal LM with the target's tokenizer, drafting chains or trees."""
+"""Causal language models as drafters: any model with the target's tokenizer, drafting chains or trees."""
 
 from hf_specdec.drafters.causal_lm.drafter import CausalLMDrafter, CausalLMOptions
 from hf_specdec.drafters.causal_lm.loading import load

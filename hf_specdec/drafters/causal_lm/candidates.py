@@ -1,8 +1,8 @@
-"""A draft model in one `generate` call: its cache beside the target's, and chains or trees it drafts token by token.
+"""A language model as drafter in one `generate` call: its cache, and chains or trees drafted token by token.
 
-The draft model is run over its own unfinished tree just as the target is over the finished one: `TargetModel.verify`,
-one forward per level (captured, where the target's are), with the levels before held in the cache. A round begins with
-the root, and with the token before it where the last round accepted a leaf, which was drafted but never run.
+The draft model runs its unfinished tree with `TargetModel.verify`, one forward per level (captured, if the target's
+are), and the cache holds the earlier levels. A round begins with the root, preceded by the last committed token if that
+was a leaf, which was drafted but never run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class DraftModelGenerator(TreeCandidateGenerator):
-    """What drafting chains and trees with a language model have in common: keeping its cache level with the text.
+    """Common part of chains and trees: keeps the draft model's cache in step with the committed tokens.
 
     Args:
         drafter: the draft model, for this call.
-        target: the target of this call; its prompt's padding is the draft model's too.
+        target: the target of this call; its prompt's padding is also the draft model's.
         max_depth: most tokens of one path.
-        stopping: when a path is not worth another forward.
+        stopping: when drafting ends early.
     """
 
     drops_rows = True
@@ -50,21 +50,21 @@ class DraftModelGenerator(TreeCandidateGenerator):
         self.prefilled = False
         self.overrun = False
         self.has_nodes = False  # whether its cache holds nodes of the latest round
-        self.pending: Committed | None = None  # what came of them
-        # None for models that do not say how far they can count.
+        self.pending: Committed | None = None  # the result of that round
+        # None for models without a limit in their config.
         self.num_positions: int | None = getattr(drafter.config, "max_position_embeddings", None)
 
     def observe(self, committed: Committed) -> None:
         self.drafter.vocab_size = committed.target_logits.shape[-1]
-        # Of rounds that it was not asked for the draft model has run nothing; their tokens are text like any other.
+        # The draft model has run nothing in skipped rounds; their tokens are run with the next root.
         if self.has_nodes and self.pending is None:
             self.pending = committed
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.prefilled:
-            if self.pending is not None:  # the nodes of the round in flight would be lost
+            if self.pending is not None:  # else the nodes of the latest round would be lost
                 self.keep_accepted(self.pending)
-            self.drafter.keep_rows(rows, for_good=True)
+            self.drafter.keep_rows(rows, permanent=True)
         self.pending, self.has_nodes = None, False
 
     def close(self) -> None:
@@ -73,25 +73,25 @@ class DraftModelGenerator(TreeCandidateGenerator):
 
     @abstractmethod
     def keep_accepted(self, committed: Committed) -> None:
-        """Commits what the draft model has run of the accepted path to its cache."""
+        """Commits the accepted nodes that the draft model has run to its cache."""
 
     def run_root(self, context: DraftContext) -> Tensor | None:
-        """Brings the draft model's cache level with the text, and holds the root there as node 0 of the round.
+        """Runs all tokens that the draft model's cache lacks, up to the root, which becomes node 0 of the round.
 
         Returns:
-            [batch, vocab] float32 logits after the root; None where the draft model can say nothing there.
+            [batch, vocab] float32 logits after the root; None if the draft model cannot draft here.
         """
         lengths = context.lengths
         if self.num_positions is not None and max(lengths) + self.max_depth > self.num_positions:
             if not self.overrun:
                 self.overrun = True
                 logger.warning(
-                    "The draft model knows %d positions, and the text is now longer: the rest is decoded plainly.",
+                    "The draft model has %d positions and the text is longer: the rest is decoded without drafts.",
                     self.num_positions,
                 )
             return None
         if not self.prefilled:
-            if min(lengths) < 2:  # the prompt came as embeddings, which the draft model cannot read
+            if min(lengths) < 2:  # the prompt was passed as embeddings, which the draft model cannot read
                 return None
             self._prefill(context.sequences[:, : min(lengths) - 1])
             self.prefilled = True
@@ -103,7 +103,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
         lags = [max(1, length - known) for length, known in zip(lengths, cache.row_lengths, strict=True)]
         if cache.keeps_states and min(lags) < max(lags):
             return self._catch_up(context, lags)
-        # Rows differ in how far they lag behind; running a known token again costs less than a mask for padding would.
+        # Rows lack different numbers of tokens; running a cached token again costs less than a mask for padding.
         steps = max(lags)
         starts = [length - steps for length in lengths]
         if starts != cache.row_lengths:
@@ -114,14 +114,14 @@ class DraftModelGenerator(TreeCandidateGenerator):
             columns = torch.tensor([list(range(start, start + steps)) for start in starts])
             token_ids = context.sequences.gather(1, columns.to(context.sequences.device))
         chain = DraftTree.chain(token_ids.to(self.drafter.model.device))
-        # The root is the last of these nodes, and that is where the round then begins.
+        # The root is the last of these nodes, and becomes node 0 of the round.
         logits = self.drafter.verify(chain, self.drafter.root_positions(), lead=steps - 1).logits[:, -1]
         cache.commit_and_continue(steps - 1)
         cache.continue_round(1)
         return logits
 
     def _catch_up(self, context: DraftContext, lags: Sequence[int]) -> Tensor:
-        """Runs each row's own last tokens, `lags` of them: where states are kept, no token can be run again."""
+        """Runs the missing tokens of each row, `lags` of them; with recurrent states no token can be run again."""
         cache, device = self.drafter.cache, self.drafter.model.device
         columns = [
             [min(length - 1, length - lag + step) for step in range(max(lags))]
@@ -136,18 +136,18 @@ class DraftModelGenerator(TreeCandidateGenerator):
         drafter = self.drafter
         length, device = token_ids.shape[1], drafter.model.device
         mask = self.target.prompt_mask
-        if mask is not None:  # of another length where a cache was continued with the new tokens only
+        if mask is not None:  # its length differs if a cache was continued with only the new tokens
             mask = mask.to(device) if mask.shape[1] == length else None
-        # The positions that the model knows are how far drafted nodes may reach.
+        # Drafted nodes may use all positions of the model.
         drafter.prefill_for_drafting(token_ids.to(device), mask, self.num_positions or sys.maxsize)
         room = length + 256
-        if drafter.compiles:  # buffers as long as the target's serve the whole call
+        if drafter.compiles:  # buffers with the target's capacity suffice for the whole call
             room = max(room, self.target.cache.capacity - NODE_BUCKETS[-1])
         drafter.begin_rounds(room)
 
 
 class ChainGenerator(DraftModelGenerator):
-    """One path: the likeliest tokens, or with `sample_drafts` in calls that sample, drawn ones that say of which law.
+    """One path: the likeliest tokens, or sampled ones with their distribution, if the call samples and `sample_drafts`.
 
     Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
     """
@@ -180,73 +180,73 @@ class ChainGenerator(DraftModelGenerator):
         token_ids = context.root_ids.to(device).unsqueeze(1)
         top = logits.max(-1, keepdim=True)
         finite = top.values.squeeze(1).isfinite()
-        valid, laws, going = [torch.ones_like(finite), finite], [], finite
+        valid, draft_probs, active = [torch.ones_like(finite), finite], [], finite
         log_path = torch.zeros_like(logits[:, 0])
-        drawn = context.choice.do_sample and self.sample_drafts
+        sampled = context.choice.do_sample and self.sample_drafts
         while True:
-            if drawn:
-                # A row without sensible logits is not drafted for, but the others are drawn in the same call.
+            if sampled:
+                # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
                 scores = logits.where(top.values.isfinite(), 0.0)
                 scores = context.choice.warpers(token_ids[:, -1:], scores)
-                law = scores.softmax(-1)
-                chosen = torch.multinomial(law, num_samples=1)
-                laws.append(law)
+                probs = scores.softmax(-1)
+                chosen = torch.multinomial(probs, num_samples=1)
+                draft_probs.append(probs)
             else:
                 scores, chosen = logits, top.indices
             token_ids = torch.cat([token_ids, chosen], dim=1)
             self.num_run = token_ids.shape[1] - 1
             if self.num_run == self.max_depth:
                 break
-            # Whether a path goes on is decided by what was drafted already: a decision that looked at the next token
-            # would make the drafts that are left follow another law than the one they carry.
+            # The decision to continue must not depend on the next token: else the remaining drafts would have another
+            # distribution than the recorded one.
             if self.stopping.in_use:
                 log_probs = scores.log_softmax(-1)
                 log_path = log_path + log_probs.gather(1, chosen).squeeze(1)
-                going = going & self.stopping.goes_on(log_path, log_probs)
-                if not bool(going.any()):
+                active = active & self.stopping.continues(log_path, log_probs)
+                if not bool(active.any()):
                     break
             chain = self._chain(token_ids)
             logits = self.drafter.verify(chain, root_positions, first=self.num_run).logits[:, -1]
             self.drafter.cache.continue_round(1)
             self.num_run += 1
             top = logits.max(-1, keepdim=True)
-            going = going & top.values.squeeze(1).isfinite()
-            valid.append(going)
-        home = context.root_ids.device
+            active = active & top.values.squeeze(1).isfinite()
+            valid.append(active)
+        device = context.root_ids.device
         return DraftTree.chain(
-            token_ids.to(home),
-            valid=torch.stack(valid, dim=1).to(home),
-            finite=finite.to(home),
-            draft_probs=torch.stack(laws, dim=1).to(home) if laws else None,
+            token_ids.to(device),
+            valid=torch.stack(valid, dim=1).to(device),
+            finite=finite.to(device),
+            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
         )
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         probs = None
         if tree.draft_probs is not None:
-            drawn = tree.draft_probs.gather(-1, tree.token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-            probs = torch.nn.functional.pad(drawn, (1, 0), value=1.0)
-        return NodeNotes(probs, tree.depths)  # a forward per token
+            chosen = tree.draft_probs.gather(-1, tree.token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            probs = torch.nn.functional.pad(chosen, (1, 0), value=1.0)
+        return NodeNotes(probs, tree.depths)  # one forward per token
 
     def _chain(self, token_ids: Tensor) -> DraftTree:
-        """The chain of these tokens; its structure is cut from one that is made once per call."""
+        """The chain of these tokens, with slices of a structure that is built once per call."""
         batch, nodes = token_ids.shape
         if self.longest_chain is None:
             self.longest_chain = DraftTree.chain(token_ids.new_zeros(batch, self.max_depth))
-        whole = self.longest_chain
+        longest = self.longest_chain
         return replace(
-            whole,
+            longest,
             token_ids=token_ids,
-            depths=whole.depths[:, :nodes],
-            ancestor_mask=whole.ancestor_mask[:, :nodes, :nodes],
+            depths=longest.depths[:, :nodes],
+            ancestor_mask=longest.ancestor_mask[:, :nodes, :nodes],
             max_depth=nodes - 1,
         )
 
 
 class TreeGenerator(DraftModelGenerator):
-    """The likeliest `tree_budget` paths that the draft model finds when it expands the best `width` nodes per level.
+    """The likeliest `tree_budget` paths, found by expanding the best `width` nodes of each level.
 
-    A path is as likely as its tokens together, so no node beats its parent, and a node that is not among the best so
-    far never will be: such nodes are not expanded. The shape of EAGLE-2 (arXiv 2406.16858, Section 4), with a whole
+    A path's probability is the product of its tokens', so no node is likelier than its parent. A node that is not among
+    the best so far will never be, and is not expanded. Shape of EAGLE-2 (arXiv 2406.16858, Section 4), with a complete
     language model as drafter.
     """
 
@@ -262,21 +262,21 @@ class TreeGenerator(DraftModelGenerator):
         super().__init__(drafter, target, max_depth, stopping)
         self.tree_budget = tree_budget
         self.width = width
-        # Per row and node of the tree handed out, where the draft model's cache holds it; -1 for what it has not run.
-        self.places: list[list[int]] = []
+        # Per row and node of the returned tree: its index in the draft model's cache; -1 for nodes that it has not run.
+        self.cache_indices: list[list[int]] = []
         self.drafted: list[list[float]] = []  # log-probability of the path to each node of the latest tree
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
-        self.places = [self.places[row] for row in rows] if self.places else []
+        self.cache_indices = [self.cache_indices[row] for row in rows] if self.cache_indices else []
 
     def keep_accepted(self, committed: Committed) -> None:
         assert committed.path is not None
         cache = self.drafter.cache
         paths = []
         for row, path in enumerate(committed.path.tolist()):
-            places = [self.places[row][node] for node in path[: committed.num_committed[row]] if node >= 0]
-            paths.append([place for place in places if place >= 0])  # leaves only are missing
+            indices = [self.cache_indices[row][node] for node in path[: committed.num_committed[row]] if node >= 0]
+            paths.append([index for index in indices if index >= 0])  # only leaves have none
         steps = max(1, *map(len, paths))
         padded = from_host([path + [0] * (steps - len(path)) for path in paths], cache.device)
         cache.commit(padded, Counts.of([len(path) for path in paths], cache.device))
@@ -288,8 +288,8 @@ class TreeGenerator(DraftModelGenerator):
         root_positions = self.drafter.root_positions()
         rows = [Expansion(root) for root in context.root_ids.tolist()]
         frontiers = [[0] if active else [] for active in context.active]
-        # The nodes run so far as the draft model's cache holds them: all rows have equally many, padded where needed.
-        held_ids, held_parents = [[row.token_ids[0]] for row in rows], [[-1] for _ in rows]
+        # The nodes run so far, in the order of the draft model's cache. All rows have the same number, with padding.
+        run_ids, run_parents = [[row.token_ids[0]] for row in rows], [[-1] for _ in rows]
         logits = logits.unsqueeze(1)
         for depth in range(1, self.max_depth + 1):
             log_probs = logits.log_softmax(-1)
@@ -306,31 +306,32 @@ class TreeGenerator(DraftModelGenerator):
             width = max(map(len, frontiers))
             if not width:
                 break
-            if self.drafter.static is not None:  # levels of one width have one shape
+            if self.drafter.static is not None:  # captured levels have a fixed width
                 width = min(self.width, self.tree_budget)
-            first = len(held_ids[0])
+            first = len(run_ids[0])
             for row, expansion in enumerate(rows):
-                for place, node in enumerate(frontiers[row], start=first):
-                    expansion.places[node] = place
-                    held_ids[row].append(expansion.token_ids[node])
-                    held_parents[row].append(expansion.places[expansion.parents[node]])
+                for index, node in enumerate(frontiers[row], start=first):
+                    expansion.cache_indices[node] = index
+                    run_ids[row].append(expansion.token_ids[node])
+                    run_parents[row].append(expansion.cache_indices[expansion.parents[node]])
                 missing = width - len(frontiers[row])
-                held_ids[row] += [held_ids[row][0]] * missing
-                held_parents[row] += [0] * missing
-            partial = DraftTree.from_lists(held_ids, held_parents, device=logits.device)
+                run_ids[row] += [run_ids[row][0]] * missing
+                run_parents[row] += [0] * missing
+            partial = DraftTree.from_lists(run_ids, run_parents, device=logits.device)
             logits = self.drafter.verify(partial, root_positions, first=first).logits
             self.drafter.cache.continue_round(width)
         context.lap("draft")
-        kept = [expansion.likeliest(self.tree_budget) for expansion in rows]
-        self.places = [[row.places[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
-        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)]
-        home = context.root_ids.device
+        best_nodes = [expansion.likeliest(self.tree_budget) for expansion in rows]
+        selected = list(zip(rows, best_nodes, strict=True))
+        self.cache_indices = [[row.cache_indices[node] for node in nodes] for row, nodes in selected]
+        self.drafted = [[row.scores[node] for node in nodes] for row, nodes in selected]
+        device = context.root_ids.device
         tree = DraftTree.from_lists(
-            [[row.token_ids[node] for node in nodes] for row, nodes in zip(rows, kept, strict=True)],
-            [row.parents_among(nodes) for row, nodes in zip(rows, kept, strict=True)],
-            finite=torch.tensor([row.finite for row in rows], device=home),
+            [[row.token_ids[node] for node in nodes] for row, nodes in selected],
+            [row.parents_among(nodes) for row, nodes in selected],
+            finite=torch.tensor([row.finite for row in rows], device=device),
             path_logprobs=self.drafted,
-            device=home,
+            device=device,
         )
         context.lap("tree")
         return tree
@@ -339,19 +340,19 @@ class TreeGenerator(DraftModelGenerator):
         if tree.num_nodes == 1:  # nothing was drafted
             return None
         scores = torch.tensor([(row + [0.0] * tree.num_nodes)[: tree.num_nodes] for row in self.drafted])
-        return path_notes(tree, scores.to(tree.token_ids.device), tree.depths)  # a forward per level
+        return path_notes(tree, scores.to(tree.token_ids.device), tree.depths)  # one forward per level
 
 
 class Expansion:
-    """The nodes of one row that the draft model has thought of, in the order it did; node 0 is the root."""
+    """The nodes that the draft model has predicted for one row, in order; node 0 is the root."""
 
     def __init__(self, root_id: int) -> None:
         self.token_ids = [root_id]
         self.parents = [-1]
         self.scores = [0.0]  # log-probability of the path, nats
-        self.places = [0]  # where the cache holds the node, -1 while the draft model has not run it
+        self.cache_indices = [0]  # index of each node in the cache, -1 for nodes that the draft model has not run
         self.expandable = [True]
-        self.level_start = 0  # where the newest level begins
+        self.level_start = 0  # first node of the newest level
         self.finite = True
 
     def grow(
@@ -363,12 +364,12 @@ class Expansion:
     ) -> None:
         """Adds a level: the best continuations of each node of the frontier; [frontier][ranks] each.
 
-        `certain` says per node of the frontier whether its continuations are worth expanding in turn.
+        `certain` says per node of the frontier whether its continuations may be expanded in turn.
         """
         self.level_start = len(self.token_ids)
         for index, node in enumerate(frontier):
             if not math.isfinite(log_probs[index][0]):
-                # NaN or infinite logits; without any at the root, nothing at all is drafted.
+                # NaN or infinite logits; at the root they make the whole tree invalid.
                 self.finite = self.finite and node != 0
                 continue
             for token, log_prob in zip(token_ids[index], log_probs[index], strict=False):
@@ -377,12 +378,12 @@ class Expansion:
                 self.token_ids.append(token)
                 self.parents.append(node)
                 self.scores.append(self.scores[node] + log_prob)
-                self.places.append(-1)
+                self.cache_indices.append(-1)
                 self.expandable.append(certain is None or certain[index])
 
     def likeliest(self, budget: int) -> list[int]:
-        """The root and the `budget` likeliest other nodes in order: a tree, as no node beats its parent."""
-        # The sort is stable, so a parent wins a tie with its child.
+        """The root and the `budget` likeliest other nodes in order; a tree, as no node is likelier than its parent."""
+        # The sort is stable, so a parent precedes a child with the same score.
         nodes = sorted(range(1, len(self.scores)), key=self.scores.__getitem__, reverse=True)
         return [0, *nodes[:budget]]
 
@@ -397,5 +398,5 @@ class Expansion:
 
     def parents_among(self, nodes: Sequence[int]) -> list[int]:
         """The parents of `nodes` as indices into `nodes`."""
-        index = {node: place for place, node in enumerate(nodes)}
+        index = {node: position for position, node in enumerate(nodes)}
         return [index.get(self.parents[node], -1) for node in nodes]

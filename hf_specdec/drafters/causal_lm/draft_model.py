@@ -1,7 +1,7 @@
-"""DraftModel: a draft model in one `generate` call, run as the target is, but in the target's tokens.
+"""DraftModel: a draft model in one `generate` call. It runs as a target does, but reads and returns the target's ids.
 
-The tables of the two may differ in size (`drafters/vocabulary.py`). A draft model that was cut to a draft vocabulary
-has in its config `draft_token_ids`: the target's id of each row of its tables.
+The two vocabularies may differ in size (`drafters/vocabulary.py`). The config of a draft model with a draft vocabulary
+has `draft_token_ids`: the target's id of each row of its embedding and head.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hf_specdec.drafters.vocabulary import draft_ids_of, known_ids
 
 
 def target_ids_of(model: PreTrainedModel) -> Tensor | None:
-    """[rows] int64: the target's id of each row of a draft model's tables, ascending; None where they are the same."""
+    """[rows] int64: the target's id of each row of a draft model's embedding, ascending; None if the ids are equal."""
     ids = getattr(model.config, "draft_token_ids", None)
     return None if ids is None else torch.tensor(ids)
 
 
 @torch.no_grad()
 def with_whole_vocabulary(draft_model: PreTrainedModel, vocab_size: int) -> PreTrainedModel:
-    """The draft model with a row for each of the target's tokens, which all other software needs.
+    """The draft model with a row for each of the target's tokens, for software that needs equal vocabularies.
 
-    It drafts as it does here: a token that there is no row for is read as the last row, and its logit is 0, below that
-    of the likeliest token of any language model in use.
+    It drafts as before: a token without a row of its own gets the embedding of the last row and the logit 0, which in
+    practice is below that of the likeliest token.
 
     Args:
-        draft_model: returned itself where it was not cut to a draft vocabulary.
+        draft_model: returned unchanged if it has no draft vocabulary.
         vocab_size: rows of the target's embedding.
     """
     target_ids = target_ids_of(draft_model)
@@ -63,11 +63,11 @@ def with_whole_vocabulary(draft_model: PreTrainedModel, vocab_size: int) -> PreT
 
 
 class DraftVocabulary:
-    """Brings tokens of the target to rows of a draft model.
+    """Maps the target's ids to rows of a draft model.
 
     Args:
-        target_ids: [rows] int64, see `target_ids_of`; None where ids are the same.
-        num_rows: of the draft model's tables.
+        target_ids: [rows] int64, see `target_ids_of`; None if the ids are equal.
+        num_rows: of the draft model's embedding.
     """
 
     def __init__(self, target_ids: Tensor | None, num_rows: int) -> None:
@@ -78,7 +78,7 @@ class DraftVocabulary:
             self._rows = draft_ids_of(offsets, int(target_ids[-1]) + 1)
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """Rows of any shape of target ids; a token that there is no row for is read as the last row."""
+        """Rows for target ids of any shape; the last row for a token without its own."""
         if self._rows is None:
             return known_ids(token_ids, self.num_rows)
         if self._rows.device != token_ids.device:
@@ -91,7 +91,7 @@ class DraftModel(TargetModel):
     """A draft model bound to one `generate` call of the target.
 
     Attributes:
-        vocab_size: columns of the target's logits, to be set after its prefill: `verify` gives as many.
+        vocab_size: columns of the target's logits, to be set after its prefill; `verify` returns as many.
 
     Raises:
         ValueError: as `TargetModel`.
@@ -109,17 +109,17 @@ class DraftModel(TargetModel):
         return super().prefill(self.vocabulary.rows(input_ids), generation_config, model_kwargs)
 
     def prefill_for_drafting(self, token_ids: Tensor, mask: Tensor | None, max_length: int) -> None:
-        """`prefill` of a draft model, where padding is run behind the text, and its entries in the cache are zeros.
+        """`prefill` of a draft model, with padding moved to the right and its cache entries set to zero.
 
-        On the left, padding has nothing to see. Eager attention in float64 gives NaN there, and one layer later to all
-        tokens of the row. A target must do what the host does; a draft model need not.
+        A padding token on the left attends to nothing. Eager attention in float64 then gives NaN, which the next layer
+        spreads over the row. A target must do what the host does; a draft model need not.
 
         Args:
             token_ids: [batch, seq] int64.
-            mask: [batch, seq] bool, False at padding; None where there is none.
-            max_length: most tokens that a text may have.
+            mask: [batch, seq] bool, False at padding; None for no padding.
+            max_length: most tokens that a row may have.
         """
-        if mask is not None and keeps_states(self.model):  # which padding behind the text would change
+        if mask is not None and keeps_states(self.model):  # padding on the right would change the states
             self.prefill_alone(token_ids, max_length, mask)
             return
         order = None
@@ -135,7 +135,7 @@ class DraftModel(TargetModel):
 
     def verify(self, tree: DraftTree, root_positions: Tensor, **settings: Any) -> TargetOutput:
         target_ids = self.vocabulary.target_ids
-        if target_ids is not None or self.vocab_size > self.num_rows:  # else all that the target can choose has a row
+        if target_ids is not None or self.vocab_size > self.num_rows:  # else every token of the target has a row
             tree = replace(tree, token_ids=self.vocabulary.rows(tree.token_ids))
         output = super().verify(tree, root_positions, **settings)
         output.logits = TargetVocabularyLogitsProcessor(self.vocab_size, target_ids)(None, output.logits)

@@ -21,11 +21,11 @@ from hf_specdec.decoding.trial import check_trees
 from hf_specdec.drafters.causal_lm.candidates import ChainGenerator, TreeGenerator
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel, target_ids_of
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
-from hf_specdec.drafters.fingerprint import first_difference, tokenizer_at_hand
+from hf_specdec.drafters.fingerprint import first_difference, local_tokenizer
 from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
 from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import unknown_name
+from hf_specdec.drafters.registry import name_of, unknown_name
 from hf_specdec.drafters.vocabulary import may_be_padding
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
@@ -34,20 +34,20 @@ MAX_DEPTH = 256
 
 @dataclass(slots=True, kw_only=True)
 class CausalLMOptions(TreeOptions):
-    """How a draft model drafts.
+    """Drafting options of a draft model.
 
     Attributes:
         method: `"causal_lm_tree"`, the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
-        max_depth: most tokens of a path; as many forwards of the draft model per round.
-        tree_budget: see `TreeOptions`. A number has no effect on `"causal_lm_chain"`, which drafts max_depth tokens;
-            `"auto"` shortens chains as well.
-        width: most nodes of a level that are expanded, and most continuations that each of them gets.
-        sample_drafts: where the call samples, a chain's tokens are drawn from the draft model's distribution (after the
-            call's temperature, top-k, ...) and verified by rejection sampling; else they are its likeliest ones. Both
-            are lossless. Trees always hold the likeliest ones.
-        min_confidence: does not draft behind a node whose path has a lower probability; None for no such limit.
-        min_acceptance: AdaEDL's threshold: does not draft behind tokens that were drafted from a distribution with
-            1 - sqrt(entropy_weight * entropy) below it; None for no such limit.
+        max_depth: most tokens of a path, and most forwards of the draft model per round.
+        tree_budget: see `TreeOptions`. An integer does not affect `"causal_lm_chain"`, which drafts max_depth tokens;
+            `"auto"` shortens chains too.
+        width: most expanded nodes of a level, and most continuations of each of them.
+        sample_drafts: if the call samples, a chain's tokens are sampled from the draft model's distribution (after the
+            call's temperature, top-k, ...) and verified by rejection sampling; if False they are its likeliest tokens.
+            Both are lossless. Trees always contain the likeliest tokens.
+        min_confidence: a node is not expanded if the probability of its path is lower; None for no limit.
+        min_acceptance: AdaEDL's threshold: a path ends after tokens drafted from a distribution for which
+            1 - sqrt(entropy_weight * entropy) is lower; None for no limit.
         entropy_weight: of the entropy (nats) in that bound.
     """
 
@@ -69,29 +69,29 @@ class CausalLMOptions(TreeOptions):
         for name in ("min_confidence", "min_acceptance"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value <= 1):
-                raise ValueError(f"{name}={value!r} must be above 0 and at most 1, or None for no such limit.")
+                raise ValueError(f"{name}={value!r} must be above 0 and at most 1, or None for no limit.")
         if not is_number(self.entropy_weight) or not 0 < self.entropy_weight < float("inf"):
             raise ValueError(f"entropy_weight={self.entropy_weight!r} must be a positive number.")
 
 
 class CausalLMDrafter(PublishedDrafter):
-    """A plain causal language model as drafter: speculative sampling as it was first published, and its tree.
+    """A causal language model as drafter: speculative sampling as first published, and a tree version of it.
 
-    Nothing is trained for it; any model with the target's tokenizer will do, and the more often it says what the target
-    says, the better. A forward per drafted level is what it pays for that: the drafters that read the target's hidden
-    states (`dflash`, `ddtree`) draft all levels in one. Unlike transformers' own assisted generation it drafts trees,
-    takes batches, and keeps its cache over the rounds of a call.
+    It needs no training; any model with the target's tokenizer works, and the more often the two agree, the more is
+    accepted. It runs one forward per drafted level, while the drafters that read the target's hidden states (`dflash`,
+    `ddtree`) draft all levels in one. Unlike transformers' assisted generation it drafts trees, supports batches, and
+    keeps its cache between the rounds of a call.
 
-    Its tables may have more rows than the target's, or fewer, by padding or added tokens. A token that the target does
-    not have is never drafted; a token that the draft model has no row for is read as its last row.
+    Its embedding may have more rows than the target's, or fewer, because of padding or added tokens. A token that the
+    target lacks is never drafted; a token that the draft model lacks is read as its last row.
 
     Args:
-        model: the draft model; shared rather than copied, and not changed, but that saving it as a drafter keeps the
-            options in its config.
-        drafting_options: of `CausalLMOptions`; they win over the `drafting_options` of the draft model's config.
+        model: the draft model; shared, not copied. Saving it as a drafter stores the options in its config; nothing
+            else changes it.
+        drafting_options: of `CausalLMOptions`; they override the `drafting_options` of the draft model's config.
 
     Attributes:
-        tokenizer_folder: where its tokenizer is, if anywhere; None to look for it where the model came from.
+        tokenizer_folder: where its tokenizer is; None for the folder or repo of the model.
     """
 
     fits = "It can draft for any target with the same tokenizer; the one it was trained for accepts most."
@@ -107,17 +107,17 @@ class CausalLMDrafter(PublishedDrafter):
 
     @property
     def name_or_path(self) -> str:
-        """Where the draft model came from; its class where that is not known."""
-        return self.model.name_or_path or type(self.model).__name__
+        """Folder or Hub id of the draft model; its class if unknown."""
+        return name_of(self.model)
 
     @property
     def device(self) -> torch.device:
-        """Of the draft model; may be another than the target's."""
+        """Of the draft model; may differ from the target's."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the draft model; may be another than the target's."""
+        """Of the draft model; may differ from the target's."""
         return self.model.dtype
 
     def to(self, *args: Any, **kwargs: Any) -> CausalLMDrafter:
@@ -126,8 +126,8 @@ class CausalLMDrafter(PublishedDrafter):
         return self
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Saves the draft model as the plain language model it is, with records and card; `load_drafter` reads it."""
-        self.keep_options()
+        """Saves the draft model as an ordinary language model, with records and card; `load_drafter` reads it."""
+        self.store_options()
         with self.replacing_weights(Path(save_directory)):
             self.model.save_pretrained(save_directory, **kwargs)
         self.write_records(save_directory)
@@ -137,14 +137,14 @@ class CausalLMDrafter(PublishedDrafter):
 
     @property
     def target_ids(self) -> Tensor | None:
-        """[rows] int64, the target's id of each row of its tables, ascending; None where they are the same."""
+        """[rows] int64, the target's id of each row of its embedding, ascending; None if the ids are equal."""
         return target_ids_of(self.model)
 
     def set_vocabulary(self, target_ids: Tensor | None) -> None:
-        """Says which of the target's tokens the rows of its tables are, kept in its config as `draft_token_ids`.
+        """Stores in the config, as `draft_token_ids`, which of the target's tokens the rows of its embedding are.
 
         Args:
-            target_ids: [rows] int64, ascending; None where they are the same.
+            target_ids: [rows] int64, ascending; None if the ids are equal.
         """
         if target_ids is None:
             self.model.config.__dict__.pop("draft_token_ids", None)
@@ -188,7 +188,7 @@ class CausalLMDrafter(PublishedDrafter):
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         options = self.options
-        # On a CPU it is too small to gain from being compiled.
+        # On a CPU these models are too small to gain from compilation.
         compile_mode: graphs.CompileMode = options.compile_mode if graphs.can_capture(self.device) else "none"
         drafter = DraftModel(self.model, compile_mode=compile_mode)
         stopping = StoppingRule(options.min_confidence, options.min_acceptance, options.entropy_weight)
@@ -197,10 +197,10 @@ class CausalLMDrafter(PublishedDrafter):
         return TreeGenerator(drafter, target, options.max_depth, stopping, options.node_limit, options.width)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target_name = model.name_or_path or type(model).__name__
+        target_name = name_of(model)
         try:
             check_supported(self.model)
-            if self.device.type != "meta":  # a blueprint has no weights to try
+            if self.device.type != "meta":  # without weights there is nothing to run
                 check_trees(self.model)
         except ValueError as error:
             raise ValueError(f"{self.name_or_path!r} cannot draft for {target_name!r}: {error}") from error
@@ -225,23 +225,23 @@ class CausalLMDrafter(PublishedDrafter):
             )
 
     def _compare_sizes(self, model: PreTrainedModel, target_name: str) -> None:
-        """All there is to go by where a tokenizer is not at hand."""
-        if self.target_ids is not None:  # by its rows it is smaller anyway
+        """Compares the sizes of the vocabularies, for pairs without two local tokenizers."""
+        if self.target_ids is not None:  # a draft vocabulary is smaller on purpose
             return
         own, other = (each.get_input_embeddings().num_embeddings for each in (self.model, model))
         if not may_be_padding(own, other):
             raise ValueError(
                 f"Draft model {self.name_or_path!r} has a vocabulary of {own}, but target {target_name!r} has one of "
-                f"{other}: more than padding or added tokens explain, and there are no two tokenizers here to be "
-                "compared. A draft model must speak in the target's tokens: choose one with the target's tokenizer, "
-                "or, if it has that, put the tokenizers' files beside both models."
+                f"{other}: more than padding or added tokens explain, and there are no two local tokenizers to "
+                "compare. A draft model must use the target's tokens: choose one with the target's tokenizer, or, if "
+                "it has that, put the tokenizers' files into the folders of both models."
             )
         warn_of_sizes(self.name_or_path, own, model)
 
     def _compare_once(self, model: PreTrainedModel, target_name: str) -> None:
-        """What takes too long to be looked at in every call."""
-        tokenizer = tokenizer_at_hand(str(self.tokenizer_folder or self.model.name_or_path))
-        other = tokenizer_at_hand(model.name_or_path)
+        """The checks that take too long for every call."""
+        tokenizer = local_tokenizer(str(self.tokenizer_folder or self.model.name_or_path))
+        other = local_tokenizer(model.name_or_path)
         if tokenizer is None or other is None:
             self._compare_sizes(model, target_name)
         elif (difference := first_difference(tokenizer, other)) is not None:
@@ -249,12 +249,12 @@ class CausalLMDrafter(PublishedDrafter):
             raise ValueError(
                 f"Draft model {self.name_or_path!r} and target {target_name!r} have different tokenizers: id "
                 f"{token_id} is {own_token!r} in the draft model's and {target_token!r} in the target's. A draft "
-                "model must speak in the target's tokens: choose one with the target's tokenizer."
+                "model must use the target's tokens: choose one with the target's tokenizer."
             )
         own_size, size = self.model.num_parameters(), model.num_parameters()
         if own_size > size:
             warnings.warn(
                 f"Draft model {self.name_or_path!r} has {own_size:,} parameters, more than the {size:,} of target "
-                f"{target_name!r}: drafting will cost more than it saves. Are the two swapped?",
+                f"{target_name!r}: drafting will cost more than it saves. Check that the two are not swapped.",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""From a plain language model's files to a drafter. Files were found and found whole by `hub/loading.py`."""
+"""Loads a causal language model as a drafter. `hub/loading.py` finds its files and checks that they are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_specdec.drafters.pretrained import check_numbers, loading_differences
 def is_causal_lm(config: dict[str, Any]) -> bool:
     """Whether a `config.json` is of a model that AutoModelForCausalLM would build.
 
-    Drafters of several kinds say the same of themselves, so whoever asks has asked about those before.
+    The configs of several other kinds of drafters pass this check too: recognise those first.
     """
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
     names = (known,) if isinstance(known, str) else known or ()
@@ -27,7 +27,7 @@ def is_causal_lm(config: dict[str, Any]) -> bool:
 
 
 def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
-    """A language model whose every weight is that of its files.
+    """A language model with all weights from its files.
 
     Args:
         source: its folder.
@@ -36,14 +36,14 @@ def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
 
     Raises:
         OSError: as `from_pretrained`.
-        ValueError: the weights are not those that the config describes, or hold NaN; names them.
+        ValueError: the weights differ from those that the config describes, or contain NaN; names them.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # without, transformers raises and names no shape; none is ignored here
+        ignore_mismatched_sizes=True,  # transformers then reports the shapes instead of raising; all are raised below
         **settings,
     )
     if differences := loading_differences(info):
@@ -56,7 +56,7 @@ def whole_model(source: Path, name: str, **settings: Any) -> PreTrainedModel:
 
 
 def whole_target(name: str, **settings: Any) -> PreTrainedModel:
-    """A target with all its weights; transformers alone makes up those that are missing, with no more than a warning.
+    """A target with all its weights; transformers initialises missing ones randomly, with only a warning.
 
     Args:
         name: a folder or a Hub id.
@@ -64,7 +64,7 @@ def whole_target(name: str, **settings: Any) -> PreTrainedModel:
 
     Raises:
         OSError: as `from_pretrained`.
-        ValueError: as `from_pretrained`, or files are damaged, or weights are missing or of another shape; names them.
+        ValueError: as `from_pretrained`; or files are damaged; or weights are missing or of another shape, names them.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -78,8 +78,8 @@ def whole_target(name: str, **settings: Any) -> PreTrainedModel:
     if differences := loading_differences(lacking | {"unexpected_keys": ()}):
         raise ValueError(
             f"The files of {name!r} do not hold all weights of the {type(model).__name__} that its config.json "
-            f"describes. {differences[0].upper()}{differences[1:]}. Check that it is a whole language model and no "
-            "drafter; copy or download it again."
+            f"describes. {differences[0].upper()}{differences[1:]}. Check that it is a complete language model and not "
+            "a drafter; copy or download it again."
         )
     return model
 
@@ -88,7 +88,7 @@ def _parsed(config: dict[str, Any]) -> PreTrainedConfig:
     """The config object of a `config.json`.
 
     Raises:
-        ValueError: transformers knows no such model.
+        ValueError: transformers has no such model.
     """
     if not is_causal_lm(config):
         raise ValueError(
@@ -104,13 +104,13 @@ def load(config: dict[str, Any], name: str, folder: Path, dtype: torch.dtype | N
 
     Args:
         config: the checkpoint's `config.json`.
-        name: what the user asked for.
-        folder: where its files are.
+        name: what the user has passed.
+        folder: of its files.
         dtype: of the weights; None for the stored one.
-        weights: whether they are loaded; else the drafter has no storage and knows its options and its vocabulary.
+        weights: whether to load them; if not, the drafter is on the meta device, with its options and vocabulary.
 
     Raises:
-        ValueError: transformers knows no such model, or the weights are not those that the config describes.
+        ValueError: transformers has no such model, or the weights differ from those that the config describes.
     """
     parsed = _parsed(config)
     parsed.name_or_path = name

@@ -1,4 +1,4 @@
-"""When drafting on is not worth another forward of the draft model: by confidence, and by entropy as in AdaEDL."""
+"""When drafting ends early: by confidence, and by entropy as in AdaEDL."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """Decides, from what is drafted already, whether a path is drafted further.
+    """Decides from the tokens drafted so far whether a path is extended.
 
     Attributes:
-        min_confidence: stops behind a node whose path has a lower probability under the draft model; None for never.
-        min_acceptance: stops behind tokens for which `acceptance_bound` is lower; None for never. AdaEDL's threshold.
+        min_confidence: stops after a node whose path has a lower probability under the draft model; None for never.
+        min_acceptance: stops after tokens for which `acceptance_bound` is lower; None for never. AdaEDL's threshold.
         entropy_weight: in that bound.
     """
 
@@ -30,29 +30,29 @@ class StoppingRule:
 
     @property
     def least_log_path(self) -> float:
-        """Log of `min_confidence`, nats; minus infinity where there is none."""
+        """Log of `min_confidence`, nats; minus infinity for None."""
         return math.log(self.min_confidence) if self.min_confidence else -math.inf
 
-    def goes_on(self, log_path: Tensor, log_probs: Tensor) -> Tensor:
-        """[batch] bool: whether to draft on, from log-probabilities of paths [batch] and laws [batch, vocab]."""
+    def continues(self, log_path: Tensor, log_probs: Tensor) -> Tensor:
+        """[batch] bool: whether to extend paths, from log-probabilities of paths [batch] and tokens [batch, vocab]."""
         return (log_path >= self.least_log_path) & self.certain(log_probs)
 
     def certain(self, log_probs: Tensor) -> Tensor:
-        """[..., vocab] -> [...] bool: whether tokens of these laws are likely enough to be accepted."""
+        """[..., vocab] -> [...] bool: whether tokens from these distributions are likely enough to be accepted."""
         if self.min_acceptance is None:
             return torch.ones(log_probs.shape[:-1], dtype=torch.bool, device=log_probs.device)
         return acceptance_bound(log_probs, self.entropy_weight) >= self.min_acceptance
 
 
 def acceptance_bound(log_probs: Tensor, entropy_weight: float) -> Tensor:
-    """A lower bound of the chance that a token drafted from a law is accepted, from its entropy H: 1 - sqrt(weight H).
+    """A lower bound of a token's acceptance probability, from its draft distribution's entropy H: 1 - sqrt(weight H).
 
-    AdaEDL (arXiv 2410.18351); the bound holds for targets that are close enough to the drafter, for which the
-    weight stands.
+    AdaEDL (arXiv 2410.18351). The bound holds for targets that are close enough to the drafter, which the weight
+    expresses.
 
     Args:
         log_probs: [..., vocab] float32, nats.
-        entropy_weight: larger ones trust the draft model less.
+        entropy_weight: a larger weight assumes less agreement.
 
     Returns:
         [...] float32, at most 1; may be negative.

@@ -1,9 +1,9 @@
 """DDTree: the likeliest `tree_budget` continuations, from the per-position marginals of one drafter forward.
 
-Under independent positions the tree that maximises the expected number of accepted tokens is the set of the likeliest
-prefixes (DDTree, arXiv 2604.12989, Propositions 1 and 2). The paper's Algorithm 1 finds them one by one with a heap,
-the quicker way where tensors lie in host memory (`heap_tree`); `level_tree` finds the same tree level by level with
-tensor operations of fixed shapes, on any device and without a host sync. Nodes are in order of probability.
+If positions are independent, the tree with the most expected accepted tokens is the set of the likeliest prefixes
+(DDTree, arXiv 2604.12989, Propositions 1 and 2). The paper's Algorithm 1 finds them one by one with a heap, which is
+faster for tensors in host memory (`heap_tree`). `level_tree` finds the same tree level by level with tensor operations
+of fixed shapes, on any device and without a host sync. Nodes are in order of probability.
 
 Relation to its sibling `dflash`: same forward, but alternatives at every depth instead of one chain.
 """
@@ -27,7 +27,7 @@ class DDTreeGenerator(MarginalsGenerator):
     """Draft trees from marginals.
 
     Args:
-        source: gives the marginals of each round.
+        source: computes the marginals of each round.
         tree_budget: most drafted nodes, root not counted.
     """
 
@@ -47,7 +47,7 @@ class DDTreeGenerator(MarginalsGenerator):
 def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     """The tree of `level_tree` by the paper's Algorithm 1: pops the likeliest prefix, pushes its sibling and its child.
 
-    For tensors in host memory, where each small operation of `level_tree` costs more than a node does here.
+    For tensors in host memory, where each small operation of `level_tree` costs more than a node of this loop.
 
     Args:
         root_ids: [batch] int64.
@@ -55,7 +55,7 @@ def heap_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         budget: most drafted nodes.
 
     Returns:
-        a tree that is as wide as its widest row.
+        A tree as wide as its widest row.
     """
     if budget == 0:
         return DraftTree.root_only(root_ids)
@@ -80,13 +80,13 @@ def _best_first(
     """Tokens, parents and path log-probabilities of the nodes of one row.
 
     Args:
-        root: its token.
+        root: its token id.
         logprobs: of the tokens of each position, the likeliest first.
-        token_ids: these tokens.
+        token_ids: the tokens.
         budget: most drafted nodes.
     """
     tokens, parents, scores = [root], [-1], [0.0]
-    # (minus the score, depth, parent, rank): of equal scores the shorter prefix first, then as the parents are.
+    # (minus the score, depth, parent, rank): ties go to the shorter prefix, then to the earlier parent.
     heap = [(-logprobs[0][0], 1, 0, 0)]
     while heap and len(tokens) <= budget:
         negative, depth, parent, rank = heap[0]
@@ -112,10 +112,10 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     position both sorted, the pair (i, j) has (i+1)(j+1)-1 others before it, so only pairs with (i+1)(j+1) <= budget
     are candidates. The best `budget` over all depths are the tree.
 
-    Equally likely tokens of a position are ranked by their ids; where more of them tie for the last of `budget` ranks
-    than there is room, `topk` decides which are ranked. Of equally likely prefixes the shorter is first, then the one
-    whose parent is first, then the one with the token of the better rank. On a device without float64 paths are summed
-    in float32, and of paths that differ by less than its rounding either may be first.
+    Equally likely tokens of a position are ranked by their ids; if more of them tie for the last ranks than fit into
+    `budget`, `topk` decides. Of equally likely prefixes the shorter comes first, then the one with the earlier parent,
+    then the one with the better token rank. On a device without float64, paths are summed in float32; if they differ by
+    less than its rounding, their order is arbitrary.
 
     Args:
         root_ids: [batch] int64.
@@ -123,8 +123,8 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         budget: most drafted nodes.
 
     Returns:
-        a tree of 1 + `num_prefixes(vocab, depth, budget)` nodes. A row in which a position has NaN, +inf or nothing
-        but -inf is not `finite` and has no valid node but the root.
+        A tree of 1 + `num_prefixes(vocab, depth, budget)` nodes. A row with NaN, +inf or only -inf at a position is not
+        `finite`, and only its root is valid.
 
     Example:
         >>> tree = level_tree(torch.tensor([9]), torch.tensor([[[3.0, 2.0, 0.0], [0.0, 5.0, 0.0]]]), budget=3)
@@ -141,10 +141,10 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
     logprobs = logprobs.to(dtype).where(finite[:, None, None], -torch.inf)
     above, rank = _pairs(budget, ranks, device)
 
-    # Every level has `budget` places; -inf where there are fewer prefixes, as in the first: it has the empty prefix.
+    # Every level has `budget` entries; unused ones are -inf. The first level extends only the empty prefix.
     level_scores = logprobs.new_full((batch, budget), -torch.inf)
     level_scores[:, 0] = 0
-    scores = [logprobs.new_full((batch, 1), torch.inf)]  # the root comes first
+    scores = [logprobs.new_full((batch, 1), torch.inf)]  # so that the root is sorted first
     chosen = []
     for step in logprobs.index_select(2, rank).unbind(1):
         candidates = level_scores.index_select(1, above) + step
@@ -153,12 +153,12 @@ def level_tree(root_ids: Tensor, logits: Tensor, budget: int) -> DraftTree:
         scores.append(level_scores)
         chosen.append(order[:, :budget])
 
-    # Prefixes are numbered level after level: the root is 0, place p of level l (from 0) is 1 + l * budget + p.
+    # Prefixes are numbered level by level: the root is 0, entry e of level l (from 0) is 1 + l * budget + e.
     nodes = 1 + num_prefixes(vocab, depth, budget)
     path_logprobs, numbers = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
     path_logprobs, numbers = path_logprobs[:, :nodes], numbers[:, :nodes]
-    places = (numbers - 1).clamp(min=0)  # the root's entries are overwritten below
-    levels, pair = places // budget, torch.cat(chosen, dim=1).gather(1, places)
+    entries = (numbers - 1).clamp(min=0)  # the root's values are overwritten below
+    levels, pair = entries // budget, torch.cat(chosen, dim=1).gather(1, entries)
     index = torch.arange(nodes, device=device).expand(batch, nodes)
     node_of = torch.zeros(batch, 1 + depth * budget, dtype=torch.int64, device=device).scatter_(1, numbers, index)
     parents = node_of.gather(1, (1 + (levels - 1) * budget + above[pair]).clamp(min=0))
@@ -186,8 +186,7 @@ def ranked_logprobs(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         logprobs [batch, depth, ranks] float32 in descending order, and token ids [batch, depth, ranks] int64, ascending
-        where log-probabilities are equal. Where a position has NaN or +inf, or nothing but -inf, its first
-        log-probability is NaN.
+        among equal log-probabilities. If a position has NaN or +inf, or only -inf, its first log-probability is NaN.
     """
     logprobs, token_ids = logits.log_softmax(-1).topk(ranks, dim=-1)
     token_ids, order = token_ids.sort(dim=-1)
@@ -205,7 +204,7 @@ def _pairs(budget: int, ranks: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def num_prefixes(vocab: int, depth: int, budget: int) -> int:
-    """How many drafted nodes a tree of this budget has: all prefixes there are, if they are fewer than the budget."""
+    """Number of drafted nodes of a tree with this budget; fewer than the budget if there are not enough prefixes."""
     total = level = 0
     for _ in range(depth):
         level = max(level, 1) * vocab

@@ -23,8 +23,8 @@ from hf_specdec.drafters.dflash.static import StaticBlocks
 class DFlashMarginals(BlockMarginals):
     """Per-position logits of one block per round, or the states of its slots.
 
-    Features of tokens committed since the last round enter the context cache in the same forward that drafts; the
-    block's own keys and values are written behind them and forgotten afterwards.
+    Features of tokens committed since the last round are appended to the context cache in the same forward that drafts.
+    The block's own keys and values are written after them and dropped afterwards.
     """
 
     def __init__(self, drafter: DFlashDrafter, target: TargetModel) -> None:
@@ -33,9 +33,9 @@ class DFlashMarginals(BlockMarginals):
         own = drafter.config
         self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
         self.lm_head = drafter.head(target.model.get_output_embeddings())
-        self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
+        self.device, self.dtype = drafter.device, drafter.dtype  # transformers searches the parameters for each access
         self.slots = torch.arange(self.block_size, device=self.device)
-        # A config takes its time to answer, too much for every round.
+        # Attributes of a config are slow to read, too slow for every round.
         self.mask_token_id = own.mask_token_id
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
@@ -44,7 +44,7 @@ class DFlashMarginals(BlockMarginals):
         self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.options.compile_mode)
         self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
         self.drafts_early = self.static is not None
-        self.target = target  # its cache tells how long rows may grow
+        self.target = target  # the capacity of its cache limits the length of rows
 
     def observe(self, committed: Committed) -> None:
         self.pending = committed if self.pending is None else self.pending.followed_by(committed)
@@ -57,9 +57,9 @@ class DFlashMarginals(BlockMarginals):
     def marginals(self, context: DraftContext) -> Tensor:
         return self.run_block(context, self.lm_head)
 
-    @in_inference_mode  # cheaper than no_grad, and nothing made here outlives the round but our own cache
+    @in_inference_mode  # cheaper than no_grad; only our own cache outlives the round
     def run_block(self, context: DraftContext, lm_head: nn.Module | None) -> Tensor:
-        """The round's one forward; with `lm_head` logits, else the states of all slots: see `DFlashDrafter.forward`."""
+        """The round's forward: logits with `lm_head`, else the states of all slots; see `DFlashDrafter.forward`."""
         device, dtype = self.device, self.dtype
         pending = self.pending
         assert pending is not None, "draft() before the prefill was observed"
@@ -68,7 +68,7 @@ class DFlashMarginals(BlockMarginals):
         if self.cache is None:
             config = self.drafter.config
             capacity = new + self.block_size + 256
-            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
                 capacity = max(self.target.cache.capacity, capacity_for(capacity))
             self.cache = TreeCache.empty(
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
@@ -79,9 +79,9 @@ class DFlashMarginals(BlockMarginals):
             self.pending = None
             return logits
         self.cache.reserve(new + self.block_size)
-        if pending.valid is None:  # all places from the first new one to the block's last
-            places = torch.arange(new + self.block_size, device=pending.position_ids.device)
-            positions = (pending.position_ids[:, :1] + places).to(device)
+        if pending.valid is None:  # consecutive positions, from the first new one to the block's last
+            steps = torch.arange(new + self.block_size, device=pending.position_ids.device)
+            positions = (pending.position_ids[:, :1] + steps).to(device)
         else:
             block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
             positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
@@ -95,7 +95,7 @@ class DFlashMarginals(BlockMarginals):
             lm_head=lm_head,
         )
         if pending.tree is None and pending.valid is not None:
-            # A left-padded prompt has its padding in front: keep the other entries, in order.
+            # Left padding comes first: commit the other entries, in order.
             padding = (~pending.valid).to(device=device, dtype=torch.int8)
             self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
         else:
@@ -107,17 +107,17 @@ class DFlashMarginals(BlockMarginals):
         """Per layer None, or additive [batch, 1, block, cached + new + block]."""
         cache = self.cache
         assert cache is not None
-        all_there = pending.valid is None and cache.is_even
-        if all_there and self.sees_everything:
+        all_visible = pending.valid is None and cache.is_even
+        if all_visible and self.sees_everything:
             return None
         device, batch, slots = self.device, cache.batch, self.slots
         cached = torch.arange(cache.longest, device=device)
         new_valid = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid
         new_valid = new_valid.to(device)
         visible = torch.cat([cached < cache.lengths.unsqueeze(1), new_valid], dim=1)
-        # Where each entry stands in its row's text; padding stands anywhere, it is not visible.
-        new_places = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
-        places = torch.cat([cached.expand(batch, -1), new_places], dim=1)
+        # Index of each entry in its row's text; the value is arbitrary for padding, which is not visible.
+        new_indices = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
+        indices = torch.cat([cached.expand(batch, -1), new_indices], dim=1)
         root = cache.lengths + pending.counts.to(device).tensor
         masks = {}
         for window, causal in set(self.layer_kinds):
@@ -125,7 +125,7 @@ class DFlashMarginals(BlockMarginals):
             ahead = slots.unsqueeze(1) - slots
             block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
             if window is not None:
-                context = context & (root[:, None, None] + slots.unsqueeze(1) - places.unsqueeze(1) < window)
+                context = context & (root[:, None, None] + slots.unsqueeze(1) - indices.unsqueeze(1) < window)
                 block = block & (ahead.abs() < window)
             seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
             masks[window, causal] = additive(seen, self.dtype)
@@ -133,14 +133,12 @@ class DFlashMarginals(BlockMarginals):
 
 
 class ChainGenerator(MarginalsGenerator):
-    """The drafter's likeliest token at every position, as one chain: vanilla DFlash."""
+    """The drafter's likeliest token at every position, as one chain: DFlash as published."""
 
     def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
         best, token_ids = logits.max(-1)
-        # NaN and +inf both show in the maximum; -inf everywhere leaves nothing to draft.
+        # The maximum is NaN or inf if any logit is; it is -inf if all are, and then nothing is drafted.
         finite = best.isfinite().all(-1)
         root_ids = context.root_ids.unsqueeze(1)
-        valid = finite.unsqueeze(1).expand(-1, token_ids.shape[1] + 1).clone()
-        valid[:, 0] = True
         token_ids = torch.cat([root_ids, token_ids.to(root_ids.device)], 1)
-        return DraftTree.chain(token_ids, valid=valid, finite=finite)
+        return DraftTree.chain(token_ids, finite=finite)

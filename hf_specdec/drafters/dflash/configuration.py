@@ -1,7 +1,7 @@
 """DFlashConfig: the published z-lab layout of a DFlash checkpoint, read and written unchanged.
 
-The file on disk says `model_type: "qwen3"` and keeps what is particular to DFlash under `dflash_config`; older files
-have `block_size` at the top. Source: shared facts on formats, section 1; z-lab/dflash.
+The file has `model_type: "qwen3"` and DFlash's own fields under `dflash_config`; older files have a top-level
+`block_size`. Source: shared facts on formats, section 1; z-lab/dflash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_specdec.drafters.registry import MARGINAL_METHODS, unknown_name
 
 
 def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
-    """Evenly spaced target layers, for checkpoints that name none.
+    """Evenly spaced target layers, for checkpoints that list none.
 
     Example:
         >>> default_target_layer_ids(5, 36)
@@ -30,22 +30,22 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
     return [round(1 + index * span / (num_taps - 1)) for index in range(num_taps)]
 
 
-@strict  # for the type of vocab_size
+@strict  # checks the type of vocab_size
 class DFlashConfig(Qwen3Config):
-    """A Qwen3 decoder shape plus what DFlash adds.
+    """The config of a Qwen3 decoder and what DFlash adds.
 
     Args:
-        vocab_size: rows of the target's embedding; None where the checkpoint does not say, which is then not compared.
-        dflash_config: `mask_token_id` (id in the target's vocabulary, written into the slots to be filled),
-            `target_layer_ids` (0-based target layers whose outputs are joined in this order; -1 is what enters the
-            first) and, in newer checkpoints, `block_size`; also `causal`, JetSpec's `causal_head`, `use_swa`,
-            `swa_window_size`. Not z-lab's, but of drafters that come from other layouts: `sample_from_anchor`,
-            `own_embeddings`, `own_head`. `draft_vocab_size` is how many tokens the drafter can say, where these are not
-            all: rows of its own head, or of the target's.
-        block_size: slots of a block, the root's included, where it is not in `dflash_config`.
-        num_target_layers: depth of the target, needed only where `target_layer_ids` is absent.
-        is_causal: attention inside a block for every layer; None applies the rule of `block_is_causal`.
-        final_logit_softcapping: tanh cap on the borrowed head's logits.
+        vocab_size: rows of the target's embedding; None if the checkpoint does not state it, and then not compared.
+        dflash_config: `mask_token_id` (id in the target's vocabulary, the input of slots to be filled),
+            `target_layer_ids` (0-based target layers whose outputs are concatenated in this order; -1 is the input of
+            the first) and, in newer checkpoints, `block_size`; also `causal`, JetSpec's `causal_head`, `use_swa`,
+            `swa_window_size`. Fields for drafters of other layouts: `sample_from_anchor`, `own_embeddings`, `own_head`,
+            and `draft_vocab_size`, the number of tokens that can be drafted if not all: rows of the drafter's own head,
+            or selected rows of the target's.
+        block_size: slots of a block, root included, if not in `dflash_config`.
+        num_target_layers: of the target, needed only without `target_layer_ids`.
+        is_causal: whether attention inside a block is causal in every layer; None for the rule of `block_is_causal`.
+        final_logit_softcapping: tanh cap on the logits of the target's head.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
@@ -66,15 +66,15 @@ class DFlashConfig(Qwen3Config):
         target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._as_published: dict[str, Any] | None = None  # the file it was read from
+        self._as_published: dict[str, Any] | None = None  # the content of the file that was loaded
         window, layer_types = kwargs.get("sliding_window"), kwargs.get("layer_types")
         super().__init__(**kwargs)
         self.dflash_config = dict(dflash_config or {})
         if self.use_swa and layer_types is None:
-            # Every layer has the window and none is causal; use_sliding_window would have Qwen3's own rule say more.
+            # Every layer has the window and none is causal. With use_sliding_window Qwen3's rule would change that.
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if "sliding_attention" in self.layer_types or self.use_swa:
-            # Qwen3's own config drops the window unless use_sliding_window is set; published drafters set either.
+            # Qwen3Config drops the window unless use_sliding_window is set; published drafters set only one of the two.
             self.sliding_window = window
         self.block_size = self.dflash_config.get("block_size", block_size)
         self.num_target_layers = num_target_layers
@@ -86,7 +86,7 @@ class DFlashConfig(Qwen3Config):
         self.architectures = [self.architecture]
 
     def check(self) -> None:
-        """Raises ValueError, naming the field and where it lives, if the drafter cannot be built from this config."""
+        """Raises ValueError, naming the field and its section, if the drafter cannot be built from this config."""
         if not isinstance(self.block_size, int) or self.block_size < 2:
             raise ValueError(
                 f"block_size is {self.block_size!r} in this DFlash config (top level or dflash_config); it must be an "
@@ -94,8 +94,8 @@ class DFlashConfig(Qwen3Config):
             )
         if not isinstance(self.mask_token_id, int):
             raise ValueError(
-                f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id to write into the slots to "
-                "be filled."
+                f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id that is the input of the "
+                "slots to be filled."
             )
         layers = self.dflash_config.get("target_layer_ids") or []
         if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
@@ -106,49 +106,49 @@ class DFlashConfig(Qwen3Config):
                 "layers it reads are unknown; add one of them to its config.json."
             )
         for key in ("is_neox_style", "rope_is_neox_style"):
-            if getattr(self, key, True) is False:  # keys of some published files, unknown to Qwen3Config
+            if getattr(self, key, True) is False:  # keys of some published files that are not in Qwen3Config
                 raise ValueError(f"{key} is false in this DFlash config: interleaved rotary positions are unsupported.")
         if self.vocab_size is None:
             if self.own_embeddings or self.own_head or self.draft_vocab_size is not None:
                 raise ValueError(
-                    "This DFlash config has no vocab_size, and embeddings or a head of the drafter's own need it: add "
+                    "This DFlash config has no vocab_size, which the drafter's own embeddings and head need: add "
                     "the target's to its config.json."
                 )
         elif not 1 <= (self.draft_vocab_size or 0) <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size} and vocab_size {self.vocab_size} in this DFlash config; "
-                "a draft vocabulary is a part of the target's."
+                "a draft vocabulary must be a part of the target's."
             )
         if self.use_swa and self.window(0) is None:
             raise ValueError(
-                "dflash_config.use_swa is set, but neither swa_window_size nor sliding_window says how far the draft "
-                "layers look back: add the one that the drafter was trained with."
+                "dflash_config.use_swa is set, but neither swa_window_size nor sliding_window gives the window of the "
+                "draft layers: add the one that the drafter was trained with."
             )
         if self.dflash_config.get("attention_sink_bias"):
             raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
 
     @property
     def mask_token_id(self) -> Any:
-        """Id written into the slots to be filled."""
+        """Id that is the input of the slots to be filled."""
         return self.dflash_config.get("mask_token_id")
 
     @property
     def target_layer_ids(self) -> list[int]:
-        """0-based target layers, outputs joined in this order."""
+        """0-based target layers, whose outputs are concatenated in this order."""
         explicit = self.dflash_config.get("target_layer_ids")
         if explicit:
             return explicit
-        assert self.num_target_layers is not None, "check() asks for one of the two"
+        assert self.num_target_layers is not None, "check() requires one of the two"
         return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
     def use_swa(self) -> bool:
-        """Whether every layer has a window, whatever `layer_types` says."""
+        """Whether every layer has a window, independent of `layer_types`."""
         return bool(self.dflash_config.get("use_swa"))
 
     @property
     def sample_from_anchor(self) -> bool:
-        """Whether slot k, from 0, is for the token k + 1 places after the root; else slot k, from 1, k places after."""
+        """Whether slot k, from 0, predicts the token k + 1 positions after the root; else slot k, from 1, the k-th."""
         return bool(self.dflash_config.get("sample_from_anchor"))
 
     @property
@@ -158,17 +158,17 @@ class DFlashConfig(Qwen3Config):
 
     @property
     def own_embeddings(self) -> bool:
-        """Whether the checkpoint has token embeddings; else the target's are used."""
+        """Whether the checkpoint has token embeddings; if not, the target's are used."""
         return bool(self.dflash_config.get("own_embeddings"))
 
     @property
     def own_head(self) -> bool:
-        """Whether the checkpoint has a head; else the target's is used."""
+        """Whether the checkpoint has a head; if not, the target's is used."""
         return bool(self.dflash_config.get("own_head"))
 
     @property
     def draft_vocab_size(self) -> Any:
-        """Tokens that it can say; None where these are the target's and the config has no vocabulary."""
+        """Number of tokens that can be drafted; None for the target's if the config has no `vocab_size`."""
         return self.dflash_config.get("draft_vocab_size", self.vocab_size)
 
     @property
@@ -177,16 +177,16 @@ class DFlashConfig(Qwen3Config):
         return self.draft_vocab_size != self.vocab_size
 
     def window(self, layer: int) -> int | None:
-        """Positions a draft layer looks back, itself included; None without a limit."""
+        """Window of a draft layer in positions, its own included; None for no limit."""
         if self.use_swa:
             return self.dflash_config.get("swa_window_size", self.sliding_window)
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def block_is_causal(self, layer: int) -> bool:
-        """Whether a slot sees only earlier slots of its block.
+        """Whether a slot attends only to itself and earlier slots of its block.
 
-        An explicit setting wins; else sliding layers are causal inside the block and full layers are not, as the
-        drafters were trained; `use_swa` without `layer_types` means sliding and not causal.
+        An explicit setting takes precedence. Otherwise sliding layers are causal inside the block and full layers are
+        not, as the drafters were trained; `use_swa` without `layer_types` means sliding and not causal.
         """
         for explicit in (self.is_causal, self.dflash_config.get("causal"), self.dflash_config.get("causal_head")):
             if explicit is not None:
@@ -195,16 +195,16 @@ class DFlashConfig(Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Reads a `config.json` and remembers it as it was, to be written back unchanged."""
+        """Reads a `config.json` and stores the original, to write it back unchanged."""
         as_published = {key: copy.deepcopy(value) for key, value in config_dict.items() if not key.startswith("_")}
-        # The host's reader completes nested fields in place.
+        # transformers completes nested fields in place.
         read = super().from_dict(copy.deepcopy(config_dict), **kwargs)
         config = read[0] if isinstance(read, tuple) else read
         config._as_published = as_published
         return read
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, in the published layout, which every DFlash loader reads."""
+        """All fields, in the published layout, for all DFlash loaders."""
         fields = super().to_dict() | {"model_type": "qwen3", "architectures": [self.architecture]}
         del fields["_as_published"]
         if "block_size" in fields["dflash_config"]:
@@ -212,22 +212,22 @@ class DFlashConfig(Qwen3Config):
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What `save_pretrained` writes: the file it was read from, unknown keys included, and what changed since.
+        """What `save_pretrained` writes: the loaded file, unknown keys included, with all changed fields.
 
-        Other loaders give meaning to which keys are there (`use_swa` without `layer_types`, a top-level `rope_theta`),
-        so nothing is added to a file that we only pass on.
+        For other loaders the presence of a key has a meaning (`use_swa` without `layer_types`, a top-level
+        `rope_theta`), so no keys are added to a loaded file.
         """
         if self._as_published is None:
             fields = super().to_diff_dict()
             fields = {key: value for key, value in fields.items() if value is not None or key not in _OPTIONAL}
-            # Loaders from before rope_parameters read the base at the top level, and take 10000 where it is missing.
+            # Loaders older than rope_parameters read the base at the top level, with 10000 as default.
             return fields | _legacy_rope(fields["rope_parameters"])
         before = type(self)(**copy.deepcopy(self._as_published)).to_dict()
         fields = self.to_dict()
         changed = {key: value for key, value in fields.items() if key not in before or before[key] != value}
         changed.pop("_name_or_path", None)
         written = copy.deepcopy(self._as_published)
-        if written.get("block_size") is not None:  # there may be another in dflash_config, and both are read
+        if written.get("block_size") is not None:  # dflash_config may have another one, and both are read
             written["block_size"] = self.block_size
         if "dtype" in changed and "torch_dtype" in written:
             written["torch_dtype"] = changed["dtype"]
@@ -237,7 +237,7 @@ class DFlashConfig(Qwen3Config):
         return {"model_type": "qwen3", "architectures": [self.architecture]} | written | changed
 
 
-# Fields of ours that other loaders need not see when they say nothing.
+# Our own fields, which are not written if they are None.
 _OPTIONAL = (
     "final_logit_softcapping",
     "is_causal",
@@ -254,15 +254,15 @@ def _legacy_rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class DFlashOptions(TreeOptions):
-    """How a DFlash drafter drafts.
+    """Drafting options of a DFlash drafter.
 
     Attributes:
         method: `"ddtree"` for the best-first tree, `"dflash"` for the greedy chain, or any other method that drafts
             from per-position marginals.
-        tree_budget: see `TreeOptions`; DDTree's B. A number has no effect on `"dflash"`: its chain is always block_size
-            - 1 tokens, one more where the root's slot drafts too. `"auto"` shortens chains as well.
-        block_size: slots of a block, root included; at most the trained one, which None stands for. Shorter blocks
-            draft less per forward.
+        tree_budget: see `TreeOptions`; DDTree's B. An integer does not affect `"dflash"`: its chain always has
+            block_size - 1 tokens, one more with `sample_from_anchor`. `"auto"` shortens chains too.
+        block_size: slots of a block, root included; at most the trained number, which None selects. Shorter blocks
+            draft fewer tokens per forward.
     """
 
     method: str = "ddtree"
@@ -270,7 +270,7 @@ class DFlashOptions(TreeOptions):
     block_size: int | None = None
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `DFlashConfig`."""
+        """As for every drafter; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
         if self.method not in tuple(MARGINAL_METHODS):
             raise unknown_name("method", self.method, MARGINAL_METHODS)
@@ -278,9 +278,9 @@ class DFlashOptions(TreeOptions):
 
 
 def check_block_option(size: object, trained: int) -> None:
-    """Raises ValueError unless the option `block_size` is None, or a part of the trained block."""
+    """Raises ValueError unless the option `block_size` is None or at most the trained size."""
     if size is not None and (type(size) is not int or not 2 <= size <= trained):
         raise ValueError(
             f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained with "
-            "(root included), or None for all of it."
+            "(root included), or None for that size."
         )

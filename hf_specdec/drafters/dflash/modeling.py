@@ -1,8 +1,8 @@
 """DFlashDrafter: a block-diffusion drafter that fills a whole block of masked slots in one forward.
 
-Each layer's queries come from the block only; its keys and values come from the target's features of committed tokens
+Each layer's queries come from the block only. Its keys and values come from the target's features of committed tokens
 (fused once, cached across rounds) and from the block. Embedding and head are the target's. Source: z-lab/dflash; shared
-facts on formats, section 1.5. What a `generate` call remembers is in `candidates.py`.
+facts on formats, section 1.5. The state of a `generate` call is in `candidates.py`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import MARGINAL_METHODS
+from hf_specdec.drafters.registry import MARGINAL_METHODS, name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
 
 
 def block_embeddings(model: PreTrainedModel) -> nn.Module:
-    """What reads the tokens of a block, for drafters that borrow it from the target.
+    """The embedding of block tokens, for drafters that share the target's.
 
-    That is the target's own embedding, scaled where it scales (Gemma), but without a norm that it has behind its table
-    (Muse Glimmer's `embed_norm`): all DFlash drafters of that target were trained on the table itself.
+    This is the target's own embedding, with its scale (Gemma) but without a norm after the table (Muse Glimmer's
+    `embed_norm`): all DFlash drafters of that target were trained on the table itself.
     """
     embeddings = model.get_input_embeddings()
     if not hasattr(embeddings, "embed_norm"):
@@ -82,7 +82,7 @@ class DFlashAttention(HeadProjections):
 
 
 class DFlashLayer(nn.Module):
-    """A Qwen3 decoder layer on the block; the context enters its attention as it is, without this layer's norm."""
+    """A Qwen3 decoder layer on the block. The context enters the attention directly, without this layer's norm."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class DFlashDrafter(PretrainedDrafter):
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["DFlashLayer"]
     layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
-    # Some savers write this buffer; it follows from the config.
+    # Some savers write this buffer, which is computed from the config.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -123,14 +123,14 @@ class DFlashDrafter(PretrainedDrafter):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         if config.own_embeddings:
-            assert config.vocab_size is not None, "check() asks for it"
+            assert config.vocab_size is not None, "check() requires it"
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.maps_vocabulary:
             # As published: target id = draft id + d2t[draft id].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        # The rows of a target's head, kept from call to call, with what tells whether they are still those.
+        # The selected rows of a target's head, reused between calls, with a key that identifies the head's weights.
         self._head_rows: tuple[Any, HeadRows] | None = None
         self.post_init()
 
@@ -149,21 +149,21 @@ class DFlashDrafter(PretrainedDrafter):
 
         Args:
             block_ids: [batch, block] int64, root, mask, mask, ..., on the device of `embed_tokens`.
-            features: [batch, new, taps * hidden], raw target features of the tokens committed since the last forward.
+            features: [batch, new, taps * hidden], target features of the tokens committed since the last forward.
             position_ids: [batch, new + block] int64, of the new features and then of the block's slots.
-            embed_tokens: the embedding to read them with, the target's as a rule.
-            masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no mask at all.
-            cache: holds earlier features' keys and values; receives those of the new features and of the block.
+            embed_tokens: the embedding of the block's tokens, usually the target's.
+            masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no masks.
+            cache: holds earlier features' keys and values; those of the new features and of the block are appended.
             lm_head: the head to apply, from `head()`.
 
         Returns:
             [batch, block, hidden] after the final norm, or with `lm_head` [batch, block - 1, vocab] float32 logits of
-            slots 1, 2, ...: slot k is for the token k places after the root. With `sample_from_anchor` [batch, block,
-            vocab] logits of all slots: slot k is for the token k + 1 places after the root. -inf at the mask token: a
-            target may be able to emit it, but a draft of it would be a guess about nothing.
+            slots 1, 2, ...: slot k predicts the token k positions after the root. With `sample_from_anchor` [batch,
+            block, vocab] logits of all slots: slot k predicts the token k + 1 positions after the root. The mask token
+            gets -inf: a target may be able to emit it, but the drafter was never trained to predict it.
         """
         context = self.hidden_norm(self.fc(features))
-        if self.config.own_embeddings:  # a target may have tokens that this table lacks
+        if self.config.own_embeddings:  # the target may have tokens that this table lacks
             block_ids = known_ids(block_ids, self.embed_tokens.num_embeddings)
         hidden = self.embed(block_ids, embed_tokens).to(self.norm.weight)
         rotary = self.rotary_emb(hidden, position_ids)
@@ -174,44 +174,44 @@ class DFlashDrafter(PretrainedDrafter):
             return hidden
         logits = self.draft_logits(hidden[:, self.config.first_slot :], lm_head)
         if self.config.maps_vocabulary:
-            assert self.config.vocab_size is not None, "check() asks for it"
+            assert self.config.vocab_size is not None, "check() requires it"
             logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, self.target_ids.to(logits.device))(
                 None, logits
             )
         return NeverProposedLogitsProcessor(self.config.mask_token_id)(None, logits)
 
     def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
-        """[batch, block] int64 -> [batch, block, hidden], what enters the first draft layer."""
+        """[batch, block] int64 -> [batch, block, hidden], the input of the first draft layer."""
         embedded: Tensor = embed_tokens(block_ids)
         return embedded
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
-        """[..., hidden] after the final norm -> [..., draft_vocab] float32, in the drafter's own ids."""
+        """[..., hidden] after the final norm -> [..., draft_vocab] float32, in draft ids."""
         logits = lm_head(hidden.to(next(lm_head.parameters()).dtype)).float()
         return SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
 
     def head(self, target_head: nn.Module) -> nn.Module:
-        """What gives the logits of its slots: its own head, or the target's, or the rows of it that it can say."""
+        """The head for its slots: its own, the target's, or the rows of the target's in the draft vocabulary."""
         if self.config.own_head:
             return self.lm_head
         if not self.config.maps_vocabulary:
             return target_head
         weight: Any = getattr(target_head, "weight", self.d2t)
-        made_of = (id(target_head), weight.device, weight.data_ptr(), weight._version, self.d2t._version)
-        if self._head_rows is None or self._head_rows[0] != made_of:
-            self._head_rows = made_of, HeadRows(target_head, self.target_ids)
+        key = (id(target_head), weight.device, weight.data_ptr(), weight._version, self.d2t._version)
+        if self._head_rows is None or self._head_rows[0] != key:
+            self._head_rows = key, HeadRows(target_head, self.target_ids)
         return self._head_rows[1]
 
     @property
     def target_ids(self) -> Tensor:
-        """[draft_vocab] int64, the target's ids of the tokens that it can say."""
+        """[draft_vocab] int64, the target's ids of the tokens that can be drafted."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.device)
         return ids + self.d2t if self.config.maps_vocabulary else ids
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Makes the drafter's vocabulary these ids of the target's, see `vocabulary.set_map`."""
-        assert self.config.vocab_size is not None, "check() asks for it"
-        set_map(self.d2t, target_ids, self.config.vocab_size, self.name_or_path or type(self).__name__)
+        """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
+        assert self.config.vocab_size is not None, "check() requires it"
+        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
         return tuple(self.config.target_layer_ids)
@@ -219,7 +219,7 @@ class DFlashDrafter(PretrainedDrafter):
     @property
     def num_slots(self) -> int:
         """Slots of a block, root included: `options.block_size`, or the trained number."""
-        trained: int = self.config.block_size  # type: ignore[assignment]  # check() asks for it
+        trained: int = self.config.block_size  # type: ignore[assignment]  # check() requires it
         return self.options.block_size or trained
 
     @property
@@ -234,7 +234,7 @@ class DFlashDrafter(PretrainedDrafter):
     def card_summary(self) -> str:
         return (
             "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
-            "and borrows the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
+            "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
             '(`method="ddtree"`, the default) or one chain (`method="dflash"`).'
         )
 
@@ -259,14 +259,14 @@ class DFlashDrafter(PretrainedDrafter):
             layers=config.target_layer_ids,
             first_layer=-1,
         )
-        name = self.name_or_path or type(self).__name__
+        name = name_of(self)
         rows = model.get_input_embeddings().num_embeddings
         shared = min(config.vocab_size or rows, rows)
         if config.maps_vocabulary:
             check_draft_to_target(self.d2t, shared, name)
         if not 0 <= config.mask_token_id < shared:
-            target_name = model.name_or_path or type(model).__name__
+            target_name = name_of(model)
             raise ValueError(
-                f"Drafter {name!r} writes mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
+                f"Drafter {name!r} uses mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
                 f"{shared} embeddings. {way_out(self)}"
             )

@@ -1,8 +1,8 @@
-"""StaticBlocks: a DFlash drafter's forward in shapes and addresses that do not change from round to round.
+"""StaticBlocks: a DFlash drafter's forward with fixed shapes and addresses, for CUDA graphs.
 
-What `DFlashMarginals.marginals` does, for `decoding/graphs.py` to capture, embedding, masks and head included: features
-of committed tokens are padded to one width, the context to a bucket of entries, and masks are made inside, from row
-lengths that stay on the device. The prompt's features, and rare longer ones, are the business of the usual forward.
+It computes what `DFlashMarginals.marginals` does, embedding, masks and head included, and `decoding/graphs.py` captures
+it. Features of committed tokens are padded to one width and the context to a bucket of entries. Masks are made inside,
+from row lengths on the device. The prompt's features, and rare longer ones, use the normal forward.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class StaticBlocks:
         self.width = nodes_bucket(block_size)
 
     def fits(self, pending: Committed) -> bool:
-        """Whether what was committed since the last draft is that of a round."""
+        """Whether the tokens committed since the last draft are those of one round."""
         return pending.tree is not None and pending.token_ids.shape[1] <= self.width
 
     def __call__(self, cache: TreeCache, context: DraftContext, pending: Committed, block_size: int) -> Tensor:
-        """Logits as `DFlashDrafter.forward` gives them, good until the next call.
+        """Logits as from `DFlashDrafter.forward`, valid until the next call.
 
         Args:
-            cache: of the context; receives new features' keys and values behind `prefix_bucket(cache.longest)`.
+            cache: of the context; new features' keys and values are written at `prefix_bucket(cache.longest)`.
             context: of the round.
-            pending: what was committed since the last draft.
+            pending: tokens committed since the last draft.
             block_size: slots of a block, root included.
         """
         assert pending.features is not None
@@ -77,17 +77,17 @@ def _block_logits(
     position_ids: Tensor,
     features: Tensor,
 ) -> tuple[Tensor]:
-    """The forward that is captured; of the call it reads nothing but its cache, whose buffers last.
+    """The captured forward. The only state of the call that it reads is the cache, whose buffers stay in place.
 
     Args:
-        at: where the new features' entries begin; the context lies before.
+        at: where the new features' entries begin, after the context.
         block_size: slots of a block, root included.
         source: of the call.
         root_ids: [batch] int64.
         root_positions: [batch] int64.
         lengths: [batch] int64, entries of each row's context.
         counts: [batch] int64, new features of each row, the first of `width`.
-        position_ids: [batch, width] int64, theirs.
+        position_ids: [batch, width] int64, of the new features.
         features: [batch, width, taps * hidden].
     """
     drafter, mask_token_id = source.drafter, source.drafter.config.mask_token_id
@@ -113,7 +113,7 @@ def _masks(
     batch, device = len(lengths), lengths.device
     cached, new = torch.arange(at, device=device), torch.arange(width, device=device)
     ahead = slots.unsqueeze(1) - slots
-    # A slot stands this far behind the first new feature of its row.
+    # Distance of a slot from the first new feature of its row.
     distance = counts.unsqueeze(1) + slots
     masks = {}
     for window, causal in set(source.layer_kinds):

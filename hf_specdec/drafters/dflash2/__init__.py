@@ -1,4 +1,4 @@
-"""DFlash 2: DFlash with convolutions in its draft layers, and a selector that follows the token drafted before."""
+"""DFlash 2: DFlash with convolutions in its draft layers, and a selector conditioned on the previous drafted token."""
 
 from hf_specdec.drafters.dflash2.configuration import DFlash2Config, DFlash2Options
 from hf_specdec.drafters.dflash2.modeling import DFlash2Drafter

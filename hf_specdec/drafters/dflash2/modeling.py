@@ -1,8 +1,8 @@
-"""DFlash2Drafter: a DFlash drafter with convolutions over the slots of its block and a selector behind it.
+"""DFlash2Drafter: a DFlash drafter with convolutions over the slots of its block and a candidate selector.
 
-Each sublayer of a draft layer is between two causal convolutions over the block, whose kernels depend on the slot. Of
-each slot's likeliest tokens the selector then prefers those that follow the token drafted before. Source: shared facts
-on formats of 2026, sections 1.2 and 1.3; z-lab/dflash. What a `generate` call remembers is in `dspark/candidates.py`.
+Each sublayer of a draft layer is between two causal convolutions over the block, whose kernels depend on the slot. The
+selector then rescores each slot's likeliest tokens, conditioned on the token drafted before. Source: shared facts on
+formats of 2026, sections 1.2 and 1.3; z-lab/dflash. The state of a `generate` call is in `dspark/candidates.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_specdec.drafters.vocabulary import known_ids
 class BlockConvolution(nn.Module):
     """Two causal convolutions over the slots of a block: before a sublayer, and after it.
 
-    Both kernels have a fixed part and one that the sublayer's input gives to each slot, a group of channels at a time.
+    Both kernels have a fixed part and one that is computed from the sublayer's input at each slot, per channel group.
     """
 
     def __init__(self, config: DFlash2Config) -> None:
@@ -39,7 +39,7 @@ class BlockConvolution(nn.Module):
         return both[:, :, 0], both[:, :, 1]
 
     def forward(self, hidden: Tensor, kernel: Tensor) -> Tensor:
-        """[batch, block, hidden] -> the same; before the first slot there is nothing."""
+        """[batch, block, hidden] -> the same; zeros come before the first slot."""
         block = hidden.shape[1]
         padded = nn.functional.pad(hidden, (0, 0, self.kernel_size - 1, 0))
         taps = [padded[:, self.kernel_size - 1 - back :][:, :block] for back in range(self.kernel_size)]
@@ -66,11 +66,11 @@ class DFlash2Layer(DFlashLayer):
 
 
 class CandidateSelector(nn.Module):
-    """A score of a slot's candidate behind the token before: of both tokens' codes and the slot's state."""
+    """Scores of a slot's candidates after the previous token, from both tokens' codes and the slot's state."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        assert config.vocab_size is not None, "check() asks for it"
+        assert config.vocab_size is not None, "check() requires it"
         self.top_k: int = config.selector_top_k
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
@@ -80,7 +80,7 @@ class CandidateSelector(nn.Module):
         """Scores that are added to the candidates' logits.
 
         Args:
-            token_ids: [batch, nodes] int64, the tokens before; a target may have some that the table lacks.
+            token_ids: [batch, nodes] int64, the previous tokens; may include tokens that the table lacks.
             hidden: [batch, hidden], the slot's state.
             candidates: [batch, top_k] int64, of the slot.
 
@@ -93,7 +93,7 @@ class CandidateSelector(nn.Module):
 
 
 class SelectorSlots:
-    """The slots of one round's block, ready to be walked in order; see `Slots` of DSpark for its names."""
+    """The slots of one round's block, for use in order; see `Slots` of DSpark."""
 
     state: Tensor | None = None
 
@@ -103,14 +103,14 @@ class SelectorSlots:
         self.unary, self.candidates = logits.topk(selector.top_k, dim=-1)
 
     def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """[batch, nodes] int64 tokens before a slot -> its [batch, nodes, vocab] logits, -inf but at candidates."""
+        """[batch, nodes] int64 tokens before a slot -> its [batch, nodes, vocab] logits, -inf except at candidates."""
         candidates = self.candidates[:, slot]
         scores = self.selector(token_ids, self.states[:, slot], candidates).float() + self.unary[:, slot, None]
-        laws = scores.new_full((*token_ids.shape, self.logits.shape[-1]), -torch.inf)
-        return laws.scatter(-1, candidates.unsqueeze(1).expand_as(scores), scores), state
+        slot_logits = scores.new_full((*token_ids.shape, self.logits.shape[-1]), -torch.inf)
+        return slot_logits.scatter(-1, candidates.unsqueeze(1).expand_as(scores), scores), state
 
     def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
-        """None: nothing but the law says how likely a token is accepted."""
+        """None: there is no confidence head."""
         return None
 
 
@@ -132,7 +132,7 @@ class DFlash2Drafter(ConditionalDrafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, BlockConvolution):  # begins as a DFlash layer
+        if isinstance(module, BlockConvolution):  # initially equal to a DFlash layer
             module.base_kernel.data.zero_()
             module.base_kernel.data[:, 0] = 1
             module.kernel_projection.weight.data.zero_()
@@ -141,15 +141,15 @@ class DFlash2Drafter(ConditionalDrafter):
                 codebook.data.normal_(std=self.config.initializer_range)
 
     def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
-        # What the target's own embedding does to its rows is not done here.
+        # The table itself, without the scale or norm of the target's own embedding.
         rows: Any = embed_tokens.weight
         return nn.functional.embedding(block_ids, rows) * self.config.input_embedding_scale
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
-        """[..., hidden] after the final norm -> [..., vocab] float32, -inf but at the likeliest `selector_top_k`."""
+        """[..., hidden] after the final norm -> [..., vocab] float32, -inf except at the `selector_top_k` likeliest."""
         logits = lm_head(hidden.to(next(lm_head.parameters()).dtype)).float() * self.config.output_multiplier
         logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
-        assert self.config.vocab_size is not None, "check() asks for it"
+        assert self.config.vocab_size is not None, "check() requires it"
         logits = TargetVocabularyLogitsProcessor(self.config.vocab_size)(None, logits)
         likeliest = logits.topk(self.config.selector_top_k, dim=-1)
         return torch.full_like(logits, -torch.inf).scatter(-1, likeliest.indices, likeliest.values)
@@ -161,7 +161,7 @@ class DFlash2Drafter(ConditionalDrafter):
     def card_summary(self) -> str:
         return (
             "A DFlash 2 drafter: it fills a block of masked slots in one forward, from the hidden states of the "
-            "target, and chooses among each slot's likeliest tokens by the token drafted before it. hf_specdec drafts "
+            "target, and rescores each slot's likeliest tokens given the token drafted before it. hf_specdec drafts "
             'with it either the likeliest tree (`method="dflash2"`, the default) or one chain '
             '(`method="dflash2_chain"`).'
         )

@@ -1,4 +1,4 @@
-"""DSpark (arXiv 2607.05147): a DFlash block whose slots are corrected by the token drafted before them."""
+"""DSpark (arXiv 2607.05147): a DFlash block whose slots are conditioned on the token drafted before them."""
 
 from hf_specdec.drafters.dspark.configuration import DSparkConfig, DSparkOptions
 from hf_specdec.drafters.dspark.modeling import DSparkDrafter

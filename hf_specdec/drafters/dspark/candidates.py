@@ -1,11 +1,11 @@
 """DSpark in one `generate` call: one forward of the block, then its slots in order, as a tree or as one chain.
 
-Other drafters whose slots' laws depend on the token before draft so too (`ConditionalDrafter`).
+Other drafters whose slots are conditioned on the previous token use it too (`ConditionalDrafter`).
 
-Given the token before it, a slot's law needs no further forward: W2 z is added to its logits. So a tree is grown level
-by level, each node's children from its own law, and the likeliest `tree_budget` paths are kept. DDTree's marginals
-know nothing of the token before; otherwise it is the same tree. The confidence head says how far a chain is worth
-verifying (`tree_budget="auto"`); trees are ranked by the laws alone.
+A slot's distribution given the previous token needs no further forward: W2 z is added to its logits. So a tree is grown
+level by level, with each node's children from its own distribution, and the likeliest `tree_budget` paths are selected.
+DDTree builds the same tree from marginals, which are not conditioned on the previous token. The confidence head
+estimates how much of a chain will be accepted (`tree_budget="auto"`); trees are ranked by the distributions alone.
 Source: shared facts on formats of 2026, section 2.4; DDTree, arXiv 2604.12989, for the tree.
 """
 
@@ -31,7 +31,7 @@ from hf_specdec.drafters.dspark.modeling import ConditionalDrafter, Slots
 
 
 class DSparkGenerator(TreeCandidateGenerator):
-    """One `generate` call of a `ConditionalDrafter`; subclasses make a tree of the slots.
+    """One `generate` call of a `ConditionalDrafter`; subclasses build a tree from the slots.
 
     Args:
         drafter: with its options.
@@ -66,7 +66,7 @@ class DSparkGenerator(TreeCandidateGenerator):
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
             self.columns = committed.target_logits.shape[-1]
-            # Draft ids of what must not be drafted: the mask, and what this target has no logits for.
+            # Draft ids that must not be drafted: the mask token, and tokens beyond the target's logits.
             ids = self.target_ids
             self.never = ((ids == self.drafter.config.mask_token_id) | (ids >= self.columns)).nonzero().squeeze(1)
         self.blocks.observe(committed)
@@ -84,7 +84,7 @@ class DSparkGenerator(TreeCandidateGenerator):
 
 
 class TreeGenerator(DSparkGenerator):
-    """The likeliest `tree_budget` paths, each token's probability given the path before it."""
+    """The likeliest `tree_budget` paths, with each token's probability conditioned on the path before it."""
 
     def __init__(self, drafter: ConditionalDrafter, target: TargetModel, tree_budget: int) -> None:
         super().__init__(drafter, target)
@@ -96,10 +96,10 @@ class TreeGenerator(DSparkGenerator):
 
 
 def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget: int) -> DraftTree:
-    """The root and the `budget` likeliest paths of the slots, where a slot's law depends on the token before it.
+    """The root and the `budget` likeliest paths, where a slot's distribution is conditioned on the previous token.
 
-    No path is likelier than what it extends, so only the best `budget` of a level are extended; in host memory only
-    those that are among the best `budget` of all so far.
+    No path is likelier than its prefix, so only the best `budget` of a level are extended; in host memory only those
+    among the best `budget` of all levels so far.
 
     Args:
         root_ids: [batch] int64.
@@ -108,7 +108,7 @@ def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget:
         budget: most drafted nodes.
 
     Returns:
-        a tree with `path_logprobs`. A row with a slot of NaN, +inf or nothing but -inf is not `finite`.
+        A tree with `path_logprobs`. A row with NaN, +inf or only -inf in a slot is not `finite`.
     """
     if budget == 0:
         return DraftTree.root_only(root_ids)
@@ -116,10 +116,10 @@ def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget:
     token_ids, state = root_ids.to(device).unsqueeze(1), slots.state
     finite = slots.logits.amax(-1).isfinite().all(1)
     scores = torch.zeros(token_ids.shape, device=device).masked_fill(~finite.unsqueeze(1), -torch.inf)
-    # Of every level the tokens, their parents' places in what follows one another here, and the paths' scores.
+    # Per level: the tokens, the indices of their parents in the concatenation of all levels, and the paths' scores.
     tokens, parents = [token_ids], [torch.full_like(token_ids, -1)]
-    paths = [torch.full_like(scores, torch.inf)]  # the root comes first
-    start = 0  # of the level above
+    paths = [torch.full_like(scores, torch.inf)]  # so that the root is sorted first
+    start = 0  # of the previous level
     for slot in range(slots.depth):
         logits, state = slots.step(slot, token_ids, state)
         logprobs, ids = ranked_logprobs(logits, min(budget, logits.shape[-1]))
@@ -144,25 +144,25 @@ def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget:
             state = state.gather(1, above[:, :width, None].expand(-1, -1, state.shape[-1]))
     chosen, order = torch.cat(paths, 1).sort(dim=1, descending=True, stable=True)
     chosen, order = chosen[:, : 1 + budget], order[:, : 1 + budget]
-    # Where each of them stands in the tree; parents are likelier than their children, or come first as likely ones.
-    places = torch.zeros(len(root_ids), start + tokens[-1].shape[1], dtype=torch.int64, device=device)
-    places.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
+    # The index of each selected node in the tree. Stable sorting places parents before children with equal scores.
+    node_of = torch.zeros(len(root_ids), start + tokens[-1].shape[1], dtype=torch.int64, device=device)
+    node_of.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
     nodes = torch.cat(parents, 1).gather(1, order)
-    nodes = places.gather(1, nodes.clamp(min=0)).masked_fill(nodes < 0, -1)
+    nodes = node_of.gather(1, nodes.clamp(min=0)).masked_fill(nodes < 0, -1)
     chosen[:, 0] = 0
-    home = root_ids.device
+    device = root_ids.device
     return DraftTree.from_parents(
-        torch.cat(tokens, 1).gather(1, order).to(home),
-        nodes.to(home),
+        torch.cat(tokens, 1).gather(1, order).to(device),
+        nodes.to(device),
         len(tokens) - 1,
-        valid=(chosen > -torch.inf).to(home),
-        finite=finite.to(home),
-        path_logprobs=chosen.to(home),
+        valid=(chosen > -torch.inf).to(device),
+        finite=finite.to(device),
+        path_logprobs=chosen.to(device),
     )
 
 
 class ChainGenerator(DSparkGenerator):
-    """One path: each slot's likeliest token, or in calls that sample a drawn one that says of which law."""
+    """One path: each slot's likeliest token, or in calls that sample a sampled one with its distribution."""
 
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
         device = slots.logits.device
@@ -170,16 +170,16 @@ class ChainGenerator(DSparkGenerator):
         to_columns = TargetVocabularyLogitsProcessor(self.columns)
         finite = slots.logits.amax(-1).isfinite().all(1)
         token_ids, state = context.root_ids.to(device).unsqueeze(1), slots.state
-        laws, paths = [], [torch.zeros(token_ids.shape, device=device)]
+        draft_probs, paths = [], [torch.zeros(token_ids.shape, device=device)]
         for slot in range(slots.depth):
             before = token_ids[:, -1]
             logits, state = slots.step(slot, before.unsqueeze(1), state)
             logits = to_columns(None, to_target(None, logits.squeeze(1)))
-            # A row without sensible logits is not drafted for, but the others are drawn in the same call.
+            # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
             logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
             if context.choice.do_sample:
-                laws.append(context.choice.warpers(token_ids[:, -1:], logits).softmax(-1))
-                chosen = torch.multinomial(laws[-1], num_samples=1)
+                draft_probs.append(context.choice.warpers(token_ids[:, -1:], logits).softmax(-1))
+                chosen = torch.multinomial(draft_probs[-1], num_samples=1)
             else:
                 chosen = logits.argmax(-1, keepdim=True)
                 survival = slots.confidence(slot, before)
@@ -187,13 +187,10 @@ class ChainGenerator(DSparkGenerator):
                     survival = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
                 paths.append(paths[-1] + survival.unsqueeze(1))
             token_ids = torch.cat([token_ids, chosen], dim=1)
-        valid = finite.unsqueeze(1).expand_as(token_ids).clone()
-        valid[:, 0] = True
-        home = context.root_ids.device
+        device = context.root_ids.device
         chain = DraftTree.chain(
-            token_ids.to(home),
-            valid=valid.to(home),
-            finite=finite.to(home),
-            draft_probs=torch.stack(laws, dim=1).to(home) if laws else None,
+            token_ids.to(device),
+            finite=finite.to(device),
+            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
         )
-        return chain if laws else replace(chain, path_logprobs=torch.cat(paths, 1).to(home))
+        return chain if draft_probs else replace(chain, path_logprobs=torch.cat(paths, 1).to(device))

@@ -1,4 +1,4 @@
-"""DSparkConfig: a DFlash config with two more heads, in SpecForge's layout, and how such a drafter drafts.
+"""DSparkConfig: a DFlash config with two more heads, in SpecForge's layout; and the drafting options.
 
 Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026, section 2.2; sgl-project/SpecForge.
 """
@@ -17,11 +17,11 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 class DSparkConfig(DFlashConfig):
-    """A `DFlashConfig` whose `dflash_config` holds what DSpark adds.
+    """A `DFlashConfig` whose `dflash_config` has DSpark's own fields.
 
     `markov_rank` (0: no Markov head), `markov_head_type` (one of `MARKOV_HEADS`), `enable_confidence_head` and
-    `confidence_head_with_markov` (whether that head also reads the embedding of the token before the slot);
-    `projector_type` is "dspark". Slots are those of `sample_from_anchor`, true where it is missing.
+    `confidence_head_with_markov` (whether that head also reads the embedding of the previous token); `projector_type`
+    is "dspark". `sample_from_anchor` is true by default.
     """
 
     architecture: ClassVar[str] = "DSparkDraftModel"
@@ -36,11 +36,11 @@ class DSparkConfig(DFlashConfig):
         if type(rank) is not int or rank < 0:
             raise ValueError(f"markov_rank is {rank!r} in this DSpark config; it must be an integer of at least 0.")
         if rank and kind not in MARKOV_HEADS:
-            raise ValueError(f"markov_head_type is {kind!r} in this DSpark config; known are {list(MARKOV_HEADS)}.")
+            raise ValueError(f"markov_head_type is {kind!r} in this DSpark config; it must be in {list(MARKOV_HEADS)}.")
         if self.confidence_head_with_markov and not rank:
             raise ValueError(
                 "confidence_head_with_markov is true and markov_rank 0 in this DSpark config: there is no embedding "
-                "that the confidence head could read. Correct the one that is wrong."
+                "that the confidence head could read. Correct the wrong one."
             )
         if self.vocab_size is None:
             raise ValueError(
@@ -54,30 +54,30 @@ class DSparkConfig(DFlashConfig):
 
     @property
     def markov_head_type(self) -> Any:
-        """How the bias comes from the token before."""
+        """How the bias is computed from the previous token."""
         return self.dflash_config.get("markov_head_type", "vanilla")
 
     @property
     def enable_confidence_head(self) -> bool:
-        """Whether a head tells how likely each slot is accepted."""
+        """Whether a head predicts the acceptance probability of each slot."""
         return bool(self.dflash_config.get("enable_confidence_head"))
 
     @property
     def confidence_head_with_markov(self) -> bool:
-        """Whether that head reads the token before the slot as well."""
+        """Whether that head also reads the previous token."""
         return self.enable_confidence_head and bool(self.dflash_config.get("confidence_head_with_markov"))
 
 
 @dataclass(slots=True, kw_only=True)
 class DSparkOptions(TreeOptions):
-    """How a DSpark drafter drafts.
+    """Drafting options of a DSpark drafter.
 
     Attributes:
-        method: `"dspark"` for the best-first tree, `"dspark_chain"` for one path, as published; calls that sample draw
-            it.
-        tree_budget: see `TreeOptions`. A number has no effect on the chain, which is as long as the block allows;
-            `"auto"` shortens chains that are not drawn as well.
-        block_size: slots of a block, root included; at most the trained one, which None stands for.
+        method: `"dspark"` for the best-first tree, `"dspark_chain"` for one path, as published; it is sampled in calls
+            that sample.
+        tree_budget: see `TreeOptions`. An integer does not affect the chain, which has the length of the block;
+            `"auto"` shortens chains that are not sampled too.
+        block_size: slots of a block, root included; at most the trained number, which None selects.
     """
 
     METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
@@ -87,7 +87,7 @@ class DSparkOptions(TreeOptions):
     block_size: int | None = None
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `DFlashConfig`."""
+        """As for every drafter; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
         if self.method not in self.METHODS:
             raise unknown_name("method", self.method, self.METHODS)

@@ -1,4 +1,4 @@
-"""DSpark's two heads: a bias on a slot's logits by the token before it, and how likely the slot is accepted.
+"""DSpark's two heads: a bias on a slot's logits from the previous token, and the slot's acceptance probability.
 
 Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026, sections 2.3 and 2.4; deepseek-ai/DeepSpec.
 """
@@ -15,8 +15,8 @@ class MarkovHead(nn.Module):
     """The bias b = W2 z of a slot's logits, where z comes from W1[previous token] and, by `kind`, from the slot.
 
     Args:
-        kind: "vanilla": z is the embedding e of the token before. "gated": e times a gate of the slot's state and e.
-            "rnn": a recurrent state over the slots before, the slot's state and e give z.
+        kind: "vanilla": z is the embedding e of the previous token. "gated": e times a gate of the slot's state and e.
+            "rnn": z comes from a recurrent state over the earlier slots, the slot's state and e.
         rank: width of e and z.
         vocab_size: rows of W1, the target's ids.
         draft_vocab_size: rows of W2, the drafter's ids.
@@ -34,7 +34,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] int64 ids of the target -> [..., rank]; the target may have tokens that the table lacks."""
+        """[...] int64 ids of the target -> [..., rank]; may include tokens that the table lacks."""
         return self.markov_w1(known_ids(token_ids, self.markov_w1.num_embeddings))
 
     def start(self, embedded: Tensor) -> Tensor:
@@ -42,12 +42,12 @@ class MarkovHead(nn.Module):
         return torch.zeros_like(embedded)
 
     def forward(self, hidden: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One slot: what W2 reads, and the recurrent state behind it.
+        """One slot: the input of W2, and the recurrent state after it.
 
         Args:
             hidden: [..., hidden], the slot's.
             embedded: [..., rank], from `embed`, of the token before the slot.
-            state: [..., rank], from `start` or from the slot before; only "rnn" looks at it.
+            state: [..., rank], from `start` or from the slot before; only "rnn" uses it.
         """
         if self.kind == "vanilla":
             return embedded, state
@@ -58,7 +58,7 @@ class MarkovHead(nn.Module):
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
     def of_blocks(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """[..., slots, hidden] and [..., slots, rank] -> [..., slots, rank], what W2 reads at every slot in turn."""
+        """[..., slots, hidden] and [..., slots, rank] -> [..., slots, rank], the input of W2 at all slots, in order."""
         if self.kind != "rnn":
             return self(hidden, embedded, embedded)[0]
         state, codes = self.start(embedded[..., 0, :]), []
@@ -69,10 +69,10 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """A logit of the probability that a slot is accepted, given that the slots before it were.
+    """A logit of the probability that a slot is accepted, given that the earlier slots were.
 
     Args:
-        in_size: of what it reads: the slot's state, and the embedding of the token before it where the drafter says so.
+        in_size: input size: the slot's state, and the embedding of the previous token if the config says so.
     """
 
     def __init__(self, in_size: int) -> None:

@@ -1,8 +1,8 @@
-"""DSparkDrafter: a DFlash drafter with a Markov head and a confidence head behind its block.
+"""DSparkDrafter: a DFlash drafter with a Markov head and a confidence head after its block.
 
-The block is run once per round, as in DFlash. Its slots are then walked in order, each with the token drafted before
-it: U_k + W2 z(token before). No slot is run again. Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026,
-section 2.4. What a `generate` call remembers is in `candidates.py`.
+The block is run once per round, as in DFlash. The logits of its slots are then computed in order, each given the token
+drafted before it: U_k + W2 z(previous token). No slot is run again. Source: DSpark, arXiv 2607.05147; shared facts on
+formats of 2026, section 2.4. The state of a `generate` call is in `candidates.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hf_specdec.drafters.dspark.heads import ConfidenceHead, MarkovHead
 
 
 class Slots(Protocol):
-    """The slots of one round's block, ready to be walked in order.
+    """The slots of one round's block, for use in order.
 
     Attributes:
-        depth: how many slots draft.
-        logits: [batch, depth, draft_vocab] float32, before what the token in front of a slot changes.
-        state: [batch, 1, rank], what is passed from slot to slot, before the first of them; None where nothing is.
+        depth: number of slots that draft.
+        logits: [batch, depth, draft_vocab] float32, before the correction by the previous token.
+        state: [batch, 1, rank], the recurrent state before the first slot; None if there is none.
     """
 
     depth: int
@@ -34,28 +34,28 @@ class Slots(Protocol):
     state: Tensor | None
 
     def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The laws of a slot behind given tokens.
+        """The distributions of a slot after given tokens.
 
         Args:
             slot: from 0, among those that draft.
-            token_ids: [batch, nodes] int64, of the target; what stands before the slot.
-            state: [batch, nodes, rank], as it is there.
+            token_ids: [batch, nodes] int64, of the target; the tokens before the slot.
+            state: [batch, nodes, rank], the recurrent states before the slot.
 
         Returns:
-            [batch, nodes, draft_vocab] float32 logits, and the states behind the slot.
+            [batch, nodes, draft_vocab] float32 logits, and the recurrent states after the slot.
         """
         ...
 
     def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
-        """[batch] float32, log-probabilities that a slot is accepted behind `token_ids` [batch]; None if unsaid."""
+        """[batch] float32, log-probability that a slot is accepted after `token_ids` [batch]; None without a head."""
         ...
 
 
 class ConditionalDrafter(DFlashDrafter):
-    """A DFlash drafter whose slots' laws depend on the token before each."""
+    """A DFlash drafter whose slots are conditioned on the previous token."""
 
     options_class: ClassVar[type[DSparkOptions]] = DSparkOptions
-    options: DSparkOptions  # type: ignore[assignment]  # of its own, though a DFlash drafter
+    options: DSparkOptions  # type: ignore[assignment]  # not DFlashOptions
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class DSparkDrafter(ConditionalDrafter):
         self.markov_head: MarkovHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         if rank:
-            assert config.vocab_size is not None, "check() asks for it"
+            assert config.vocab_size is not None, "check() requires it"
             self.markov_head = MarkovHead(
                 config.markov_head_type,
                 rank,
@@ -108,12 +108,12 @@ class DSparkDrafter(ConditionalDrafter):
         self.post_init()
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
-        # The Markov head has as many columns as the config says; those of a target's head may be more or fewer.
+        # The Markov head has `draft_vocab_size` columns; the target's head may have more or fewer.
         logits = super().draft_logits(hidden, lm_head)
         return TargetVocabularyLogitsProcessor(self.config.draft_vocab_size)(None, logits)
 
     def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor | None:
-        """Logits of the probability that slots are accepted; None where the drafter does not say.
+        """Logits of the probability that slots are accepted; None without a confidence head.
 
         Args:
             hidden: [..., hidden], of the slots.
@@ -129,7 +129,7 @@ class DSparkDrafter(ConditionalDrafter):
     def card_summary(self) -> str:
         return (
             "A DSpark drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
-            "and corrects each slot by the token drafted before it. hf_specdec drafts with it either the likeliest "
+            "and conditions each slot on the token drafted before it. hf_specdec drafts with it either the likeliest "
             'tree (`method="dspark"`, the default) or one chain (`method="dspark_chain"`).'
         )
 
@@ -154,7 +154,7 @@ class MarkovSlots:
         if (head := drafter.markov_head) is not None:
             embedded = head.embed(root_ids.unsqueeze(1))
             self.state = head.start(embedded)
-            if first:  # a recurrent head was trained to pass the root's slot first, though it drafts nothing
+            if first:  # recurrent heads were trained with the root's slot as first step, although it drafts nothing
                 _, self.state = head(states[:, :1], embedded, self.state)
 
     def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""EAGLE-3: an autoregressive drafter on fused target features that grows its draft tree by its own confidence."""
+"""EAGLE-3: an autoregressive drafter on fused target features; its tree grows where its confidence is highest."""
 
 from hf_specdec.drafters.eagle3.candidates import Eagle3Generator
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options

@@ -1,7 +1,7 @@
-"""EAGLE-3 in one `generate` call: the draft tree that grows level by level, behind the pairs of `pairs.py`.
+"""EAGLE-3 in one `generate` call: the draft tree, grown level by level after the pairs of `pairs.py`.
 
-Each level extends the `top_k` likeliest nodes of the level above by their `top_k` likeliest tokens; the likeliest
-`tree_budget` of all nodes so seen are the tree. Likelihood is the drafter's, along the whole path. Source: EAGLE-2,
+Each level extends the `top_k` likeliest nodes of the previous one by their `top_k` likeliest tokens. The likeliest
+`tree_budget` of all these nodes form the tree. The probability is the drafter's, along the whole path. Source: EAGLE-2,
 arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in EAGLE-3, arXiv 2503.01840.
 """
 
@@ -26,11 +26,11 @@ from hf_specdec.drafters.eagle3.pairs import PairCache
 
 
 class Eagle3Generator(PairCache, TreeCandidateGenerator):
-    """Draft trees of an EAGLE-3 drafter: nodes are written behind the pairs, level by level, and then forgotten."""
+    """Draft trees of an EAGLE-3 drafter: its nodes follow the pairs in the cache, and are dropped after the draft."""
 
     drops_rows = True
 
-    def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or what drafts as one
+    def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or one with its interface
         options = drafter.options
         self.depth, self.top_k, self.tree_budget = options.depth, options.top_k, options.node_limit
         room = (self.depth - 1) * self.top_k
@@ -40,7 +40,7 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        outputs = self.take_in(context.root_ids)
+        outputs = self.append_pairs(context.root_ids)
         tree = self._grow(outputs, context)
         assert self.cache is not None
         self.cache.rollback()
@@ -74,7 +74,7 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
         """All candidates, level after level: scores, token ids, parents (see `best_tree`), and which rows are finite.
 
         Args:
-            at: where the nodes' entries begin in the cache; those of the pairs lie before.
+            at: where the nodes' entries begin in the cache, after those of the pairs.
             outputs: [batch, hidden], the drafter's at the roots.
             root_positions: [batch] int64.
             lengths: [batch] int64, pairs of each row.
@@ -105,14 +105,14 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
         return grow_levels(self._logits(outputs), extend, self.depth, width, drafter.to_target_ids)
 
     def _logits(self, outputs: Tensor) -> Tensor:
-        """[..., hidden] -> [..., draft_vocab] float32, without tokens that the target does not have."""
+        """[..., hidden] -> [..., draft_vocab] float32; tokens that the target lacks get -inf."""
         logits = self.drafter.logits(outputs)
-        if self.drafter.config.maps_vocabulary:  # to the target's tokens alone, `check_target` has looked
+        if self.drafter.config.maps_vocabulary:  # `check_target` has checked that the map has only the target's tokens
             return logits
         return TargetVocabularyLogitsProcessor(self.vocab_size)(None, logits)
 
     def describe(self, tree: DraftTree) -> NodeNotes:
-        return path_notes(tree, self.path_logprobs, tree.depths)  # a forward per level
+        return path_notes(tree, self.path_logprobs, tree.depths)  # one forward per level
 
 
 def _levels(at: int, generator: Eagle3Generator, *values: Tensor) -> tuple[Tensor, ...]:
@@ -170,16 +170,16 @@ def best_tree(
         scores: [batch, candidates] float32, log-probability of the path to each; none exceeds its parent's. -inf is
             never drafted.
         token_ids: [batch, candidates] int64.
-        parents: [batch, candidates] int64, place of each candidate's parent, which comes first; -1 for the root.
+        parents: [batch, candidates] int64, index of each candidate's parent, which comes first; -1 for the root.
         finite: [batch] bool, False for rows without usable scores.
         depth: of the deepest candidate.
         budget: most candidates to keep.
     """
     batch, candidates = scores.shape
-    kept = min(budget, candidates)
-    # Among equal scores the first wins: no candidate is kept without its parent.
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :kept]
-    nodes = torch.arange(1, kept + 1, device=scores.device).expand(batch, kept)
+    selected = min(budget, candidates)
+    # The sort is stable: among equal scores the parent comes first, so no candidate is selected without its parent.
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :selected]
+    nodes = torch.arange(1, selected + 1, device=scores.device).expand(batch, selected)
     node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
     above = parents.gather(1, best)
     node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)

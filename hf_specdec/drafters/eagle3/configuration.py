@@ -1,8 +1,8 @@
-"""Eagle3Config: one description for every published EAGLE-3 layout.
+"""Eagle3Config: one config for all published EAGLE-3 layouts.
 
-The layouts differ in names, in what their layer ids mean and in defaults; `hub/formats/` translates each of them to the
-fields here, where nothing is left to a default that another project reads differently. What is written to disk is this
-description, under a `model_type` of its own.
+The layouts differ in names, in the meaning of their layer ids and in defaults. `hub/formats/` translates them to these
+fields and sets every field whose default differs between projects. Saved checkpoints have this config, with their own
+`model_type`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from transformers import LlamaConfig
 from hf_specdec.drafters.options import TreeOptions
 
 ARCHITECTURE = "Eagle3Drafter"
-# Bounds of the drafting options: far above anything that pays, low enough to catch a slip of the keyboard.
+# Upper bounds of the drafting options: far above useful values, they only catch typing errors.
 MAX_DEPTH = 64
 MAX_TOP_K = 128
 
 
 def default_target_layer_ids(num_target_layers: int) -> list[int]:
-    """Target layers that EAGLE-3 reads where a checkpoint names none: one near the start, the middle, one near the end.
+    """Target layers that EAGLE-3 reads if a checkpoint lists none: one near the start, the middle, one near the end.
 
-    As indices of `output_hidden_states` they are 2, n // 2 and n - 3; a layer's output is one further on.
+    As indices of `output_hidden_states` they are 2, n // 2 and n - 3; the output of layer i has index i + 1.
 
     Example:
         >>> default_target_layer_ids(32)
@@ -33,23 +33,23 @@ def default_target_layer_ids(num_target_layers: int) -> list[int]:
 
 
 class Eagle3Config(LlamaConfig):
-    """A Llama decoder shape (one layer, as a rule) plus what EAGLE-3 adds.
+    """The config of a Llama decoder (usually with one layer) and what EAGLE-3 adds.
 
-    `vocab_size` is the target's. The first layer reads embedding and state side by side, so its q, k and v projections
-    are twice as wide as `hidden_size`; further layers are ordinary.
+    `vocab_size` is the target's. The input of the first layer is the concatenation of embedding and state, so its q, k
+    and v projections have twice the input size; further layers are Llama layers.
 
     Args:
-        draft_vocab_size: rows of the drafter's own head; None for the whole vocabulary.
-        target_layer_ids: 0-based target layers whose outputs are joined in this order; -1 is what enters the first
-            layer. None for `default_target_layer_ids` of the target at hand.
-        target_hidden_size: the target's hidden size; None where it is `hidden_size`.
-        qk_norm: each head of queries and keys is normed before RoPE.
-        norm_before_residual: the residual of the first layer is the normed state, not the state itself.
-        norm_before_fc: one norm over the joined target states.
-        fc_norm: a norm for each target state, before they are joined.
-        norm_output: the state handed to the next draft step is the one after the final norm.
-        norm_before_head: the final norm is applied before the head.
-        own_embeddings: the checkpoint has token embeddings; else the target's are used, unscaled.
+        draft_vocab_size: rows of the drafter's head; None for the complete vocabulary.
+        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; -1 is the input of the
+            first layer. None for `default_target_layer_ids` of the target.
+        target_hidden_size: the target's hidden size; None for `hidden_size`.
+        qk_norm: whether each head's queries and keys are normalised before RoPE.
+        norm_before_residual: whether the residual of the first layer is the normalised state.
+        norm_before_fc: one norm over the concatenated target states.
+        fc_norm: a norm for each target state, before the concatenation.
+        norm_output: whether the state passed to the next draft step is taken after the final norm.
+        norm_before_head: whether the final norm is applied before the head.
+        own_embeddings: whether the checkpoint has token embeddings; if not, the target's are used, unscaled.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
@@ -103,11 +103,11 @@ class Eagle3Config(LlamaConfig):
         ):
             raise ValueError(f"target_layer_ids is {layers!r}; it must be a list of 0-based layer numbers, or absent.")
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are both true; a checkpoint has one of them at most.")
+            raise ValueError("norm_before_fc and fc_norm are both true, but a checkpoint has at most one of them.")
 
     @property
     def num_taps(self) -> int:
-        """How many target states are joined."""
+        """Number of target states that are concatenated."""
         return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
 
     @property
@@ -118,12 +118,12 @@ class Eagle3Config(LlamaConfig):
 
 @dataclass(slots=True, kw_only=True)
 class Eagle3Options(TreeOptions):
-    """How an EAGLE-3 drafter drafts; the defaults are the published settings.
+    """Drafting options of an EAGLE-3 drafter; the defaults are the published settings.
 
     Attributes:
-        depth: levels of the tree below the root. EAGLE's own `depth` counts the forwards after the first: one less.
-        top_k: how many nodes of a level are extended, and by how many tokens each. 1 drafts a chain.
-        tree_budget: see `TreeOptions`. EAGLE's own `total_token` counts the root: one more.
+        depth: levels of the tree below the root. EAGLE's own `depth` counts the forwards after the first, one less.
+        top_k: number of nodes of a level that are extended, and of continuations of each. 1 drafts a chain.
+        tree_budget: see `TreeOptions`. EAGLE's own `total_token` counts the root, one more.
     """
 
     method = "eagle3"

@@ -1,8 +1,8 @@
-"""Eagle3Drafter: one decoder layer that reads, side by side, a token's embedding and the state before that token.
+"""Eagle3Drafter: one decoder layer over the concatenation of a token's embedding and the state before that token.
 
-For committed tokens the state is the target's (a few of its layers, joined and fused); for drafted ones it is the
-drafter's own output. Source: EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE. How a tree grows from it, and what a
-`generate` call remembers, is in `candidates.py`.
+For committed tokens the state is the target's (several of its layers, concatenated and fused); for drafted ones it is
+the drafter's own output. Source: EAGLE-3, arXiv 2503.01840; SafeAILab/EAGLE. The draft tree and the state of a
+`generate` call are in `candidates.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options, default_target_layer_ids
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
 
 
 class Eagle3Attention(HeadProjections):
-    """Causal attention whose inputs are `in_size` wide and whose output is `hidden_size` wide."""
+    """Causal attention with inputs of size `in_size` and outputs of size `hidden_size`."""
 
     def __init__(self, config: Eagle3Config, in_size: int) -> None:
         super().__init__(config, in_size, norms=config.qk_norm)
@@ -61,7 +62,7 @@ class Eagle3Attention(HeadProjections):
 
 
 class Eagle3FirstLayer(nn.Module):
-    """The layer that EAGLE-3 is about: attention over [embedding ; state], each with a norm of its own."""
+    """EAGLE-3's own layer: attention over [embedding ; state], each with its own norm."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Eagle3FirstLayer(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """An ordinary Llama layer, for drafters of more than one."""
+    """A Llama layer, for drafters with more than one layer."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(PretrainedDrafter):
-    """EAGLE-3's layers with their head and their fusion of target states; subclasses say how they draft."""
+    """EAGLE-3's layers with head and fusion of target states; subclasses define how they draft."""
 
     config: Eagle3Config
     d2t: Tensor
@@ -132,12 +133,12 @@ class Eagle3Network(PretrainedDrafter):
 
     @property
     def entry_shape(self) -> tuple[int, int, int, int, None]:
-        """Layers, heads, and widths of keys, of values and of an indexer's keys in its cache."""
+        """Number of layers and heads, and sizes of keys, of values and of an indexer's keys in its cache."""
         config = self.config
         return config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim, None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Brings raw target states [batch, seq, taps * target_hidden] to [batch, seq, hidden]."""
+        """Projects target states [batch, seq, taps * target_hidden] to [batch, seq, hidden]."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -164,10 +165,10 @@ class Eagle3Network(PretrainedDrafter):
             position_ids: [batch, seq] int64, of the states.
             mask: [batch, 1, seq, cached + seq], additive or bool, or None.
             is_causal: causal attention without a mask; only for an empty cache or none.
-            cache: holds earlier pairs' keys and values; receives those of these pairs.
+            cache: holds keys and values of earlier pairs; those of these pairs are appended.
 
         Returns:
-            [batch, seq, hidden], before the final norm; `logits` of it are for the token after each pair's token.
+            [batch, seq, hidden], before the final norm; their `logits` are for the token after each pair's token.
         """
         rotary = self.rotary_emb(embeddings, position_ids)
         first, *further = self.layers
@@ -181,15 +182,15 @@ class Eagle3Network(PretrainedDrafter):
         return self.lm_head(self.norm(outputs) if self.config.norm_before_head else outputs).float()
 
     def recurrent(self, outputs: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden], the state that goes into the next draft step."""
+        """[..., hidden] -> [..., hidden], the input state of the next draft step."""
         return self.norm(outputs) if self.config.norm_output else outputs
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Makes the drafter's vocabulary these ids of the target's, see `vocabulary.set_map`."""
-        set_map(self.d2t, target_ids, self.config.vocab_size, self.name_or_path or type(self).__name__)
+        """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
+        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as ids of the target's."""
+        """Converts ids of the draft vocabulary to the target's ids."""
         return draft_ids + self.d2t[draft_ids] if self.config.maps_vocabulary else draft_ids
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
@@ -223,7 +224,7 @@ class Eagle3Network(PretrainedDrafter):
         )
         if config.maps_vocabulary:
             shared = min(config.vocab_size, model.get_input_embeddings().num_embeddings)
-            check_draft_to_target(self.d2t, shared, self.name_or_path or type(self).__name__)
+            check_draft_to_target(self.d2t, shared, name_of(self))
 
 
 class Eagle3Drafter(Eagle3Network):
@@ -232,7 +233,7 @@ class Eagle3Drafter(Eagle3Network):
     Drafting options: `Eagle3Options`.
 
     Relation to its siblings: `dflash` and `medusa` predict all depths in one forward, independently of each other;
-    EAGLE-3 runs once per level, and each node knows the tokens above it. `peagle` has its layers, and runs once.
+    EAGLE-3 runs once per level, conditioned on the path's tokens. `peagle` has the same layers, and runs once.
     """
 
     config_class = Eagle3Config
@@ -247,5 +248,5 @@ class Eagle3Drafter(Eagle3Network):
     def card_summary(self) -> str:
         return (
             "An EAGLE-3 drafter: it drafts token by token, from fused hidden states of the target and then from its "
-            "own, with a head of its own. hf_specdec grows a draft tree with it, wherever it is most confident."
+            "own, with its own head. hf_specdec grows the draft tree where its confidence is highest."
         )

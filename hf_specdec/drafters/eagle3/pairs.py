@@ -1,7 +1,7 @@
-"""What drafters of EAGLE's kind remember of a `generate` call: their cache of committed pairs.
+"""The state of EAGLE drafters in one `generate` call: their cache of committed pairs.
 
-A committed token and the target's features before it make a pair. The pairs of a round enter the cache in one forward,
-once the token after the last of them, the next root, is known. Source: EAGLE-3, arXiv 2503.01840.
+A pair is a committed token and the target's features before it. The pairs of a round are appended to the cache in one
+forward, after the token that follows the last of them, the next root, is known. Source: EAGLE-3, arXiv 2503.01840.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class PairCache:
     """The committed pairs of each row.
 
     Args:
-        drafter: an `Eagle3Drafter`, or what drafts as one.
+        drafter: an `Eagle3Drafter`, or one with its interface.
         target: of the call.
-        depth: tokens that a round drafts at most one behind the other.
-        room: entries that drafting writes behind the pairs.
+        depth: most tokens of a drafted path.
+        room: cache entries that drafting needs after the pairs.
         compile_mode: see `DrafterOptions`.
     """
 
@@ -44,8 +44,8 @@ class PairCache:
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None
         self.calls = static_calls(self, drafter, (self.embeddings,), compile_mode)
-        self.width = nodes_bucket(depth + 1)  # of what a round commits at most
-        self.target = target  # its cache tells how long rows may grow
+        self.width = nodes_bucket(depth + 1)  # most tokens that a round commits
+        self.target = target  # the capacity of its cache limits the length of rows
         # [batch, hidden], the drafter's output at each row's last pair.
         self.last_outputs: Tensor | None = None
 
@@ -67,14 +67,21 @@ class PairCache:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[batch, seq] -> [batch, seq, hidden] of the drafter's dtype, on its device."""
         table: Any = self.embeddings
-        if self.own_embeddings:  # a target may have tokens that this table lacks
+        if self.own_embeddings:  # the target may have tokens that this table lacks
             token_ids = known_ids(token_ids, table.num_embeddings)
-        # Embedding classes of their own scale what they look up; drafters are trained on the table itself.
+        # Subclasses of nn.Embedding may scale their outputs; drafters are trained on the unscaled table.
         embedded = table(token_ids) if type(table) is nn.Embedding else nn.functional.embedding(token_ids, table.weight)
         return embedded.to(device=self.drafter.device, dtype=self.drafter.dtype)
 
-    def take_in(self, root_ids: Tensor) -> Tensor:
-        """Enters the pairs committed since the last round; returns each row's output at its last pair."""
+    def append_pairs(self, root_ids: Tensor) -> Tensor:
+        """Appends the pairs committed since the last round; returns each row's output at its last pair.
+
+        Args:
+            root_ids: [batch] int64.
+
+        Returns:
+            [batch, hidden].
+        """
         drafter, pending = self.drafter, self.pending
         assert pending is not None, "draft() before the prefill was observed"
         assert pending.features is not None
@@ -82,7 +89,7 @@ class PairCache:
         batch, new = pending.token_ids.shape
         if self.cache is None:
             capacity = new + self.room + 256
-            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
                 capacity = max(self.target.cache.capacity, capacity_for(capacity))
             layers, heads, key_dim, value_dim, index_dim = drafter.entry_shape
             self.cache = TreeCache.empty(
@@ -90,13 +97,13 @@ class PairCache:
                 capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
             )  # fmt: skip
         if self.calls is not None and pending.tree is not None and new <= self.width:
-            return self._take_in_captured(root_ids, pending)
+            return self._append_captured(root_ids, pending)
         self.cache.reserve(new + self.room)
 
         last = root_ids.new_full((batch, 1), new - 1)
         if pending.valid is not None:
             last = (pending.valid * torch.arange(new, device=root_ids.device)).amax(1, keepdim=True)
-        # The token after each committed one; after the last of a row comes the root.
+        # The token after each committed one; after the last of a row this is the root.
         next_ids = pending.token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
         mask, is_causal = self._pair_mask(pending, new)
         outputs = drafter(
@@ -109,11 +116,11 @@ class PairCache:
         )
         outputs = outputs.gather(1, last.to(device).unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
         if self.last_outputs is not None and 0 in pending.num_committed:
-            # A row that waited has no new pair; it drafts from where it was.
+            # A finished row has no new pair: its output stays.
             moved = pending.counts.to(device).tensor > 0
             outputs = outputs.where(moved.unsqueeze(1), self.last_outputs)
         if pending.tree is None and pending.valid is not None:
-            # A left-padded prompt has its padding in front: keep the other pairs, in order.
+            # Left padding comes first: commit the other pairs, in order.
             padding = (~pending.valid).to(device=device, dtype=torch.int8)
             self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
         else:
@@ -121,8 +128,8 @@ class PairCache:
         self.pending, self.last_outputs = None, outputs
         return outputs
 
-    def _take_in_captured(self, root_ids: Tensor, pending: Committed) -> Tensor:
-        """The same for the pairs of a round, in one launch."""
+    def _append_captured(self, root_ids: Tensor, pending: Committed) -> Tensor:
+        """`append_pairs` for the pairs of a round, in one captured launch."""
         assert self.cache is not None
         assert self.calls is not None
         assert self.last_outputs is not None
@@ -146,7 +153,7 @@ class PairCache:
         return outputs
 
     def _pair_mask(self, pending: Committed, new: int) -> tuple[Tensor | None, bool]:
-        """Additive [batch, 1, new, cached + new] or None, and whether attention is plainly causal."""
+        """Additive [batch, 1, new, cached + new] or None, and whether the attention is causal without a mask."""
         cache = self.cache
         assert cache is not None
         if pending.valid is None and cache.longest == 0:
@@ -158,9 +165,12 @@ class PairCache:
         return self.additive(block, cache.longest, cache.lengths), False
 
     def additive(self, block: Tensor, at: int, lengths: Tensor) -> Tensor:
-        """What `block` [batch, queries, entries of this round] and each row's own past make visible, as a mask.
+        """An additive mask: each row's earlier entries, and those of this round as `block` says.
 
-        The past is the first of `at` entries, as many as `lengths` [batch] says.
+        Args:
+            block: [batch, queries, entries of this round] bool.
+            at: earlier entries in the cache.
+            lengths: [batch] int64, how many of them are visible in each row.
         """
         entries = torch.arange(at, device=block.device)
         past = (entries < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, block.shape[1], -1)
@@ -178,24 +188,24 @@ def _pairs(
     position_ids: Tensor,
     features: Tensor,
 ) -> tuple[Tensor]:
-    """`PairCache.take_in` after the prompt, in fixed shapes, for `decoding/graphs.py` to capture.
+    """`PairCache.append_pairs` after the prompt, in fixed shapes, for `decoding/graphs.py` to capture.
 
     Args:
-        at: where the new pairs' entries begin in the cache; those of earlier pairs lie before.
+        at: where the new pairs' entries begin in the cache, after those of earlier pairs.
         pairs: of the call.
         root_ids: [batch] int64.
         lengths: [batch] int64, earlier pairs of each row.
         counts: [batch] int64, new pairs of each row, the first of `width`.
         last_outputs: [batch, hidden], for rows without new pairs.
         token_ids: [batch, width] int64, committed tokens.
-        position_ids: [batch, width] int64, theirs.
-        features: [batch, width, taps * hidden], theirs.
+        position_ids: [batch, width] int64, of the committed tokens.
+        features: [batch, width, taps * hidden], of the committed tokens.
     """
     drafter, width = pairs.drafter, token_ids.shape[1]
     last = (counts - 1).clamp(min=0).unsqueeze(1)
     next_ids = token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
-    places = torch.arange(width, device=token_ids.device)
-    block = (places.unsqueeze(1) >= places) & (places < counts[:, None, None])
+    indices = torch.arange(width, device=token_ids.device)
+    block = (indices.unsqueeze(1) >= indices) & (indices < counts[:, None, None])
     outputs = drafter(
         pairs.embed(next_ids),
         drafter.fuse(features.to(drafter.dtype)),

@@ -1,4 +1,4 @@
-"""Look-ups: draft what followed the last tokens before, in the same text or in earlier ones. They need no weights."""
+"""Look-up drafters: they draft what followed the last tokens earlier, in the same or in earlier texts. No weights."""
 
 from hf_specdec.drafters.lookup.drafter import NGramDrafter, NGramOptions, SuffixDrafter, SuffixOptions
 from hf_specdec.drafters.lookup.index import SuffixIndex

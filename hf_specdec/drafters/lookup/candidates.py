@@ -1,7 +1,7 @@
-"""Look-ups in one `generate` call: every row's text and what earlier calls wrote, and trees of what followed there.
+"""Look-up drafters in one `generate` call: each row's text, the outputs of earlier calls, and trees of continuations.
 
-All in host memory: a binary search in each index and a walk over a few matches per round. The tokens come from the
-device once per round, only those that are new.
+All in host memory: per round a binary search in each index and a few matches. Only new tokens are copied from the
+device, once per round.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidate
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.lookup.index import SuffixIndex
 
-MAX_MATCHES = 32  # of an index: what a round may cost, on texts that repeat one token throughout
-# A match of one more token says so much more about the continuation that it outweighs three shorter ones.
+MAX_MATCHES = 32  # per index; limits the cost of a round for texts that repeat one token
+# A match that is longer by one token weighs more than three shorter ones.
 WEIGHT_PER_TOKEN = 4.0
-# The further from the match, the less it says; also makes every node lighter than its parent.
+# The weight falls with the distance from the match; so every node is also lighter than its parent.
 WEIGHT_PER_DEPTH = 0.8
-LEAST_SHARE = 1e-3  # matches that weigh less beside those before are not looked at
+LEAST_SHARE = 1e-3  # matches with a smaller share of the total weight are ignored
 
-Match = tuple[SuffixIndex, int, int]  # where, place of the continuation, matched tokens
+Match = tuple[SuffixIndex, int, int]  # index, position of the continuation, matched tokens
 
 
 def find(indices: Iterable[SuffixIndex], context: Sequence[int], shortest: int) -> list[Match]:
-    """Matches of a text's last tokens in several indices, the longest first."""
+    """Matches of a text's last tokens in several indices, longest first."""
     found = [(each, *match) for each in indices for match in each.matches(context, MAX_MATCHES, shortest)]
     found.sort(key=lambda match: -match[2])
     return found
@@ -33,12 +33,12 @@ def find(indices: Iterable[SuffixIndex], context: Sequence[int], shortest: int) 
 def continuation_tree(
     root: int, matches: Iterable[Match], tree_budget: int, max_depth: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and path log-probabilities of the heaviest continuations below a text's last token.
+    """Tokens, parents and path log-probabilities of the heaviest continuations after a text's last token.
 
-    A node weighs as much as all matches whose continuation runs through it: of equally long matches the frequency. So
-    every node is lighter than its parent, and the heaviest `tree_budget` nodes, heaviest first, are a tree. A path is
-    held as likely as its share of the weight of all matches and of one more, of one token: that the text goes on as it
-    never did.
+    A node's weight is the sum over all matches whose continuation contains it; for matches of equal length this is the
+    frequency. So every node is lighter than its parent, and the heaviest `tree_budget` nodes, heaviest first, form a
+    tree. A path's probability is its share of the total weight, to which one match of one token is added for unseen
+    continuations.
 
     Example:
         >>> index = SuffixIndex()
@@ -50,13 +50,13 @@ def continuation_tree(
     """
     tokens, parents, weights = [root], [-1], [0.0]
     children: dict[tuple[int, int], int] = {}
-    in_all = WEIGHT_PER_TOKEN
-    for index, place, length in matches:
+    total = WEIGHT_PER_TOKEN
+    for index, position, length in matches:
         node, weight = 0, WEIGHT_PER_TOKEN**length
-        if weight < LEAST_SHARE * in_all:
+        if weight < LEAST_SHARE * total:
             break
-        in_all += weight
-        for token in index.continuation(place, min(max_depth, tree_budget)):
+        total += weight
+        for token in index.continuation(position, min(max_depth, tree_budget)):
             child = children.setdefault((node, token), len(tokens))
             if child == len(tokens):
                 tokens.append(token)
@@ -65,18 +65,18 @@ def continuation_tree(
             weight *= WEIGHT_PER_DEPTH
             weights[child] += weight
             node = child
-    weights[0] = in_all
-    kept = [0, *sorted(range(1, len(tokens)), key=weights.__getitem__, reverse=True)[:tree_budget]]
-    place_of = {node: rank for rank, node in enumerate(kept)}
+    weights[0] = total
+    selected = [0, *sorted(range(1, len(tokens)), key=weights.__getitem__, reverse=True)[:tree_budget]]
+    rank = {node: index for index, node in enumerate(selected)}
     return (
-        [tokens[node] for node in kept],
-        [place_of.get(parents[node], -1) for node in kept],
-        [math.log(weights[node] / in_all) for node in kept],
+        [tokens[node] for node in selected],
+        [rank.get(parents[node], -1) for node in selected],
+        [math.log(weights[node] / total) for node in selected],
     )
 
 
 class LookupGenerator(TreeCandidateGenerator):
-    """Drafts from the text of each row, and from earlier texts where there is a `memory`, which it adds to."""
+    """Drafts from the text of each row, and from the outputs in `memory` if there is one, which it adds to."""
 
     drops_rows = True
 
@@ -92,10 +92,10 @@ class LookupGenerator(TreeCandidateGenerator):
         self.longest_suffix, self.shortest_suffix = longest_suffix, shortest_suffix
         self.tree_budget, self.max_depth = tree_budget, max_depth
         self.memory = memory
-        self.padding: list[int] = []  # columns in front of each row's text
+        self.padding: list[int] = []  # columns before each row's text
         self.texts: list[SuffixIndex] = []
         self.latest: list[list[int]] = []  # tokens of each row since the last draft
-        self.prompts: list[int] | None = None  # tokens that each row was given; None before the first draft
+        self.prompts: list[int] | None = None  # prompt length of each row; None before the first draft
 
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
@@ -120,19 +120,23 @@ class LookupGenerator(TreeCandidateGenerator):
         self.texts = []
 
     def _remember(self, rows: Iterable[int]) -> None:
-        """Adds to the memory what was written in these rows, perhaps with a token behind the end."""
+        """Adds the outputs of these rows to the memory, possibly with a token after the end."""
         if self.memory is not None and self.prompts is not None:
             for row in rows:
                 self.memory.add(self.texts[row].continuation(self.prompts[row]) + self.latest[row])
 
     def draft(self, context: DraftContext) -> DraftTree:
-        # A prompt that came as embeddings has no columns here, and so no padding either.
-        self.padding = [min(place, length - 1) for place, length in zip(self.padding, context.lengths, strict=True)]
+        # A prompt that was passed as embeddings has no columns here, and no padding.
+        self.padding = [
+            min(position, length - 1) for position, length in zip(self.padding, context.lengths, strict=True)
+        ]
         known = [padding + len(text) for padding, text in zip(self.padding, self.texts, strict=True)]
         first = min(known)
         columns = context.sequences[:, first : max(context.lengths)].tolist()
-        if self.prompts is None:  # all that is there but the first root
-            self.prompts = [length - 1 - place for length, place in zip(context.lengths, self.padding, strict=True)]
+        if self.prompts is None:  # all tokens except the first root
+            self.prompts = [
+                length - 1 - position for length, position in zip(context.lengths, self.padding, strict=True)
+            ]
         budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
         trees = []
         for row, text in enumerate(self.texts):

@@ -1,4 +1,4 @@
-"""Drafters that need nothing, neither weights nor a certain target: they look up what was said before."""
+"""Drafters without weights and for any target: they look up earlier text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MEMORY_TOKENS = 100_000
 
 @dataclass(slots=True, kw_only=True)
 class NGramOptions(TreeOptions):
-    """How n-grams are looked up.
+    """Drafting options of n-gram look-up.
 
     Attributes:
-        longest_suffix: most last tokens that are looked up together; long matches are found first and weigh most.
-        shortest_suffix: fewest last tokens that count as a match.
+        longest_suffix: most last tokens that are compared; longer matches come first and weigh most.
+        shortest_suffix: fewest tokens of a match.
         tree_budget: see `TreeOptions`.
         max_depth: most tokens of one continuation.
     """
@@ -48,13 +48,13 @@ class NGramOptions(TreeOptions):
 
 @dataclass(slots=True, kw_only=True)
 class SuffixOptions(NGramOptions):
-    """How suffixes are looked up.
+    """Drafting options of suffix look-up.
 
     Attributes:
-        longest_suffix: see `NGramOptions`, as the others.
-        shortest_suffix: see there.
-        tree_budget: see there.
-        max_depth: see there.
+        longest_suffix: see `NGramOptions`.
+        shortest_suffix: see `NGramOptions`.
+        tree_budget: see `TreeOptions`.
+        max_depth: see `NGramOptions`.
     """
 
     method = "suffix"
@@ -63,10 +63,10 @@ class SuffixOptions(NGramOptions):
 
 
 class LookupDrafter(Drafter):
-    """What look-ups have in common.
+    """Base of look-up drafters.
 
     Attributes:
-        index: of what earlier calls wrote; None where each text is looked up in itself alone.
+        index: of outputs of earlier calls; None if only the text itself is used.
     """
 
     options_class = NGramOptions
@@ -78,7 +78,7 @@ class LookupDrafter(Drafter):
         self.set_options(**drafting_options)
 
     def check_target(self, model: PreTrainedModel) -> None:
-        """Fits any target: it drafts only tokens that texts already have."""
+        """Any target fits: only tokens that occur in the texts are drafted."""
 
     def forget(self) -> None:
         if self.index is not None:
@@ -97,9 +97,9 @@ class LookupDrafter(Drafter):
 class NGramDrafter(LookupDrafter):
     """Looks up what followed the last tokens earlier in the same text, and drafts a tree of those continuations.
 
-    It gains where output repeats prompt or output: editing, summaries, code, extraction. Prompt lookup in transformers
-    (`prompt_lookup_num_tokens`) drafts one continuation of one match, for one row; this one drafts several of many
-    matches, weighted by how long they are, and takes batches. Unlike the other drafters it runs no network.
+    It gains if the output repeats the prompt or itself: editing, summaries, code, extraction. Prompt lookup in
+    transformers (`prompt_lookup_num_tokens`) drafts one continuation of one match, for one row; this one drafts several
+    continuations of many matches, weighted by length, and supports batches. It runs no network.
 
     Args:
         drafting_options: of `NGramOptions`.
@@ -112,14 +112,14 @@ class NGramDrafter(LookupDrafter):
 
 
 class SuffixDrafter(LookupDrafter):
-    """Looks up suffixes of any length in the same text and in what earlier calls wrote, and drafts a tree.
+    """Looks up suffixes of any length in the same text and in outputs of earlier calls, and drafts a tree.
 
-    It gains where calls resemble each other: agents, edits of one file, answers by a pattern. Its trees are ranked by
-    how often a continuation followed, longer matches first (SuffixDecoding, arXiv 2411.04975, which drafts chains).
+    It gains if calls resemble each other: repeated tool calls, edits of one file, answers with a fixed pattern. Its
+    trees are ranked by match length and by frequency (SuffixDecoding, arXiv 2411.04975, which drafts chains).
 
     Args:
-        index: of what calls write; None makes one of `MEMORY_TOKENS` tokens (12 bytes each). Several drafters may
-            share one; `SuffixIndex.save` and `load` keep it.
+        index: of outputs; None makes one for `MEMORY_TOKENS` tokens (12 bytes each). Several drafters may share one;
+            `SuffixIndex.save` and `load` store it.
         drafting_options: of `SuffixOptions`.
 
     Example:

@@ -1,10 +1,10 @@
-"""SuffixIndex: texts, and every place in them in the order of what stands before it.
+"""SuffixIndex: texts, with all their positions sorted by the tokens before them, read backwards.
 
-Places with the same tokens before them lie side by side in that order, those with the longest common context nearest
-to each other. So one binary search finds where a text's last tokens stood before, and its neighbours are the matches,
-longest first. A token takes 12 bytes, and a new one is put into its place by moving part of an array.
+Positions with the same preceding tokens are adjacent in this order, and the longer their common context, the closer
+they are. So one binary search finds the last tokens of a text, and its neighbours are the matches, longest first. A
+token takes 12 bytes; a new one is inserted by moving part of an array.
 
-Relatives: suffix arrays of reversed text; the counted suffix trees of SuffixDecoding (arXiv 2411.04975, Section 3).
+Related: suffix arrays of reversed text; the counted suffix trees of SuffixDecoding (arXiv 2411.04975, Section 3).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 BYTES = 4  # of a token
-SEPARATOR = -1  # between texts: no token
-SORT_ABOVE = 0.1  # a larger share of new places is sorted in with all others at once
+SEPARATOR = -1  # between texts; not a token id
+SORT_ABOVE = 0.1  # if the share of new positions is larger, all are sorted again
 
 
 class SuffixIndex:
-    """Texts of token ids, and where their continuations are. Several threads may use one.
+    """Texts of token ids, searchable for continuations. Safe to use from several threads.
 
     Args:
-        longest: most tokens before a place that are compared.
-        max_tokens: when more are held, the oldest are forgotten; a quarter of them at a time. None: never.
+        longest: most tokens before a position that are compared.
+        max_tokens: above this size the oldest quarter of the tokens is dropped; None for no limit.
 
     Example:
         >>> index = SuffixIndex(longest=4)
@@ -52,85 +52,85 @@ class SuffixIndex:
         self._lock = threading.RLock()
 
     def clear(self) -> None:
-        """Forgets all texts."""
+        """Removes all texts."""
         with self._lock:
             self._tokens = array("i")
-            self._places = array("i")  # of continuations, ordered by `_before`
-            self._backwards = bytearray()  # the tokens from the last to the first, behind unused room
-            self._room = 0  # tokens that fit in front
+            self._positions = array("i")  # of continuations, sorted by `_before`
+            self._backwards = bytearray()  # the tokens in reverse order, after unused bytes
+            self._room = 0  # number of tokens that fit into the unused bytes
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds tokens at the end of the last text."""
+        """Appends tokens to the last text."""
         with self._lock:
             self._append(tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds a text of its own."""
+        """Adds a separate text."""
         with self._lock:
             if self._tokens:
                 self._append([SEPARATOR])
             self._append(tokens)
             if self.max_tokens is not None and len(self._tokens) > self.max_tokens:
-                kept = self._tokens[-(self.max_tokens * 3 // 4) :]
+                latest = self._tokens[-(self.max_tokens * 3 // 4) :]
                 self.clear()
-                self._append(kept)
+                self._append(latest)
 
     def matches(self, context: Sequence[int], most: int, shortest: int = 1) -> list[tuple[int, int]]:
-        """Places where the last tokens of a text stood before, longest match first, latest of equal ones first.
+        """Positions after earlier occurrences of a text's last tokens, longest match first, latest first among equals.
 
         Args:
-            context: the text's last tokens; no more than `longest` are compared.
-            most: matches.
+            context: the text's last tokens; at most `longest` are compared.
+            most: most matches.
             shortest: fewest tokens of a match.
 
         Returns:
-            (place of the continuation, matched tokens) of each.
+            (position of the continuation, number of matched tokens) of each.
         """
         wanted = _encoded(context[-self.longest :])
         with self._lock:
-            return list(self._walk(wanted, most, shortest))
+            return list(self._nearest(wanted, most, shortest))
 
     def last(self, count: int) -> list[int]:
-        """The last tokens of all."""
+        """The last `count` tokens of the last text."""
         return self._tokens[-count:].tolist()
 
-    def continuation(self, place: int, most: int | None = None) -> list[int]:
-        """The tokens from a place on, of the same text; `most` at most."""
-        tokens = self._tokens[place : None if most is None else place + most].tolist()
+    def continuation(self, position: int, most: int | None = None) -> list[int]:
+        """The tokens from a position to the end of its text; at most `most`."""
+        tokens = self._tokens[position : None if most is None else position + most].tolist()
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the texts to a safetensors file. Ids mean nothing without their tokenizer: keep both together."""
+        """Writes the texts to a safetensors file. The ids are valid only with the same tokenizer."""
         with self._lock:
             tokens = torch.tensor(self._tokens, dtype=torch.int32)
         save_file({"tokens": tokens}, file, metadata={"longest": str(self.longest), "max_tokens": str(self.max_tokens)})
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> SuffixIndex:
-        """Reads what `save` wrote.
+        """Reads a file written by `save`.
 
         Raises:
-            OSError: there is no such file.
+            OSError: the file does not exist.
             ValueError: it is of another kind, or damaged.
         """
         try:
             with safe_open(file, "pt") as stored:
-                told, tokens = stored.metadata() or {}, stored.get_tensor("tokens").to(torch.int32)
-            most = told["max_tokens"]
-            index = cls(int(told["longest"]), None if most == "None" else int(most))
+                metadata, tokens = stored.metadata() or {}, stored.get_tensor("tokens").to(torch.int32)
+            most = metadata["max_tokens"]
+            index = cls(int(metadata["longest"]), None if most == "None" else int(most))
             index.extend(tokens.flatten().tolist())
         except OSError:
             raise
         except Exception as error:
-            raise ValueError(f"{os.fspath(file)!r} is no file that SuffixIndex.save wrote ({error}).") from error
+            raise ValueError(f"{os.fspath(file)!r} was not written by SuffixIndex.save ({error}).") from error
         return index
 
-    def _before(self, place: int) -> bytes:
-        """The tokens before a place, from the nearest on."""
-        start = BYTES * (self._room + len(self._tokens) - place)
+    def _before(self, position: int) -> bytes:
+        """The encoded tokens before a position, nearest first."""
+        start = BYTES * (self._room + len(self._tokens) - position)
         return bytes(self._backwards[start : start + BYTES * self.longest])
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -143,45 +143,45 @@ class SuffixIndex:
         self._backwards[BYTES * (self._room - len(tokens)) : BYTES * self._room] = _encoded(tokens)
         self._room -= len(tokens)
         new = [
-            place
-            for place in range(max(1, known), len(self._tokens))
-            if self._tokens[place] != SEPARATOR and self._tokens[place - 1] != SEPARATOR
+            position
+            for position in range(max(1, known), len(self._tokens))
+            if self._tokens[position] != SEPARATOR and self._tokens[position - 1] != SEPARATOR
         ]
-        if len(new) > SORT_ABOVE * len(self._places):
-            self._places = array("i", sorted([*self._places, *new], key=self._before))
+        if len(new) > SORT_ABOVE * len(self._positions):
+            self._positions = array("i", sorted([*self._positions, *new], key=self._before))
             return
-        for place in new:
-            self._places.insert(bisect_right(self._places, self._before(place), key=self._before), place)
+        for position in new:
+            self._positions.insert(bisect_right(self._positions, self._before(position), key=self._before), position)
 
-    def _walk(self, wanted: bytes, most: int, shortest: int) -> Iterator[tuple[int, int]]:
-        """The nearest places on both sides of where `wanted` belongs, in turn of how much they share with it."""
-        right = bisect_right(self._places, wanted, key=self._before)
+    def _nearest(self, wanted: bytes, most: int, shortest: int) -> Iterator[tuple[int, int]]:
+        """The positions next to the insertion point of `wanted`, on both sides, by the number of shared tokens."""
+        right = bisect_right(self._positions, wanted, key=self._before)
         left = right - 1
         left_length, right_length = (self._shared(each, wanted, len(wanted) // BYTES) for each in (left, right))
         for _ in range(most):
             if max(left_length, right_length) < shortest:
                 return
             if left_length >= right_length:
-                yield self._places[left], left_length
+                yield self._positions[left], left_length
                 left -= 1
                 left_length = self._shared(left, wanted, left_length)
             else:
-                yield self._places[right], right_length
+                yield self._positions[right], right_length
                 right += 1
                 right_length = self._shared(right, wanted, right_length)
 
     def _shared(self, rank: int, wanted: bytes, most: int) -> int:
-        """How many tokens before the place of that rank are those wanted; `most` at most."""
-        if not 0 <= rank < len(self._places):
+        """How many tokens before the position with this rank equal the wanted ones; at most `most`."""
+        if not 0 <= rank < len(self._positions):
             return 0
-        before = self._before(self._places[rank])
+        before = self._before(self._positions[rank])
         while before[: BYTES * most] != wanted[: BYTES * most]:
             most -= 1
         return most
 
 
 def _encoded(tokens: Sequence[int]) -> bytes:
-    """From the last to the first. In what order two tokens are does not matter, if it is always the same."""
+    """Token ids in reverse order, as bytes. The order of different ids is arbitrary but fixed."""
     backwards = array("i", tokens)
     backwards.reverse()
     return backwards.tobytes()

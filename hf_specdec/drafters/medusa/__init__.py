@@ -1,4 +1,4 @@
-"""Medusa: a few small heads on the target's last hidden state, each for a token further ahead."""
+"""Medusa: small heads on the target's last hidden state, one for each of the next tokens."""
 
 from hf_specdec.drafters.medusa.candidates import MedusaMarginals
 from hf_specdec.drafters.medusa.configuration import MedusaConfig, MedusaOptions

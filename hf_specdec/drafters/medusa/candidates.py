@@ -1,8 +1,8 @@
-"""Medusa in one `generate` call: remembers each row's last target state, and asks the heads about it once a round.
+"""Medusa in one `generate` call: stores each row's last target state and runs the heads on it once per round.
 
-What is made of the heads' answers is either another method's business (`ddtree`: the likeliest paths of this round) or
-the paper's static tree, whose shape is the same in every round. Source: Medusa, arXiv 2401.10774, Sections 2.1.2 (tree
-attention) and 2.3.3 (optimised tree construction).
+The tree is built by a marginal method (`ddtree`: the likeliest paths of this round), or is the paper's static tree with
+the same shape in every round. Source: Medusa, arXiv 2401.10774, Sections 2.1.2 (tree attention) and 2.3.3 (optimised
+tree construction).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class MedusaMarginals(BlockMarginals):
 
     def observe(self, committed: Committed) -> None:
         features = committed.features
-        assert features is not None, "the target's last state is tapped"
+        assert features is not None, "feature_layers() has requested the target's last state"
         batch, new, _ = features.shape
         last = torch.full((batch,), new - 1, device=features.device)
         if committed.valid is not None:
             last = (committed.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
         states = features[torch.arange(batch, device=features.device), last]
         known = committed.counts.known
-        may_wait = known is None or 0 in known
-        if may_wait and self.last_states is not None:  # a row that waited is drafted from where it was
+        may_lack = known is None or 0 in known
+        if may_lack and self.last_states is not None:  # a finished row has no new state: the old one stays
             states = states.where(committed.counts.to(features.device).tensor.unsqueeze(1) > 0, self.last_states)
         self.last_states = states
 
@@ -65,12 +65,12 @@ def _guesses(source: MedusaMarginals, states: Tensor) -> tuple[Tensor]:
 
 
 class StaticTreeGenerator(MarginalsGenerator):
-    """Fills a tree of fixed shape with the heads' guesses: node (i1, ..., ik) has guess number ik of head k.
+    """Fills a tree of fixed shape with the heads' predictions: node (i1, ..., ik) gets prediction number ik of head k.
 
     Args:
-        source: gives the guesses of each round.
-        paths: ranks from the root to each node, a parent before its children, as `static_tree` gives them.
-        accuracies: [heads][ranks] by which they were chosen.
+        source: computes the predictions of each round.
+        paths: ranks from the root to each node, a parent before its children, as from `static_tree`.
+        accuracies: [heads][ranks] from which the paths were chosen.
     """
 
     def __init__(
@@ -92,26 +92,23 @@ class StaticTreeGenerator(MarginalsGenerator):
         best, token_ids = logits.topk(self.num_ranks, dim=-1)
         finite = best[..., 0].isfinite().all(-1)
         drafted = token_ids[:, self.levels, self.ranks]
-        valid = finite.unsqueeze(1).expand(-1, len(self.parents)).clone()
-        valid[:, 0] = True
         return DraftTree.from_parents(
             torch.cat([context.root_ids.to(logits.device).unsqueeze(1), drafted], dim=1),
             self.parents.expand(batch, -1),
             self.depth,
-            valid=valid,
             finite=finite,
             path_logprobs=self.path_logprobs.expand(batch, -1),
         )
 
 
 def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:
-    """The tree with the most expected accepted tokens, if guesses are right independently of each other.
+    """The tree with the most expected accepted tokens, assuming that predictions are correct independently.
 
-    A path's chance is the product of its guesses' accuracies; the likeliest `budget` paths are the tree, found by
-    adding the likeliest one that extends what is there. Medusa, Section 2.3.3.
+    A path's probability is the product of its predictions' accuracies. The tree is the likeliest `budget` paths, found
+    by adding the likeliest extension of the tree repeatedly. Medusa, Section 2.3.3.
 
     Args:
-        accuracies: [heads][ranks], how often guess number `rank` (from 0) of a head is right; falling in `rank`.
+        accuracies: [heads][ranks], how often prediction number `rank` (from 0) of a head is correct; falls with `rank`.
         budget: nodes, root not counted.
 
     Example:

@@ -1,4 +1,4 @@
-"""MedusaConfig: the shape of Medusa heads. Published configs do not tell it; `hub/formats/medusa.py` counts tensors."""
+"""MedusaConfig: the shape of Medusa heads. Published configs lack it; `hub/formats/medusa.py` reads it from tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class MedusaConfig(PreTrainedConfig):
     """Shape of Medusa-1 heads.
 
     Args:
-        vocab_size: the target's; None where the heads use the target's own matrix and no file says it.
+        vocab_size: the target's; None if the heads use the target's head and no file states the size.
         hidden_size: the target's.
-        medusa_num_heads: heads; head i, from 0, is for the token i + 1 places after the root.
+        medusa_num_heads: heads; head i, from 0, predicts the token i + 1 positions after the root.
         medusa_num_layers: residual blocks of a head.
-        own_head: each head has an output matrix; else all use the target's.
+        own_head: whether each head has its own output matrix; if not, all use the target's.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
@@ -66,22 +66,22 @@ class MedusaConfig(PreTrainedConfig):
         if self.medusa_num_heads * self.medusa_num_layers > MAX_LAYERS:
             raise ValueError(
                 f"medusa_num_heads is {self.medusa_num_heads} and medusa_num_layers {self.medusa_num_layers}: together "
-                f"more than the {MAX_LAYERS} layers that are built."
+                f"more than {MAX_LAYERS} layers, the most that can be built."
             )
 
 
 @dataclass(slots=True, kw_only=True)
 class MedusaOptions(TreeOptions):
-    """How Medusa heads draft.
+    """Drafting options of Medusa heads.
 
     Attributes:
         method: `"ddtree"`, or any other method that drafts from per-position marginals; `"static_tree"` for the paper's
             tree, whose shape is the same in every round.
-        tree_budget: see `TreeOptions`. A number has no effect on chains (`"dflash"`), which are a token per head.
-        rank_accuracies: [heads][ranks], how often each guess of each head is right, from which the static tree is
-            built, as Section 2.3.3 has it from measured accuracies; `rank_accuracies(...)` measures them. No published
-            checkpoint states them. None for an assumption of ours, that is neither the paper's nor measured: guess r
-            of head h, both from 0, is right with 0.6 * 0.8^h * 0.4^r. It shapes the tree and so costs only speed.
+        tree_budget: see `TreeOptions`. An integer does not affect chains (`"dflash"`), which have one token per head.
+        rank_accuracies: [heads][ranks], how often each prediction of each head is correct; the static tree is built
+            from them (Section 2.3.3). `rank_accuracies(...)` measures them; no published checkpoint states them. None
+            for an assumption of hf_specdec, neither measured nor from the paper: prediction r of head h, both from 0,
+            is correct with probability 0.6 * 0.8^h * 0.4^r. It changes only the tree, and so the speed.
     """
 
     method: str = "ddtree"
@@ -89,7 +89,7 @@ class MedusaOptions(TreeOptions):
     rank_accuracies: list[list[float]] | None = None
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `MedusaConfig`."""
+        """As for every drafter; `config` is a `MedusaConfig`."""
         TreeOptions.validate(self, config)
         if self.method not in (*MARGINAL_METHODS, STATIC_TREE):
             raise unknown_name("method", self.method, [*MARGINAL_METHODS, STATIC_TREE])

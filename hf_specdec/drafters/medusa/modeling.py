@@ -1,7 +1,7 @@
 """MedusaDrafter: heads on the target's last hidden state, independent of each other.
 
 Source: Medusa, arXiv 2401.10774, Section 2.1; FasterDecoding/Medusa. The drafter has no cache, no positions and no
-embeddings; which state it reads is settled in `candidates.py`.
+embeddings; `candidates.py` selects the state that it reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS
 from hf_specdec.drafters.shapes import check_shapes
 
-ASSUMED_RANKS = 10  # guesses of a head that the static tree considers where no accuracies were measured
+ASSUMED_RANKS = 10  # predictions of a head that the static tree considers without measured accuracies
 
 
 class MedusaBlock(nn.Module):
@@ -36,7 +36,7 @@ class MedusaBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """Residual blocks and, as a rule, a matrix to the vocabulary."""
+    """Residual blocks and, unless the target's head is used, a matrix to the vocabulary."""
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class MedusaHead(nn.Module):
 
 
 class MedusaDrafter(PretrainedDrafter):
-    """Medusa-1 heads as a drafter: the target stays as it is, each head predicts one place.
+    """Medusa-1 heads as a drafter: the target is unchanged, each head predicts one position.
 
     Drafting options: `MedusaOptions`.
 
-    Relation to its siblings: like `dflash` it predicts all places at once, but from a single target state and without
-    seeing the root, the token that the target has just chosen; that is why its marginals are flatter.
+    Relation to its siblings: like `dflash` it predicts all positions at once, but from a single target state and
+    without the root as input, the token that the target has just chosen. Its marginals are therefore flatter.
     """
 
     config_class = MedusaConfig
@@ -68,20 +68,20 @@ class MedusaDrafter(PretrainedDrafter):
         self.post_init()
 
     def forward(self, states: Tensor, lm_head: nn.Module | None = None) -> Tensor:
-        """What every head says.
+        """The logits of all heads.
 
         Args:
-            states: [batch, hidden], the target's last hidden state after its final norm, at the last token it has seen.
-            lm_head: the target's head, for heads that have no matrix of their own.
+            states: [batch, hidden], the target's last hidden state after its final norm, at the last token it has read.
+            lm_head: the target's head, for heads without their own matrix.
 
         Returns:
-            [batch, heads, vocab] float32 logits. The target's own head gives the next token, the root; head i, from 0,
-            is for the token i + 1 places after the root.
+            [batch, heads, vocab] float32 logits. The target's own head predicts the next token, the root; head i, from
+            0, predicts the token i + 1 positions after the root.
         """
         logits = []
         for head in self.heads:
             matrix: Any = head.lm_head if self.config.own_head else lm_head
-            assert matrix is not None, "heads without a matrix of their own need the target's"
+            assert matrix is not None, "heads without their own matrix need the target's"
             blocks: Any = head.blocks
             hidden = blocks(states)
             logits.append(matrix(hidden.to(next(matrix.parameters()).dtype)).float())
@@ -108,7 +108,7 @@ class MedusaDrafter(PretrainedDrafter):
 
     def card_summary(self) -> str:
         return (
-            "Medusa heads: each predicts a token one place further ahead from the target's last hidden state. "
+            "Medusa heads: each predicts one of the next tokens from the target's last hidden state. "
             "hf_specdec drafts with them the tree of the likeliest combinations."
         )
 
@@ -127,13 +127,13 @@ class MedusaDrafter(PretrainedDrafter):
 
 @torch.no_grad()
 def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: Tensor, ranks: int = 10) -> Tensor:
-    """How often each guess of each head is right on a text, for `drafter.options.rank_accuracies = ....tolist()`.
+    """How often each prediction of each head is correct, for `drafter.options.rank_accuracies = ....tolist()`.
 
     Args:
         drafter: the heads.
         model: their target.
-        input_ids: [batch, seq] int64 without padding; longer than there are heads. Text of the target's own is best.
-        ranks: guesses of each head to look at.
+        input_ids: [batch, seq] int64 without padding; longer than there are heads. Text written by the target is best.
+        ranks: predictions of each head to measure.
 
     Returns:
         [heads, ranks] float32, shares of the positions. Medusa, arXiv 2401.10774, Section 2.3.3.
@@ -143,8 +143,8 @@ def rank_accuracies(drafter: MedusaDrafter, model: PreTrainedModel, input_ids: T
     logits = drafter(states.reshape(-1, hidden), model.get_output_embeddings()).unflatten(0, (batch, seq))
     found = []
     for head in range(drafter.config.medusa_num_heads):
-        ahead = head + 2  # the target's own head says the next token
-        guesses = logits[:, : seq - ahead, head].topk(ranks, dim=-1).indices
-        right = guesses == input_ids[:, ahead:].unsqueeze(-1).to(guesses.device)
-        found.append(right.float().mean((0, 1)))
+        ahead = head + 2  # the target's own head predicts the next token
+        predicted = logits[:, : seq - ahead, head].topk(ranks, dim=-1).indices
+        correct = predicted == input_ids[:, ahead:].unsqueeze(-1).to(predicted.device)
+        found.append(correct.float().mean((0, 1)))
     return torch.stack(found)

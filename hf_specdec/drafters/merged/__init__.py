@@ -1,4 +1,4 @@
-"""MergedDrafter: several drafters, one tree under one budget."""
+"""MergedDrafter: several drafters, one tree with one budget."""
 
 from hf_specdec.drafters.merged.drafter import MergedDrafter, MergedOptions
 

@@ -1,4 +1,4 @@
-"""MergedDrafter: several drafters for one target, whose proposals make one tree. Its calls are in `candidates.py`."""
+"""MergedDrafter: several drafters for one target, merged into one tree. A call's state is in `candidates.py`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter, check_is_drafter
-from hf_specdec.drafters.merged.calibration import Calibration, Worth
+from hf_specdec.drafters.merged.calibration import Calibration, SourceGain
 from hf_specdec.drafters.options import TreeOptions
 
 
 @dataclass(slots=True, kw_only=True)
 class MergedOptions(TreeOptions):
-    """How a merged drafter drafts; how each source proposes is a matter of its own options.
+    """Drafting options of a merged drafter; the sources have their own options.
 
     Attributes:
-        tree_budget: see `TreeOptions`; of the whole tree. By default the first source's.
+        tree_budget: see `TreeOptions`; of the whole tree. Default: the first source's.
     """
 
     method = "merged"
@@ -30,39 +30,39 @@ class MergedOptions(TreeOptions):
 
 
 class Knowledge:
-    """What calls on one target leave behind for later ones."""
+    """What calls on one target have measured, for later ones."""
 
     def __init__(self, num_sources: int) -> None:
         self.calibration = Calibration()
-        self.worths = [Worth() for _ in range(num_sources)]
-        self._rounds: deque[tuple[float, float]] = deque(maxlen=32)  # seconds and tokens of a row, of the latest rounds
+        self.gains = [SourceGain() for _ in range(num_sources)]
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=32)  # seconds, and tokens per row, of the latest rounds
 
     def note_round(self, seconds: float, tokens: float) -> None:
-        """Takes what a round took, and how many tokens a row got of it."""
+        """Records the seconds of a round and its mean number of tokens per row."""
         self._rounds.append((seconds, tokens))
 
     @property
     def pace(self) -> tuple[float, float]:
-        """Seconds of a row's token and of a round, lately."""
+        """Seconds per token of a row, and per round, of the latest rounds."""
         seconds, tokens = (sum(each) for each in zip(*self._rounds, strict=True))
         return seconds / tokens, seconds / len(self._rounds)
 
 
 class MergedDrafter(Drafter):
-    """Drafts one tree from the proposals of several drafters: the paths that the target most likely follows.
+    """Drafts one tree from the proposals of several drafters: the paths that the target will most likely follow.
 
-    A look-up sees what repeats and nothing else, a learned drafter the other way round. How often each is right is
-    counted while they serve, so that a source which is wrong on a text gets fewer nodes, and one that gains less than
-    its time is worth is asked now and then only. So what is drafted depends on times; what is written never does.
+    Look-ups and trained drafters are right on different texts. How often each is right is counted while they draft, so
+    a source that is often wrong gets fewer nodes, and one that gains less than its time costs is skipped in most
+    rounds. Drafts therefore depend on measured times; the output does not.
 
     Args:
-        sources: at least two drafters for the same target. Those that run the target's own layers, or draft while it
-            verifies (SpecBound, SpecBranch), cannot be among them.
+        sources: at least two drafters for the same target. Drafters that run the target's own layers, or draft while it
+            verifies (SpecBound, SpecBranch), are not supported.
         drafting_options: of `MergedOptions`.
 
     Raises:
-        TypeError: a source is no drafter.
-        ValueError: there are fewer than two, one is there twice or cannot be merged, or an option is out of range.
+        TypeError: a source is not a drafter.
+        ValueError: there are fewer than two, one occurs twice or cannot be merged, or an option is out of range.
 
     Example:
         >>> from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
@@ -84,7 +84,7 @@ class MergedDrafter(Drafter):
             if not source.mergeable:
                 raise ValueError(
                     f"A drafter of method {source.method!r} cannot be merged: it runs layers of the target, drafts "
-                    "beside it or is made of others. Leave it out, or pass it to generate alone."
+                    "while the target verifies, or is merged itself. Leave it out, or pass it to generate alone."
                 )
         self.sources = sources
         budget = getattr(sources[0].options, "tree_budget", None)
@@ -93,7 +93,7 @@ class MergedDrafter(Drafter):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sources: their methods, numbered where several are the same."""
+        """Of the sources: their methods, numbered if several are equal."""
         methods = [source.method for source in self.sources]
         seen: Counter[str] = Counter()
         names = []
@@ -103,7 +103,7 @@ class MergedDrafter(Drafter):
         return tuple(names)
 
     def knowledge(self, model: PreTrainedModel) -> Knowledge:
-        """What was learned of the sources with this target."""
+        """What was measured of the sources with this target."""
         by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
         return by_target.setdefault(model, Knowledge(len(self.sources)))
 
@@ -133,7 +133,7 @@ class MergedDrafter(Drafter):
         return MergedGenerator(self, target)
 
 
-# Beside the drafters, not in them: it is nothing to be copied.
+# Not an attribute of the drafters, because it is not copied.
 _KNOWLEDGE: weakref.WeakKeyDictionary[MergedDrafter, weakref.WeakKeyDictionary[PreTrainedModel, Knowledge]] = (
     weakref.WeakKeyDictionary()
 )

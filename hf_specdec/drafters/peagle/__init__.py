@@ -1,4 +1,4 @@
-"""P-EAGLE: an EAGLE-3 layer that drafts all depths in one forward, with a learned state for what is not known yet."""
+"""P-EAGLE: EAGLE-3's layers drafting all depths in one forward, with a learned state in place of unknown ones."""
 
 from hf_specdec.drafters.peagle.configuration import PEagleConfig, PEagleOptions
 from hf_specdec.drafters.peagle.modeling import PEagleDrafter

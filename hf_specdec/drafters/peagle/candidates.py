@@ -1,4 +1,4 @@
-"""P-EAGLE in one `generate` call: the marginals of all depths, from placeholders behind the committed pairs."""
+"""P-EAGLE in one `generate` call: the marginals of all depths, from placeholders after the committed pairs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from hf_specdec.drafters.peagle.modeling import PEagleDrafter
 
 
 class PEagleMarginals(PairCache, BlockMarginals):
-    """Per-position logits, from each row's last pair and the placeholders behind it.
+    """Per-position logits, from each row's last pair and the placeholders after it.
 
-    The pairs enter the cache first, the placeholders are read in a second forward: attention is causal, so that this
-    is the one forward of the paper, and the cache keeps no placeholder.
+    The pairs are appended to the cache in one forward, and the placeholders are read in a second one. Because attention
+    is causal, the result equals the paper's single forward, and the cache contains no placeholders.
     """
 
     def __init__(self, drafter: PEagleDrafter, target: TargetModel) -> None:
         self.further = drafter.config.num_draft_tokens - 1
-        # Nothing of it is captured: what reads the placeholders would have to be, too.
+        # Not captured, because the forward over the placeholders is not.
         super().__init__(drafter, target, depth=1 + self.further, room=self.further, compile_mode="none")
 
     @in_inference_mode
     def marginals(self, context: DraftContext) -> Tensor:
         drafter = self.drafter
-        outputs = self.take_in(context.root_ids).unsqueeze(1)
+        outputs = self.append_pairs(context.root_ids).unsqueeze(1)
         cache = self.cache
         assert cache is not None
         if self.further:
             batch, device = len(outputs), outputs.device
-            places = torch.arange(self.further, device=device)
+            indices = torch.arange(self.further, device=device)
             with cache.writing_after(0):
                 placeholders = drafter(
                     self.embed(torch.full((batch, self.further), drafter.config.mask_token_id, device=device)),
                     drafter.fuse(drafter.mask_hidden).expand(batch, self.further, -1),
-                    context.root_positions.to(device).unsqueeze(1) + places,
+                    context.root_positions.to(device).unsqueeze(1) + indices,
                     mask=self.additive(
-                        (places.unsqueeze(1) >= places).expand(batch, -1, -1), cache.longest, cache.lengths
+                        (indices.unsqueeze(1) >= indices).expand(batch, -1, -1), cache.longest, cache.lengths
                     ),
                     cache=cache,
                 )

@@ -1,4 +1,4 @@
-"""PEagleConfig: EAGLE-3's description, and what P-EAGLE adds."""
+"""PEagleConfig: EAGLE-3's config, and what P-EAGLE adds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARCHITECTURE = "PEagleDrafter"
 
 
 class PEagleConfig(Eagle3Config):
-    """An `Eagle3Config` with the placeholders for what is not known yet.
+    """An `Eagle3Config` with the placeholders for unknown tokens.
 
     Args:
         mask_token_id: token of a placeholder pair.
@@ -34,8 +34,8 @@ class PEagleConfig(Eagle3Config):
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id is {self.mask_token_id!r}; a P-EAGLE drafter needs the id of its placeholder token, "
-                f"from 0 to {self.vocab_size - 1}. Some trainers do not write it: add the one it was trained with to "
-                "its config.json."
+                f"from 0 to {self.vocab_size - 1}. Some trainers do not write it: add the id used at training to its "
+                "config.json."
             )
         if type(self.num_draft_tokens) is not int or self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens!r}; it must be an integer of at least 1.")
@@ -43,11 +43,11 @@ class PEagleConfig(Eagle3Config):
 
 @dataclass(slots=True, kw_only=True)
 class PEagleOptions(TreeOptions):
-    """How a P-EAGLE drafter drafts.
+    """Drafting options of a P-EAGLE drafter.
 
     Attributes:
         method: `"ddtree"`, or any other method that drafts from per-position marginals.
-        tree_budget: see `TreeOptions`. A number has no effect on chains (`"dflash"`).
+        tree_budget: see `TreeOptions`. An integer does not affect chains (`"dflash"`).
     """
 
     method: str = "ddtree"

@@ -1,9 +1,9 @@
-"""PEagleDrafter: EAGLE-3's layers, and a learned stand-in for the target states that are not there yet.
+"""PEagleDrafter: EAGLE-3's layers, with a learned state in place of target states that do not exist yet.
 
-Behind the committed pairs come placeholder pairs, each of the mask token and the stand-in. All are read in one forward:
-the last committed pair drafts the first token, the placeholders one each. Drafted tokens are never fed back, so what is
-drafted are marginals per position, of which `ddtree` makes trees. Source: P-EAGLE, arXiv 2602.01469; shared facts on
-formats of 2026, section 4.
+Placeholder pairs, each of the mask token and the learned state, follow the committed pairs. One forward reads all: the
+last committed pair predicts the first token, each placeholder one more. Drafted tokens are not fed back, so the result
+is marginals per position, from which `ddtree` builds trees. Source: P-EAGLE, arXiv 2602.01469; shared facts on formats
+of 2026, section 4.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PEagleDrafter(Eagle3Network):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        # Stands for the joined states, before the norms around `fc`.
+        # In place of the concatenated states, before the norms around `fc`.
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.num_taps * config.target_hidden_size))
 
     @property
@@ -46,7 +46,7 @@ class PEagleDrafter(Eagle3Network):
     def card_summary(self) -> str:
         return (
             "A P-EAGLE drafter: it drafts several tokens in one forward, from fused hidden states of the target and a "
-            "learned stand-in for those that are not there yet. hf_specdec makes draft trees of what it says."
+            "learned state in place of those that do not exist yet. hf_specdec builds draft trees from its predictions."
         )
 
     def card_facts(self) -> dict[str, str]:

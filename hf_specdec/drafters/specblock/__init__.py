@@ -1,4 +1,4 @@
-"""SpecBlock: blocks of dependent tokens from many starts per forward, and a rank head that shapes the tree."""
+"""SpecBlock: blocks of dependent tokens from many starts per forward; a rank head decides the widths of the tree."""
 
 from hf_specdec.drafters.registry import register_family
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, SpecBlockOptions

@@ -1,8 +1,8 @@
 """SpecBlock in one `generate` call: its cache, and the M forwards of a round.
 
-The first forward of a round brings in the positions committed since the last one, K entries each, and drafts from the
-last of them; every later one drafts from all chosen nodes of the block before at once. Source: SpecBlock, Section 3.2,
-Figure 3 and Algorithm 2. The network is in `modeling.py`, the growth of the tree in `tree.py`.
+The first forward of a round appends the positions committed since the last one to the cache, K entries each, and drafts
+from the last of them. Every later forward drafts from all selected nodes of the previous block together. Source:
+SpecBlock, Section 3.2, Figure 3 and Algorithm 2. The network is in `modeling.py`, the tree in `tree.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
 from hf_specdec.drafters.specblock.tree import (
+    HeadOutput,
     Nodes,
-    Reading,
     Shape,
     Starts,
     attach,
     choose_starts,
     cut,
-    frozen,
+    only_finite,
 )
 
 
@@ -47,8 +47,8 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         target: of the call.
 
     Attributes:
-        prompt_chunk: positions of a prompt that enter the cache per forward: K slots of each attend to K entries of
-            all before.
+        prompt_chunk: positions of a prompt per forward. It limits the size of the attention mask, because K slots of
+            each position attend to K entries of all earlier ones.
     """
 
     drops_rows = True
@@ -56,25 +56,25 @@ class SpecBlockGenerator(TreeCandidateGenerator):
 
     def __init__(self, drafter: SpecBlockDrafter, target: TargetModel) -> None:
         self.drafter = drafter
-        self.device, self.dtype = drafter.device, drafter.dtype  # the host looks for them anew each time
+        self.device, self.dtype = drafter.device, drafter.dtype  # transformers searches the parameters for each access
         self.embed_tokens = target.model.get_input_embeddings()
         self.slots = drafter.config.block_size
         self.num_blocks = drafter.options.num_blocks
         self.merge = drafter.options.merge_duplicates
         self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.options.compile_mode)
         self.drafts_early = self.calls is not None
-        # A look at numbers in host memory costs nothing, and what no row uses is then neither drafted nor verified.
+        # In host memory the number of used nodes can be read without a sync, and unused ones are dropped.
         self.drops_unused = abilities(self.device).host_memory and self.calls is None
-        self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # of what a round commits at most
-        self.target = target  # its cache tells how long rows may grow
+        self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # most tokens that a round commits
+        self.target = target  # the capacity of its cache limits the length of rows
         self.shape = Shape.of(drafter)
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None  # positions that are not yet in the cache
         # States [batch, 1, slots, hidden] and position [batch, 1] of each row's first block in the latest round.
         self.first_block: tuple[Tensor, Tensor] | None = None
-        self._own_masks: dict[int, Tensor] = {}  # by number of starts: each slot sees its own start's up to itself
+        self._own_masks: dict[int, Tensor] = {}  # by number of starts: a slot attends to itself and earlier own slots
         self.hidden: list[Tensor] = []  # of the latest tree, per block [batch, starts, slots, hidden]
-        self.tree: tuple[DraftTree, Nodes, Tensor] | None = None  # with all its nodes, and which of them it kept
+        self.tree: tuple[DraftTree, Nodes, Tensor] | None = None  # with all drafted nodes, and the selected ones
 
     def observe(self, committed: Committed) -> None:
         self.pending = committed if self.pending is None else self.pending.followed_by(committed)
@@ -88,7 +88,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.pending = None if self.pending is None else self.pending.of_rows(rows)
 
     def _take_pending(self) -> Committed:
-        """What was committed since the last draft, on the drafter's device, features in its dtype."""
+        """The tokens committed since the last draft, on the drafter's device, features in its dtype."""
         pending, device = self.pending, self.device
         assert pending is not None, "draft() before the prefill was observed"
         assert pending.features is not None
@@ -113,19 +113,19 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         nodes, finite = self.grow(context)
         context.lap("draft")
         depth = self.num_blocks * self.slots
-        tree, kept = cut(nodes, self.shape.tree_budget, depth, merge=self.merge, finite=finite)
+        tree, selected = cut(nodes, self.shape.tree_budget, depth, merge=self.merge, finite=finite)
         if self.drops_unused:
-            tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last that a row uses
-        self.tree = tree, nodes, kept
+            tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last valid node of any row
+        self.tree = tree, nodes, selected
         tree = _on(tree, context.root_ids.device)
         context.lap("tree")
         return tree
 
     def _draft_captured(self, calls: StaticCalls, context: DraftContext) -> DraftTree:
-        """The same in two launches; the prompt enters as it comes."""
+        """`draft` in two captured launches; the prompt is not captured."""
         root_ids, pending = context.root_ids.to(self.device), self._take_pending()
         if self.cache is None or pending.token_ids.shape[1] > self.width:
-            hidden, positions = self._enter(root_ids, pending)
+            hidden, positions = self._append_pending(root_ids, pending)
         else:
             assert self.first_block is not None
             at = self._place(self.width)
@@ -139,20 +139,20 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             self.cache.commit_first(pending.counts.times(self.slots))
         assert self.cache is not None
         at = self._place(sum(self.shape.most_starts(block) for block in range(1, self.num_blocks)))
-        # Options that decide on shapes and steps; the others are in the values.
+        # Options that change shapes or operations; all others are tensor values.
         options = (self.num_blocks, self.merge, self.shape.width, self.shape.beam_width, self.shape.max_starts)
         parts = calls(
             ("drafted", options, self.shape.tree_budget, at, self.cache.addresses), functools.partial(drafted, at),
             root_ids, self.cache.lengths, hidden, positions, self.shape.branching[None], self.shape.index[None],
         )  # fmt: skip
-        self.cache.rollback()  # only committed positions stay
+        self.cache.rollback()  # only committed positions remain
         context.lap("draft")
-        tree, nodes, kept, self.hidden = tree_of(parts, self)
-        self.tree = tree, nodes, kept
+        tree, nodes, selected, self.hidden = tree_of(parts, self)
+        self.tree = tree, nodes, selected
         return _on(tree, context.root_ids.device)
 
     def _place(self, starts: int) -> int:
-        """Where the entries of so many starts are to be written: at the same place as long as rows allow."""
+        """Reserves entries for `starts` starts; returns where they begin, the same for all lengths of a bucket."""
         assert self.cache is not None
         at = prefix_bucket(self.cache.longest)
         self.cache.place_nodes(at)
@@ -161,26 +161,26 @@ class SpecBlockGenerator(TreeCandidateGenerator):
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         assert self.tree is not None
-        _, nodes, kept = self.tree
-        return path_notes(tree, nodes.scores.gather(1, kept), nodes.forwards(kept))
+        _, nodes, selected = self.tree
+        return path_notes(tree, nodes.scores.gather(1, selected), nodes.forwards(selected))
 
     def grow(self, context: DraftContext) -> tuple[Nodes, Tensor]:
-        """Drafts M blocks; returns all nodes, and which rows [batch] have finite drafts."""
+        """Drafts M blocks; returns all nodes, and which rows [batch] have finite logits."""
         root_ids = context.root_ids.to(self.device)
-        hidden, positions = self._enter(root_ids, self._take_pending())
+        hidden, positions = self._append_pending(root_ids, self._take_pending())
         assert self.cache is not None
         lengths = self.cache.lengths
         self.hidden, nodes, finite = self.blocks(self.cache.longest, root_ids, lengths, hidden, positions, self.shape)
-        self.cache.rollback()  # only committed positions stay
+        self.cache.rollback()  # only committed positions remain
         return nodes, finite
 
     def blocks(
         self, at: int, root_ids: Tensor, lengths: Tensor, hidden: Tensor, positions: Tensor, shape: Shape
     ) -> tuple[list[Tensor], Nodes, Tensor]:
-        """All blocks behind the first one.
+        """All blocks after the first one.
 
         Args:
-            at: where their entries begin in the cache; the committed ones lie before.
+            at: where their entries begin in the cache, after the committed ones.
             root_ids: [batch] int64.
             lengths: [batch] int64, committed entries of each row.
             hidden: [batch, 1, slots, hidden], of the first block.
@@ -188,23 +188,23 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             shape: of the tree.
 
         Returns:
-            the states of all blocks, [batch, starts, slots, hidden] each, all nodes, and which rows [batch] are finite.
+            The states of all blocks, [batch, starts, slots, hidden] each, all nodes, and which rows [batch] are finite.
         """
         config, cache = self.drafter.config, self.cache
         assert cache is not None
-        states, held = [hidden], 0
+        states, num_entries = [hidden], 0
         nodes = Nodes.root(root_ids, shape)
         starts = Starts.root(len(root_ids), root_ids.device)
-        reading = self._read(hidden)
-        finite = reading.finite
-        nodes, as_starts = attach(nodes, starts, reading)
+        output = self._read_heads(hidden)
+        finite = output.finite
+        nodes, start_scores = attach(nodes, starts, output)
         for _ in range(1, self.num_blocks):
-            starts = choose_starts(nodes, starts, as_starts)
+            starts = choose_starts(nodes, starts, start_scores)
             if self.drops_unused:
                 starts = starts.first(max(1, int((starts.scores > -torch.inf).sum(1).max())))
             sources = starts.sources.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             conditions = hidden.flatten(1, 2).gather(1, sources)
-            with cache.writing_after(held):
+            with cache.writing_after(num_entries):
                 hidden = self.drafter.block_hidden(
                     self.drafter.condition_of(conditions),
                     self._embed(nodes.token_ids.gather(1, starts.nodes)),
@@ -216,50 +216,51 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                     cache=cache,
                 )
             states.append(hidden)
-            held += hidden.shape[1] * self.slots
-            reading = self._read(hidden)
-            finite = finite & reading.finite
-            nodes, as_starts = attach(nodes, starts, reading)
-        return states, frozen(nodes, finite), finite
+            num_entries += hidden.shape[1] * self.slots
+            output = self._read_heads(hidden)
+            finite = finite & output.finite
+            nodes, start_scores = attach(nodes, starts, output)
+        return states, only_finite(nodes, finite), finite
 
     def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
-        """The states, before the final norm, from which some nodes of the latest tree got their children.
+        """The states, before the final norm, from which the children of some nodes of the latest tree were predicted.
 
         Args:
             nodes: [batch, count] int64.
 
         Returns:
-            states [batch, count, hidden], any for a node without children, and which have some, [batch, count] bool.
+            states [batch, count, hidden], arbitrary for a node without children, and which nodes have children,
+            [batch, count] bool.
         """
         assert self.tree is not None
-        tree, drafted, kept = self.tree
+        tree, drafted, selected = self.tree
         parents, valid, above = (part.to(self.device) for part in (tree.parents, tree.valid, nodes))
         below = (parents[:, None] == above[..., None]) & valid[:, None]
         child = below.int().argmax(-1)
-        # Number n among all nodes is a candidate of state (n - 1) // width; any for a node without children.
-        place = (kept.gather(1, child) - 1).clamp(min=0) // drafted.shape.width
+        # Node n of all drafted ones is a candidate of state (n - 1) // width.
+        index = (selected.gather(1, child) - 1).clamp(min=0) // drafted.shape.width
         states = [hidden.flatten(1, 2) for hidden in self.hidden]
         every = states[0] if len(states) == 1 else torch.cat(states, 1)
-        found = every.gather(1, place.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
+        found = every.gather(1, index.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
         return found, below.any(-1)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedded = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device))
         return embedded.to(device=self.device, dtype=self.dtype)
 
-    def _read(self, hidden: Tensor) -> Reading:
+    def _read_heads(self, hidden: Tensor) -> HeadOutput:
         best, draft_ids, normaliser, rank_logits = self.drafter.ranked(hidden, self.shape.width)
         logprobs = best - normaliser
         finite = logprobs[..., 0].isfinite().flatten(1).all(1)
-        return Reading(
+        return HeadOutput(
             self.drafter.target_ids(draft_ids),
             logprobs.where(finite[:, None, None, None], -torch.inf),
             rank_logits.argmax(-1),
             finite,
         )
 
-    def _enter(self, root_ids: Tensor, pending: Committed) -> tuple[Tensor, Tensor]:
-        """Brings pending positions into the cache, the last one of each row as the round's first block.
+    def _append_pending(self, root_ids: Tensor, pending: Committed) -> tuple[Tensor, Tensor]:
+        """Appends pending positions to the cache; the last one of each row is the start of the round's first block.
 
         Returns:
             hidden [batch, 1, slots, hidden] of that block, and its rotary position [batch, 1].
@@ -269,7 +270,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         batch, new = pending.position_ids.shape
         if self.cache is None:
             capacity = (new + 256) * self.slots
-            if self.calls is not None:  # buffers of the size of the target's serve the whole call
+            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
                 capacity = capacity_for(max(capacity, self.target.cache.capacity * self.slots))
             self.cache = TreeCache.empty(
                 config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=self.dtype,
@@ -277,9 +278,9 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             )  # fmt: skip
         later = sum(self.shape.most_starts(block) for block in range(1, self.num_blocks))
         last = pending.counts.tensor.unsqueeze(1).sub(1).clamp(min=0)
-        if pending.tree is None:  # left padding: every row ends in the last column
+        if pending.tree is None:  # left padding: the last token of every row is in the last column
             last = torch.full_like(last, new - 1)
-        # A position's feature goes with the token after it; the last one's is the root.
+        # The input is a position's feature with the next token; after the last position this is the root.
         following = torch.cat([pending.token_ids[:, 1:], pending.token_ids[:, -1:]], 1)
         following = following.scatter(1, last, root_ids[:, None])
         for start in range(0, new, self.prompt_chunk):
@@ -299,7 +300,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 self.cache.commit_first(Counts.of([length * self.slots] * batch, self.device))
             else:
                 counts = pending.num_committed if new <= self.prompt_chunk else valid.sum(1).tolist()
-                # Padding may be in front (a prompt's) or behind (a round's): keep the rest, in order.
+                # Padding comes first in a prompt and last in a round: commit the other entries, in order.
                 order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
                 entries = order.unsqueeze(-1) * self.slots + torch.arange(self.slots, device=order.device)
                 self.cache.commit(entries.flatten(1), Counts.of([count * self.slots for count in counts], self.device))
@@ -307,9 +308,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         if new > self.prompt_chunk:
             last = last - start
         hidden = hidden.gather(1, last[:, :, None, None].expand(-1, 1, *hidden.shape[2:]))
-        if (
-            self.first_block is not None and 0 in pending.num_committed
-        ):  # a row that waited is drafted from where it was
+        if self.first_block is not None and 0 in pending.num_committed:  # a finished row has no new position
             moved = pending.counts.tensor.unsqueeze(1) > 0
             hidden = hidden.where(moved[:, :, None, None], self.first_block[0])
             positions = positions.where(moved, self.first_block[1])
@@ -318,7 +317,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         return self.first_block
 
     def _causal_mask(self, valid: Tensor | None, new: int) -> Tensor | None:
-        """For positions that enter: all slots of earlier positions, and own slots up to itself (Figure 3)."""
+        """For committed positions: all slots of earlier positions, and earlier slots of the same one (Figure 3)."""
         cache = self.cache
         assert cache is not None
         stored, device = cache.longest, self.device
@@ -334,34 +333,34 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         past = past.unsqueeze(1).expand(-1, new * self.slots, -1)
         own = own.expand(cache.batch, -1, -1)
         if valid is not None:
-            # Padding sees itself, so that no row of the mask is empty; nothing else sees it.
+            # Padding attends to itself, so that no row of the mask is empty; nothing else attends to it.
             keys = valid.repeat_interleave(self.slots, 1).unsqueeze(1)
             own = (own & keys) | (order.unsqueeze(1) == order)
         return torch.cat([past, own], -1).unsqueeze(1)
 
     def _path_mask(self, starts: Starts, at: int, lengths: Tensor) -> Tensor:
-        """For a later block: the committed prefix, what is on the start's path, and own slots up to itself (Figure 3).
+        """For a later block: the committed prefix, the start's path, and earlier slots of the same start (Figure 3).
 
         [batch, 1, starts * slots, entries] bool.
         """
         count = starts.nodes.shape[1]
-        # The position that was drafted from is each row's last; of its K entries only those on the path are seen.
-        until = (lengths - self.slots).unsqueeze(1) + starts.first_seen
+        # A row's last committed position is the first block's start; of its K entries only those on the path count.
+        until = (lengths - self.slots).unsqueeze(1) + starts.first_on_path
         prefix = torch.arange(at, device=self.device) < until.unsqueeze(-1)
-        earlier = torch.cat([prefix, starts.held_seen], -1).repeat_interleave(self.slots, 1)
+        earlier = torch.cat([prefix, starts.later_on_path], -1).repeat_interleave(self.slots, 1)
         own = self._own_masks.get(count)
         if own is None:
             order = torch.arange(count * self.slots, device=self.device)
             leaf = order // self.slots
             own = (leaf.unsqueeze(1) == leaf) & (order.unsqueeze(1) >= order)
-            if self.calls is None:  # what a graph makes is its own
+            if self.calls is None:  # tensors made during capture belong to the graph
                 self._own_masks[count] = own
         own = own.expand(len(lengths), -1, -1)
         return torch.cat([earlier, own], -1).unsqueeze(1)
 
 
 def _on(tree: DraftTree, device: torch.device) -> DraftTree:
-    """The tree on the target's device."""
+    """The tree on another device."""
     if tree.token_ids.device == device:
         return tree
     names = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")

@@ -1,8 +1,8 @@
 """SpecBlockConfig: the published layout of a SpecBlock checkpoint, and every choice that changes its numbers.
 
-The file on disk says `model_type: "llama"` whatever the target, and calls the tokens of a block
-`diffspec_draft_token_num`. Fields that the published files lack have defaults with which those files give their own
-numbers; the class docstring says where paper and published code differ.
+The file has `model_type: "llama"` for every target, and calls the block size `diffspec_draft_token_num`. Fields that
+the published files lack default to the values with which these files reproduce their own numbers; the class docstring
+says where paper and published code differ.
 Sources: SpecBlock, Sections 3.1 and 3.2, Appendices A and B; shared facts on formats, section 7;
 shiweijiezero/SpecBlock.
 """
@@ -21,36 +21,36 @@ DraftCondition = Literal["pre_norm", "normed"]
 RankState = Literal["normed", "pre_norm"]
 BlockPositions = Literal["start", "path"]
 MAX_BLOCKS = 64
-# The four buckets of Section 3.2; a rank beyond the last bound is in the last bucket.
+# The four buckets of Section 3.2; a rank above the last bound is in the last bucket.
 RANK_BOUNDS = (1, 4, 10)
 
 
 class SpecBlockConfig(LlamaConfig):
-    """A Llama decoder shape plus what SpecBlock adds.
+    """The config of a Llama decoder and what SpecBlock adds.
 
     Args:
-        diffspec_draft_token_num: K, tokens that one forward drafts from one start. 7 where a file names none, as the
-            published code has it; the published checkpoints and the paper use 4.
+        diffspec_draft_token_num: K, tokens that one forward drafts from one start. Default 7, as in the published code;
+            the published checkpoints and the paper use 4.
         rank_classes: buckets of the rank head.
-        draft_vocab_size: tokens the drafter can say; None for the whole vocabulary.
-        target_hidden_size: width of one tapped target state; None for `hidden_size`.
-        target_layer_ids: 0-based target layers whose outputs are joined in this order; None for the published rule,
-            see `default_target_layer_ids`.
-        draft_head_dim: None for `hidden_size // num_attention_heads`, which the published code uses whatever the
-            file's `head_dim` says.
-        qk_norm: RMS norm on queries and keys, as Qwen3 layers have it. The published drafters leave it out, even where
-            the target has it; Section 3.1 has layers of the target's own shape.
-        prefix_broadcast: all K slots receive condition and token; else only the first does (Table 2).
-        layer_wise_shift: Eq. 3 between layers; without it there are no `shift_proj` weights (Table 2).
-        draft_condition: which state of a slot conditions a block that starts there: the last layer's as it is, or
-            after the final norm. The published code uses the former.
-        draft_condition_norm: the norm on conditions also applies to a drafter's own state (Eq. 2).
-        rank_state: which state the rank head reads. Eq. 4 has the last layer's; the published code reads it after the
+        draft_vocab_size: tokens that can be drafted; None for the complete vocabulary.
+        target_hidden_size: size of one target state; None for `hidden_size`.
+        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; None for the published
+            rule, see `default_target_layer_ids`.
+        draft_head_dim: None for `hidden_size // num_attention_heads`, which the published code always uses, even if the
+            file has another `head_dim`.
+        qk_norm: RMS norm on queries and keys, as in Qwen3 layers. The published drafters have none, even if the target
+            does; in Section 3.1 the layers have the target's own shape.
+        prefix_broadcast: whether all K slots receive condition and token, or only the first one (Table 2).
+        layer_wise_shift: whether Eq. 3 is applied between layers; if not, there are no `shift_proj` weights (Table 2).
+        draft_condition: the state of a slot that conditions a block that starts there: before or after the final norm.
+            The published code uses the former.
+        draft_condition_norm: whether the norm on conditions also applies to a drafter's own state (Eq. 2).
+        rank_state: the input state of the rank head. Eq. 4 has the last layer's; the published code reads it after the
             final norm.
         rank_features_top: the summary of the distribution is normalised over this many largest logits; None for all of
             them, as in Appendix B. Published drafters were trained with 20; their inference code defaults to 10.
         block_positions: rotary position of a later block's slots: "start", those of the first block (published), or
-            "path", which go on from the place of the token that the block starts at.
+            "path", the positions after the token at which the block starts.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
         target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
@@ -105,7 +105,7 @@ class SpecBlockConfig(LlamaConfig):
 
     @property
     def num_taps(self) -> int:
-        """Target states that are joined."""
+        """Number of target states that are concatenated."""
         return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
 
     def check(self) -> None:
@@ -118,8 +118,8 @@ class SpecBlockConfig(LlamaConfig):
                 )
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}: a drafter "
-                "says a part of the target's vocabulary."
+                f"draft_vocab_size is {self.draft_vocab_size}; it must be an integer from 1 to vocab_size "
+                f"{self.vocab_size}, the target's vocabulary."
             )
         if self.rank_features_top is not None and self.rank_features_top < 2:
             raise ValueError(f"rank_features_top is {self.rank_features_top!r}; it must be None or at least 2.")
@@ -137,19 +137,19 @@ class SpecBlockConfig(LlamaConfig):
     def to_dict(self) -> dict[str, Any]:
         """All fields, in the published layout."""
         fields = super().to_dict() | {"model_type": "llama", "architectures": [ARCHITECTURE]}
-        # Readers from before rope_parameters look for the base at the top level.
+        # Readers older than rope_parameters expect the base at the top level.
         rope = fields.get("rope_parameters") or {}
         return fields | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What `save_pretrained` writes: fields that are None are left out where that is what None means."""
+        """What `save_pretrained` writes: fields that are None are omitted if None is their default."""
         fields = super().to_diff_dict() | {
             key: value for key, value in self.to_dict().items() if key in _ALWAYS_WRITTEN
         }
         return {key: value for key, value in fields.items() if value is not None or key == "rank_features_top"}
 
 
-# Other readers have other defaults, or none.
+# Other readers have other defaults for these, or none.
 _ALWAYS_WRITTEN = (
     "architectures",
     "diffspec_draft_token_num",
@@ -165,31 +165,31 @@ _ALWAYS_WRITTEN = (
 
 
 def default_target_layer_ids(num_target_layers: int) -> list[int]:
-    """Low, middle and top target layer where a file names none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
+    """Low, middle and top target layer if a file lists none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
 
     Example:
         >>> default_target_layer_ids(32)
         [1, 15, 28]
     """
-    # Targets of a few layers only occur in tests; they have no three such layers.
-    places = (2, num_target_layers // 2, num_target_layers - 3)
-    return [min(max(1, place), num_target_layers) - 1 for place in places]
+    # Targets with too few layers for three different ones occur only in tests.
+    indices = (2, num_target_layers // 2, num_target_layers - 3)
+    return [min(max(1, index), num_target_layers) - 1 for index in indices]
 
 
 @dataclass(slots=True, kw_only=True)
 class SpecBlockOptions(TreeOptions):
-    """How a SpecBlock drafter drafts.
+    """Drafting options of a SpecBlock drafter.
 
     Attributes:
         tree_budget: see `TreeOptions`.
-        num_blocks: M, drafter forwards per round; at most 64, whatever number the drafter was trained with.
-        branching: candidates of a place by predicted bucket, the chain's own token counted; 0 gives up: no
-            alternatives there nor later in the block. `[2, 4, 10, 0]` (default; 2 everywhere where the rank head has
-            other than four buckets) and `[2, 4, 6, 4]` are the paper's two; equal numbers make a fixed top-k tree.
-        beam_width: candidates below the root whatever its bucket, and most starts of a third or later block; None lets
-            the root follow its bucket, and starts be as many as there are.
-        max_starts: most starts of any block, the likeliest ones; None for no such limit.
-        merge_duplicates: a path that two blocks draft is kept once. The published builder keeps both.
+        num_blocks: M, drafter forwards per round; at most 64, independent of the number at training.
+        branching: number of candidates of a slot for each predicted bucket, the chain's token included; with 0 neither
+            this nor later slots of the block have alternatives. `[2, 4, 10, 0]` (default; 2 everywhere if the rank head
+            does not have four buckets) and `[2, 4, 6, 4]` are the paper's two; equal numbers give a fixed top-k tree.
+        beam_width: number of candidates at the root, independent of its bucket, and most starts of the third and later
+            blocks; None for the root's bucket and no limit on starts.
+        max_starts: most starts of any block, the likeliest ones; None for no limit.
+        merge_duplicates: whether a path that two blocks draft is verified only once. The published code verifies both.
     """
 
     method = "specblock"
@@ -202,12 +202,12 @@ class SpecBlockOptions(TreeOptions):
 
     @classmethod
     def defaults(cls, config: Any = None) -> SpecBlockOptions:
-        """As every drafter's; `config` is a `SpecBlockConfig`."""
+        """As for every drafter; `config` is a `SpecBlockConfig`."""
         paper = [2, 4, 10, 0]
         return cls(branching=paper if config.rank_classes == len(paper) else [2] * config.rank_classes)
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `SpecBlockConfig`."""
+        """As for every drafter; `config` is a `SpecBlockConfig`."""
         TreeOptions.validate(self, config)
         self.check_integers(num_blocks=MAX_BLOCKS)
         self.check_switches("merge_duplicates")
@@ -219,7 +219,7 @@ class SpecBlockOptions(TreeOptions):
         if not isinstance(branching, (list, tuple)) or len(branching) != classes:
             raise ValueError(
                 f"branching={branching!r} must have {classes} numbers, one per bucket of this drafter's rank head: "
-                f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, beyond (for example [2, 4, 10, 0])."
+                f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, above (for example [2, 4, 10, 0])."
             )
         if not all(type(width) is int and width >= 0 for width in branching):
             raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")

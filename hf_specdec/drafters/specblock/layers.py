@@ -1,6 +1,6 @@
-"""The layers of a SpecBlock drafter: fused input, attention over what is stored and over each other, rank features.
+"""The layers of a SpecBlock drafter: fused input, attention, decoder layer, rank features.
 
-`modeling.py` puts them together. Source: SpecBlock, Section 3.1, Eq. 1 to 3, and Appendix B.
+`modeling.py` combines them. Source: SpecBlock, Section 3.1, Eq. 1 to 3, and Appendix B.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_specdec.drafters.specblock.configuration import SpecBlockConfig
 
 
 class KeyValueStore(Protocol):
-    """What the layers write to and read from: a `TreeCache`, or a list that keeps gradients."""
+    """The cache of the layers: a `TreeCache`, or at training a list with gradients."""
 
     layers: Any
 
@@ -43,7 +43,7 @@ class SpecBlockInput(nn.Module):
             conditions = self.condition_proj(conditions)
         if from_target or self.norms_draft_condition:
             conditions = self.condition_norm(conditions)
-        # The same for all slots of a start, so it is projected once.
+        # The prefix is the same for all slots of a start, so it is projected once.
         prefix = torch.cat([conditions, self.token_norm(embeddings)], dim=-1)
         shared, own = self.fuse.weight.split([prefix.shape[-1], conditions.shape[-1]], dim=1)
         prefix = linear(prefix, shared).unsqueeze(2)
@@ -56,7 +56,7 @@ class SpecBlockInput(nn.Module):
 
 
 class SpecBlockAttention(HeadProjections):
-    """Attention of all slots of all starts over what is stored and over each other, as the mask allows."""
+    """Attention of all slots of all starts over the cache and each other, as the mask allows."""
 
     def __init__(self, config: SpecBlockConfig) -> None:
         super().__init__(config, config.hidden_size, norms=config.qk_norm)
@@ -75,7 +75,7 @@ class SpecBlockAttention(HeadProjections):
         keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim))
         values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
         cos, sin = rotary
-        both = torch.cat([queries, keys], 2)  # turned as one: on a CPU each small operation costs as much as its work
+        both = torch.cat([queries, keys], 2)  # one rotation for both: on a CPU small operations are mostly overhead
         both = (both * cos + rotate_half(both) * sin).transpose(1, 2)
         queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
         if cache is not None:
@@ -106,12 +106,12 @@ def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> 
     """The 15-number summary of a draft distribution (Appendix B).
 
     Ten largest log-probabilities; logit gaps of the best to the second, third and fifth; probability of the best;
-    entropy. Where the vocabulary has fewer than ten tokens the least likely one is repeated.
+    entropy. If the vocabulary has fewer than ten tokens, the least likely one is repeated.
 
     Args:
         logits: [..., draft_vocab] float32, or only the largest of them: `top`, and at least 10.
         top: probabilities and entropy are normalised over this many largest logits; None for all.
-        ordered: `logits` are in descending order and as many as are needed.
+        ordered: whether `logits` are the largest ones, in descending order.
 
     Returns:
         [..., 15] float32, nats.

@@ -1,8 +1,8 @@
 """SpecBlockDrafter: K dependent tokens per forward from each start, a reduced vocabulary, and a rank head.
 
-The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2), decoder layers with a
-shift between slots follow (Eq. 3; `layers.py`), then the drafter's own head and the rank head (Eq. 4). What a slot may
-see is the caller's mask; which starts there are and what a `generate` call remembers is in `candidates.py`, training in
+The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2); decoder layers with a
+shift between slots (Eq. 3; `layers.py`), the drafter's own head and the rank head (Eq. 4) follow. The caller gives the
+attention mask. `candidates.py` chooses the starts and holds the state of a `generate` call; training is in
 `training/specblock/`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
 """
 
@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, SpecBlockOptions, default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
@@ -38,8 +39,8 @@ class BlockOutput:
 
     Attributes:
         hidden: [batch, starts, slots, hidden], after the last layer, before the final norm.
-        logits: [batch, starts, slots, draft_vocab] float32; [read, slots, draft_vocab] where only some were read.
-        rank_logits: [batch, starts, slots, classes] float32, or of the same ones.
+        logits: [batch, starts, slots, draft_vocab] float32; [read, slots, draft_vocab] if only some starts were read.
+        rank_logits: [batch, starts, slots, classes] float32, or [read, slots, classes].
     """
 
     hidden: Tensor
@@ -50,9 +51,9 @@ class BlockOutput:
 class SpecBlockDrafter(PretrainedDrafter):
     """A SpecBlock checkpoint as a drafter.
 
-    Unlike `dflash`, whose block comes from one forward at the root, a tree grows by `num_blocks` forwards, each from
-    all chosen nodes of the last one at once, and the tokens of a block depend on each other; unlike `ddtree`, the rank
-    head says how many alternatives a place gets.
+    Unlike `dflash`, whose block comes from one forward at the root, it grows a tree with `num_blocks` forwards, each
+    from all selected nodes of the previous block, and the tokens of a block depend on each other. Unlike `ddtree`, the
+    rank head decides how many alternatives a slot gets.
 
     Drafting options: `SpecBlockOptions`.
     """
@@ -63,7 +64,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     options: SpecBlockOptions
     base_model_prefix = ""
     _no_split_modules: ClassVar = ["SpecBlockLayer"]
-    # The embedding is the target's own, frozen copy: official checkpoints leave it out, some savers do not.
+    # The embedding is a frozen copy of the target's: official checkpoints omit it, some savers include it.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
     side_files: ClassVar[tuple[str, ...]] = (VOCABULARY_FILE,)
 
@@ -83,7 +84,7 @@ class SpecBlockDrafter(PretrainedDrafter):
             nn.Linear(RANK_HIDDEN, config.rank_classes, bias=False),
         )
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        # Published names: target id = draft id + d2t[draft id]; t2d says which target ids the drafter can say.
+        # Published names: target id = draft id + d2t[draft id]; t2d is True for target ids in the draft vocabulary.
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.post_init()
@@ -101,7 +102,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     ) -> BlockOutput:
         """States, draft logits and rank logits of every slot of every start; arguments as in `block_hidden`.
 
-        `read`, [batch, starts] bool, chooses the starts at which the heads are read; None reads them at all.
+        `read`, [batch, starts] bool, selects the starts at which the heads are computed; None for all.
         """
         hidden = self.block_hidden(
             conditions, embeddings, position_ids, from_target=from_target, mask=mask, cache=cache
@@ -121,18 +122,18 @@ class SpecBlockDrafter(PretrainedDrafter):
         """Runs K slots from each of a number of starts.
 
         Args:
-            conditions: [batch, starts, taps * target_hidden] raw target features with `from_target`, else
+            conditions: [batch, starts, taps * target_hidden] target features with `from_target`, else
                 [batch, starts, hidden], from `condition_of`.
             embeddings: [batch, starts, hidden], the target's embedding of the token at each start: the one after the
                 position whose feature is the condition.
-            position_ids: [batch, starts] int64, rotary position of the first slot; slot k is k further.
-            from_target: what `conditions` are.
-            mask: [batch, 1, starts * slots, stored + starts * slots] bool, True where a slot may see an entry; None
-                for causal order of all slots, which is right for consecutive positions and an empty cache.
-            cache: holds earlier entries, K per position; receives this forward's.
+            position_ids: [batch, starts] int64, rotary position of the first slot; slot k has k more.
+            from_target: whether `conditions` are target features.
+            mask: [batch, 1, starts * slots, stored + starts * slots] bool, True where a slot attends to an entry; None
+                for causal attention over all slots, which is right for consecutive positions and an empty cache.
+            cache: holds earlier entries, K per position; those of this forward are appended.
 
         Returns:
-            [batch, starts, slots, hidden], before the final norm. Slot k is for the token k + 1 places after the
+            [batch, starts, slots, hidden], before the final norm. Slot k predicts the token k + 1 positions after the
             start's token.
         """
         hidden = self.input_layer(conditions, embeddings, from_target=from_target)
@@ -157,14 +158,14 @@ class SpecBlockDrafter(PretrainedDrafter):
         return logits, self._rank_logits(hidden, normed, logits)
 
     def ranked(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a tree needs of the heads, with one search through the draft vocabulary.
+        """The outputs of the heads that a tree needs, with one top-k over the draft vocabulary.
 
         Args:
             hidden: [..., hidden], before the final norm.
-            width: most candidates of a place.
+            width: most candidates of a slot.
 
         Returns:
-            the `width` largest draft logits [..., width] float32, descending; their ids in the draft vocabulary
+            The `width` largest draft logits [..., width] float32, descending; their ids in the draft vocabulary
             [..., width] int64; logsumexp of all draft logits [..., 1]; rank logits [..., classes].
         """
         normed = self.norm(hidden)
@@ -191,13 +192,13 @@ class SpecBlockDrafter(PretrainedDrafter):
         return draft_ids + self.d2t[draft_ids]
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Makes the drafter's vocabulary these ids of the target's.
+        """Sets the draft vocabulary to these ids of the target.
 
         Args:
             target_ids: [draft_vocab] int64, ascending.
 
         Raises:
-            ValueError: there are not `draft_vocab_size` of them, they are not ascending, or one is out of range.
+            ValueError: their number is not `draft_vocab_size`, they are not ascending, or one is out of range.
         """
         if len(target_ids) != self.config.draft_vocab_size:
             raise ValueError(
@@ -209,16 +210,16 @@ class SpecBlockDrafter(PretrainedDrafter):
         self.t2d.zero_()[target_ids] = True
 
     def check_vocabulary(self) -> None:
-        """Raises ValueError if the draft vocabulary's map names a token twice, out of order, or one there is not."""
+        """Raises ValueError if the draft vocabulary's map repeats a token, does not ascend, or is out of range."""
         ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        name = self.name_or_path or type(self).__name__
+        name = name_of(self)
         way_out = "The map is damaged or of another drafter: download the checkpoint again, or leave the file out."
         steps = (ids.diff() <= 0).nonzero()
         if len(steps):
-            place = int(steps[0])
+            index = int(steps[0])
             raise ValueError(
-                f"The draft vocabulary of {name!r} (d2t) is not increasing: draft id {place} is target id "
-                f"{int(ids[place])}, draft id {place + 1} is {int(ids[place + 1])}. {way_out}"
+                f"The draft vocabulary of {name!r} (d2t) is not increasing: draft id {index} is target id "
+                f"{int(ids[index])}, draft id {index + 1} is {int(ids[index + 1])}. {way_out}"
             )
         if int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
             raise ValueError(
@@ -229,7 +230,7 @@ class SpecBlockDrafter(PretrainedDrafter):
 
     @classmethod
     def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
-        """The draft vocabulary in `vocab_mapping.pt`, where there is one; it wins over the map among the weights.
+        """The draft vocabulary in `vocab_mapping.pt`, if it exists; it overrides the map in the weights.
 
         Raises:
             ValueError: the file holds anything but the two tensors.
@@ -239,11 +240,11 @@ class SpecBlockDrafter(PretrainedDrafter):
             return {}
         try:
             maps = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged or hostile pickle raises, nothing of it was run
+        except Exception as error:  # a damaged or hostile pickle may raise anything; its code is not run
             raise ValueError(
-                f"{VOCABULARY_FILE} of {name!r} cannot be opened as a file of plain tensors ({type(error).__name__}): "
-                "it is damaged, or holds code, which is never run. Download it again, or remove it if the weights "
-                "hold d2t."
+                f"{VOCABULARY_FILE} of {name!r} cannot be loaded as plain tensors ({type(error).__name__}): it is "
+                "damaged, or contains code, which is never run. Download it again, or remove it if the weights "
+                "contain d2t."
             ) from error
         kinds = {key: value.dtype for key, value in maps.items()} if isinstance(maps, dict) and all(
             isinstance(value, Tensor) for value in maps.values()
@@ -257,27 +258,27 @@ class SpecBlockDrafter(PretrainedDrafter):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As for every drafter, and the draft vocabulary is checked."""
+        """As for every drafter; also checks the draft vocabulary."""
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded
         drafter.check_vocabulary()
         named = drafter.target_ids(torch.arange(len(drafter.d2t), device=drafter.d2t.device))
         if drafter.d2t.any() and not torch.equal(named, drafter.t2d.nonzero().flatten()):
             raise ValueError(
-                f"The vocabulary maps d2t and t2d of {drafter.name_or_path!r} do not name the same target ids: they "
-                "are of two drafters, or one is damaged. Save the drafter again with the maps it was trained with."
+                f"The vocabulary maps d2t and t2d of {drafter.name_or_path!r} have different target ids: they belong "
+                "to two drafters, or one is damaged. Save the drafter again with the maps it was trained with."
             )
         if drafter.config.draft_vocab_size < drafter.config.vocab_size and not drafter.d2t.any():
             warnings.warn(
                 f"The draft vocabulary of {drafter.name_or_path!r} is the first {drafter.config.draft_vocab_size} of "
-                f"{drafter.config.vocab_size} target ids, which usually means that its map was lost. Output stays "
-                f"right; drafts may be poor. Look for {VOCABULARY_FILE} where the drafter came from.",
+                f"{drafter.config.vocab_size} target ids, which usually means that its map was lost. The output stays "
+                f"correct, but few drafts may be accepted: look for {VOCABULARY_FILE} where the drafter came from.",
                 stacklevel=2,
             )
         return loaded
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As for every drafter; a `vocab_mapping.pt` that is there already is replaced, since it would win."""
+        """As for every drafter; replaces an existing `vocab_mapping.pt`, which would override the new map."""
         super().save_pretrained(save_directory, *args, **kwargs)
         file = Path(save_directory) / VOCABULARY_FILE
         if file.exists():
@@ -295,8 +296,8 @@ class SpecBlockDrafter(PretrainedDrafter):
 
     def card_summary(self) -> str:
         return (
-            "A SpecBlock drafter: each forward drafts a block of dependent tokens from every chosen start at once, "
-            "and a rank head decides how many alternatives each place of the tree gets and where blocks start."
+            "A SpecBlock drafter: each forward drafts a block of dependent tokens from all selected starts together, "
+            "and a rank head decides how many alternatives each slot gets and where blocks start."
         )
 
     def card_facts(self) -> dict[str, str]:
@@ -327,5 +328,5 @@ class SpecBlockDrafter(PretrainedDrafter):
             layers=self.feature_layers(model),
         )
         rows = model.get_input_embeddings().num_embeddings
-        if rows < self.config.vocab_size:  # else `check_vocabulary` has seen to it
-            check_draft_to_target(self.d2t, rows, self.name_or_path or type(self).__name__)
+        if rows < self.config.vocab_size:  # else `check_vocabulary` has checked the same
+            check_draft_to_target(self.d2t, rows, name_of(self))

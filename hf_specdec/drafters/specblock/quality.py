@@ -1,9 +1,9 @@
-"""How good a rank head is, as a classifier of its own: the table of SpecBlock's Appendix B for any drafter and text.
+"""Quality of a rank head as a classifier: the table of SpecBlock's Appendix B for any drafter and text.
 
     quality = rank_head_quality(drafter, target, texts)
     print(quality)
 
-A tree spends its budget by what the rank head says, so its precision and recall per bucket explain a tree's shape.
+The rank head decides how a tree spends its budget, so its precision and recall per bucket explain a tree's shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
 
 def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The bucket of a token's rank in a draft distribution (Section 3.3): rank 1, 2 to 4, 5 to 10, beyond.
+    """The bucket of a token's rank in a draft distribution (Section 3.3): rank 1, 2 to 4, 5 to 10, above.
 
     Args:
         logits: [..., draft_vocab].
@@ -49,18 +49,18 @@ class RankHeadQuality:
 
     @property
     def num_positions(self) -> int:
-        """Positions counted."""
+        """Number of counted positions."""
         return int(self.counts.sum())
 
     def rows(self) -> list[dict[str, float | str]]:
         """Per bucket its name, share of the positions, precision, recall and F1, each from 0 to 1."""
         names = bucket_names()
-        right = self.counts.diagonal().tolist()
-        true, said = self.counts.sum(1).tolist(), self.counts.sum(0).tolist()
+        correct = self.counts.diagonal().tolist()
+        true, predicted = self.counts.sum(1).tolist(), self.counts.sum(0).tolist()
         rows: list[dict[str, float | str]] = []
         for bucket, name in enumerate(names):
-            precision = right[bucket] / said[bucket] if said[bucket] else 0.0
-            recall = right[bucket] / true[bucket] if true[bucket] else 0.0
+            precision = correct[bucket] / predicted[bucket] if predicted[bucket] else 0.0
+            recall = correct[bucket] / true[bucket] if true[bucket] else 0.0
             both = precision + recall
             rows.append(
                 {
@@ -74,7 +74,7 @@ class RankHeadQuality:
         return rows
 
     def record(self) -> dict[str, str]:
-        """For a model card: the same rows as short texts."""
+        """The same rows as short texts, for a model card."""
         names = ("frequency", "precision", "recall", "f1")
         rows = {str(row["bucket"]): ", ".join(f"{name} {row[name]:.3f}" for name in names) for row in self.rows()}
         return rows | {"positions": f"{self.num_positions}"}
@@ -89,7 +89,7 @@ class RankHeadQuality:
 
 
 def bucket_names() -> list[str]:
-    """Of the four buckets, best first.
+    """Names of the four buckets, best first.
 
     Example:
         >>> bucket_names()
@@ -102,9 +102,9 @@ def bucket_names() -> list[str]:
 def report(
     drafter: SpecBlockDrafter, target: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]], *, new_tokens: int = 64
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The table as `Drafter.report_tables` gives it, over what the target writes after the prompts.
+    """The table for `Drafter.report_tables`, on what the target writes after the prompts.
 
-    Empty where the rank head has other buckets, or nothing was written that is as long as a block.
+    Empty if the rank head has other buckets, or if no written text is as long as a block.
     """
     if drafter.config.rank_classes != len(bucket_names()):
         return []
@@ -114,7 +114,7 @@ def report(
             alone = ids[mask.bool()].unsqueeze(0).to(target.device)
             written = target.generate(alone, max_new_tokens=new_tokens, do_sample=False)
             texts.append((written[0], alone.shape[1]))
-    if not any(_has_room(len(ids), prompt_length, drafter) for ids, prompt_length in texts):
+    if not any(_fits_block(len(ids), prompt_length, drafter) for ids, prompt_length in texts):
         return []
     quality = rank_head_quality(drafter, target, texts)
     names = ("frequency", "precision", "recall", "f1")
@@ -122,7 +122,7 @@ def report(
     return [(f"rank head on {quality.num_positions} positions that the target wrote", ["bucket", *names], rows)]
 
 
-def _has_room(length: int, prompt_length: int, drafter: SpecBlockDrafter) -> bool:
+def _fits_block(length: int, prompt_length: int, drafter: SpecBlockDrafter) -> bool:
     return length > prompt_length + drafter.config.block_size
 
 
@@ -132,49 +132,49 @@ def rank_head_quality(
 ) -> RankHeadQuality:
     """Classifies every slot of a block from every position of some texts, and compares with the true buckets.
 
-    As in Appendix B, only slots whose earlier slots of the block were right are counted, and only the first block of a
-    start, whose condition is the target's. The true token is the target's likeliest one; where the drafter cannot say
-    it, it has no rank.
+    As in Appendix B, a slot counts only if the earlier slots of its block were correct, and only the first block of a
+    start counts, whose condition is the target's. The true token is the target's likeliest one; if it is not in the
+    draft vocabulary, it has no rank.
 
     Args:
         drafter: on the target's device.
-        target: it was trained for.
+        target: that the drafter was trained for.
         texts: token ids [length] int64, best written by the target itself from held-out prompts, each with its number
-            of prompt tokens; blocks start from there on.
+            of prompt tokens; blocks start after these.
 
     Raises:
-        ValueError: the drafter does not fit the target, its rank head has other buckets, or no text has room for a
-            block.
+        ValueError: the drafter does not fit the target, its rank head has other buckets, or no text is long enough for
+            a block.
     """
     drafter.check_target(target)
     buckets = len(RANK_BOUNDS) + 1
     if drafter.config.rank_classes != buckets:
         raise ValueError(
-            f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but true buckets "
-            f"are {buckets}: {', '.join(bucket_names())}. Only rank heads of these buckets can be compared."
+            f"The rank head of {drafter.name_or_path!r} has {drafter.config.rank_classes} classes, but there are "
+            f"{buckets} true buckets: {', '.join(bucket_names())}. Only rank heads with these buckets can be compared."
         )
     counts = torch.zeros(buckets * buckets, dtype=torch.int64)
     slots, rows = drafter.config.block_size, target.get_input_embeddings().num_embeddings
     for ids, prompt_length in texts:
         length = len(ids)
-        if not _has_room(length, prompt_length, drafter):
+        if not _fits_block(length, prompt_length, drafter):
             continue
         features, best_ids = _states_of(drafter, target, ids.to(target.device))
-        # Position i is the condition, token i + 1 the start, and slot k is for the token after token i + 1 + k.
-        places = torch.arange(1, length, device=features.device)
+        # Position i is the condition, token i + 1 the start, and slot k predicts the token after token i + 1 + k.
+        positions = torch.arange(1, length, device=features.device)
         embeddings = target.get_input_embeddings()(ids[1:].to(target.device)).to(drafter.device, drafter.dtype)
-        hidden = drafter.block_hidden(features[None, :-1], embeddings[None], places[None], from_target=True)[0]
+        hidden = drafter.block_hidden(features[None, :-1], embeddings[None], positions[None], from_target=True)[0]
         logits, rank_logits = drafter.heads(hidden)
         starts = torch.arange(max(0, prompt_length - 1), length - slots, device=features.device)
         valid = torch.ones_like(starts, dtype=torch.bool)
         t2d = torch.nn.functional.pad(drafter.t2d, (0, rows - len(drafter.t2d)))  # the target may have more tokens
-        sayable_ids = t2d.cumsum(0) - 1
+        draft_id_of = t2d.cumsum(0) - 1
         for slot in range(slots):
             true_ids = best_ids[starts + 1 + slot].to(drafter.device)
             counted = valid & t2d[true_ids]
-            at_slot, wanted = logits[starts, slot], sayable_ids[true_ids].clamp(min=0)
-            true, said = rank_classes(at_slot, wanted), rank_logits[starts, slot].argmax(-1)
-            counts += (true * buckets + said)[counted].bincount(minlength=buckets**2).cpu()
+            at_slot, wanted = logits[starts, slot], draft_id_of[true_ids].clamp(min=0)
+            true, predicted = rank_classes(at_slot, wanted), rank_logits[starts, slot].argmax(-1)
+            counts += (true * buckets + predicted)[counted].bincount(minlength=buckets**2).cpu()
             valid = counted & (at_slot.argmax(-1) == wanted)
     if not counts.any():
         raise ValueError(f"No text is long enough: a block needs {slots + 1} tokens after the prompt.")

@@ -1,8 +1,8 @@
-"""A SpecBlock drafter's round in shapes and addresses that do not change, for `decoding/graphs.py` to capture.
+"""A SpecBlock drafter's round with fixed shapes and addresses, for `decoding/graphs.py` to capture.
 
-Two launches: the positions that the last round committed enter the cache (`entered`), and the tree is grown and cut
-(`drafted`). Both run the generator's own steps with the cache's length as a bucket of entries, and read nothing of the
-call but its cache, whose buffers last, and what they are given.
+There are two launches: `entered` appends the positions that the last round committed to the cache, and `drafted` grows
+and cuts the tree. Both run the generator's own steps with the cache's length rounded up to a bucket. Besides their
+arguments they read only the cache, whose buffers stay in place.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def entered(
     position_ids: Tensor,
     features: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`SpecBlockGenerator._enter` after the prompt: hidden [batch, 1, slots, hidden], and positions [batch, 1].
+    """`SpecBlockGenerator._append_pending` after the prompt: hidden [batch, 1, slots, hidden] and positions [batch, 1].
 
     Args:
-        at: where the new entries begin in the cache; the committed ones lie before.
+        at: where the new entries begin in the cache, after the committed ones.
         generator: of the call.
         root_ids: [batch] int64.
         lengths: [batch] int64, committed entries of each row.
         counts: [batch] int64, new positions of each row, the first of `width`.
-        last_hidden: [batch, 1, slots, hidden], what this gave the last time, for rows without new positions.
-        last_positions: [batch, 1] int64, likewise.
+        last_hidden: [batch, 1, slots, hidden], the previous result, for rows without new positions.
+        last_positions: [batch, 1] int64, the previous result.
         token_ids: [batch, width] int64.
         position_ids: [batch, width] int64.
         features: [batch, width, taps * target_hidden].
@@ -53,7 +53,7 @@ def entered(
     following = token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
     order = torch.arange(width * slots, device=token_ids.device)
     past = torch.arange(at, device=order.device) < lengths.unsqueeze(1)
-    # What is behind a row's last position sees itself, so that no row of the mask is empty; nothing else sees it.
+    # Unused positions attend to themselves, so that no row of the mask is empty; nothing else attends to them.
     own = (order.unsqueeze(1) >= order) & (order < (counts * slots)[:, None, None])
     own = own | (order.unsqueeze(1) == order)
     hidden = generator.drafter.block_hidden(
@@ -80,7 +80,7 @@ def drafted(
     branching: Tensor,
     index: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The tree, which nodes it kept, all nodes, and the states of all blocks, as `tree_of` reads them.
+    """The tree, which nodes it selected, all nodes, and the states of all blocks, as `tree_of` reads them.
 
     Args:
         at: where the round's entries begin in the cache.
@@ -89,21 +89,21 @@ def drafted(
         lengths: [batch] int64, committed entries of each row.
         hidden: [batch, 1, slots, hidden], of the first block.
         positions: [batch, 1] int64, its rotary position.
-        branching: [1, classes] int64, of the tree's shape, which must not be read where it lies.
-        index: [1, many] int64, likewise.
+        branching: [1, classes] int64, of the tree's shape, as an argument because options may change after capture.
+        index: [1, many] int64, of the tree's shape.
     """
     shape = replace(generator.shape, branching=branching[0], index=index[0])
     states, nodes, finite = generator.blocks(at, root_ids, lengths, hidden, positions, shape)
     depth = generator.num_blocks * generator.slots
-    tree, kept = cut(nodes, shape.tree_budget, depth, merge=generator.merge, finite=finite)
+    tree, selected = cut(nodes, shape.tree_budget, depth, merge=generator.merge, finite=finite)
     parts = [getattr(tree, name) for name in TREE]
-    return (*parts, kept, finite, nodes.token_ids, nodes.scores, nodes.above, *states)
+    return (*parts, selected, finite, nodes.token_ids, nodes.scores, nodes.above, *states)
 
 
 def tree_of(parts: tuple[Tensor, ...], generator: SpecBlockGenerator) -> tuple[DraftTree, Nodes, Tensor, list[Tensor]]:
-    """What `drafted` gave: the tree, all nodes, which of them it kept, and the states of all blocks."""
-    tree, (kept, _, token_ids, scores, above), states = parts[: len(TREE)], parts[len(TREE) :][:5], parts[12:]
+    """From the result of `drafted`: the tree, all nodes, which of them it selected, and the states of all blocks."""
+    tree, (selected, _, token_ids, scores, above), states = parts[: len(TREE)], parts[len(TREE) :][:5], parts[12:]
     starts = tuple(block.shape[1] for block in states)
     max_depth = generator.num_blocks * generator.slots
-    whole = DraftTree(**dict(zip(TREE, tree, strict=True)), max_depth=max_depth)
-    return whole, Nodes(token_ids, scores, above, starts, generator.shape), kept, list(states)
+    draft_tree = DraftTree(**dict(zip(TREE, tree, strict=True)), max_depth=max_depth)
+    return draft_tree, Nodes(token_ids, scores, above, starts, generator.shape), selected, list(states)

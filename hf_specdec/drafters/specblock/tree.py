@@ -1,9 +1,9 @@
-"""How a SpecBlock tree grows: what a block adds to it, where the next block starts, and the cut to the budget.
+"""The SpecBlock tree: the nodes that a block adds, the starts of the next block, and the cut to the budget.
 
 Pure functions on tensors of static shape, on any device, without a host sync and without a loop over nodes. Nodes of a
-block are numbered by start, slot and rank; rank 0 is the greedy token of a slot, and the ranks 0 of a start are its
-chain. Source: SpecBlock, Section 3.2 and Algorithm 2; the chain and the beam as published. The forwards are in
-`candidates.py`.
+block are numbered by start, slot and rank. Rank 0 is the greedy token of a slot; the nodes of rank 0 of a start form
+its chain. Source: SpecBlock, Section 3.2 and Algorithm 2; the chain and the beam as in the published code. The forwards
+are in `candidates.py`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
 @dataclass(frozen=True)
 class Shape:
-    """How a tree may grow: the drafting options, ready for use.
+    """The drafting options that determine a tree, as numbers and tensors.
 
     Attributes:
         branching: [classes] int64, candidates by bucket.
         width: most candidates of any slot.
         slots: K.
-        beam_width: see `SpecBlockDrafter`.
-        max_starts: likewise.
-        tree_budget: likewise.
+        beam_width: see `SpecBlockOptions`.
+        max_starts: see `SpecBlockOptions`.
+        tree_budget: see `SpecBlockOptions`.
         index: [many] int64: 0, 1, 2, ...
     """
 
@@ -57,54 +57,54 @@ class Shape:
         )
 
     def most_starts(self, block: int) -> int:
-        """Of any tree: the root for the first block, then the likeliest nodes of the block before."""
-        # Of more starts than the budget none but the likeliest `tree_budget` can have a place in the tree.
+        """Most starts of a block: the root for the first one, then the likeliest nodes of the previous block."""
+        # Only the likeliest `tree_budget` starts can be in the tree.
         limits = [self.tree_budget, self.max_starts, self.beam_width if block > 1 else None]
         return min(limit for limit in limits if limit is not None) if block > 0 else 1
 
 
 @dataclass(frozen=True)
 class Starts:
-    """Where a block starts.
+    """The starts of a block.
 
     Attributes:
         nodes: [batch, starts] int64, index among `Nodes`.
-        scores: [batch, starts] float32, log-probability of the path there; -inf where a row has fewer starts.
+        scores: [batch, starts] float32, log-probability of the path to it; -inf if a row has fewer starts.
         depths: [batch, starts] int64, of the node.
-        first_seen: [batch, starts] int64, slots of the round's first block that are on the path.
-        held_seen: [batch, starts, held] bool, which entries of the later blocks are.
-        sources: [batch, starts] int64, slot of the block before, counted over all its starts.
+        first_on_path: [batch, starts] int64, slots of the round's first block that are on the path.
+        later_on_path: [batch, starts, entries] bool, which cache entries of the later blocks are on the path.
+        sources: [batch, starts] int64, slot of the previous block, counted over all its starts.
     """
 
     nodes: Tensor
     scores: Tensor
     depths: Tensor
-    first_seen: Tensor
-    held_seen: Tensor
+    first_on_path: Tensor
+    later_on_path: Tensor
     sources: Tensor
 
     @classmethod
     def root(cls, batch: int, device: torch.device) -> Starts:
         """The start of a round's first block."""
         zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        held_seen = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
-        return cls(zeros, torch.zeros(batch, 1, device=device), zeros, zeros, held_seen, zeros)
+        later_on_path = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
+        return cls(zeros, torch.zeros(batch, 1, device=device), zeros, zeros, later_on_path, zeros)
 
     def first(self, count: int) -> Starts:
         """The first `count` of each row, which are the likeliest."""
-        parts = (self.nodes, self.scores, self.depths, self.first_seen, self.held_seen, self.sources)
+        parts = (self.nodes, self.scores, self.depths, self.first_on_path, self.later_on_path, self.sources)
         return Starts(*(part[:, :count] for part in parts))
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the heads say about a block.
+class HeadOutput:
+    """The outputs of the heads for a block.
 
     Attributes:
         token_ids: [batch, starts, slots, width] int64, the likeliest tokens in order, as target ids.
-        logprobs: [batch, starts, slots, width] float32, normalised over the whole draft vocabulary.
+        logprobs: [batch, starts, slots, width] float32, normalised over the complete draft vocabulary.
         classes: [batch, starts, slots] int64, predicted buckets.
-        finite: [batch] bool, False where a row's logits are NaN or infinite; its `logprobs` are -inf.
+        finite: [batch] bool, False if a row's logits are NaN or infinite; its `logprobs` are then -inf.
     """
 
     token_ids: Tensor
@@ -119,10 +119,10 @@ class Nodes:
 
     Attributes:
         token_ids: [batch, nodes] int64.
-        scores: [batch, nodes] float32, log-probability of the path under the drafter; -inf for places not used.
-        above: [batch, states] int64, the node below which the candidates of a state hang. A state is a slot of a start
-            of a block, all blocks counted through; node n is a candidate of state (n - 1) // width.
-        starts: number of them in each block so far.
+        scores: [batch, nodes] float32, log-probability of the path under the drafter; -inf for unused nodes.
+        above: [batch, states] int64, the parent of the candidates of a state. A state is a slot of a start of a block,
+            numbered over all blocks; node n is a candidate of state (n - 1) // width.
+        starts: their number in each block so far.
         shape: of the tree.
     """
 
@@ -142,7 +142,7 @@ class Nodes:
         return int(self.token_ids.shape[1])
 
     def forwards(self, numbers: Tensor) -> Tensor:
-        """Which forward of the round drafted each of some nodes, any shape, counted from 1; 0 for the root."""
+        """The number of the round's forward that drafted each of some nodes, any shape, from 1; 0 for the root."""
         states = (numbers - 1) // self.shape.width
         made, ends = (states >= 0).long(), 0
         for starts in self.starts[:-1]:
@@ -160,150 +160,151 @@ class Nodes:
         raise IndexError(node)
 
 
-def attach(nodes: Nodes, starts: Starts, reading: Reading) -> tuple[Nodes, Tensor]:
-    """Hangs a block below its starts: the greedy tokens as a chain, and at each slot alternatives to its token.
+def attach(nodes: Nodes, starts: Starts, output: HeadOutput) -> tuple[Nodes, Tensor]:
+    """Adds a block's nodes below its starts: the greedy tokens as a chain, and alternatives at each slot.
 
-    The bucket of a slot says how many candidates it has, the chain's token included; the first slot that gives up (0
-    candidates) ends branching for itself and the rest of its block, but not the chain. Below the root the first slot
-    has `beam_width` candidates whatever its bucket. Algorithm 2, lines 6 to 8; the chain and the beam as published.
+    The bucket of a slot determines its number of candidates, the chain's token included. The first slot with 0
+    candidates ends branching for itself and the rest of its block, but not the chain. Below the root the first slot
+    always has `beam_width` candidates. Algorithm 2, lines 6 to 8; the chain and the beam as in the published code.
 
     Returns:
-        nodes, and the score of each new node as a start of the next block, [batch, new] float32, -inf where it is
-        none. Starts are all alternatives, the chain's token at every slot that branches, and its last token unless
-        the rank head gives up: in the first block at the first slot that is not of the best bucket, later at any slot.
+        nodes, and the score of each new node as a start of the next block, [batch, new] float32, -inf for no start.
+        Starts are all alternatives, the chain's token at every slot that branches, and the chain's last token unless a
+        bucket has 0 candidates: in the first block at the first slot that is not of the best bucket, later at any slot.
     """
     shape, first = nodes.shape, nodes.count == 1
-    batch, num_starts, slots, width = reading.token_ids.shape
-    widths = shape.branching[reading.classes]
-    gives_up = widths == 0
+    batch, num_starts, slots, width = output.token_ids.shape
+    widths = shape.branching[output.classes]
+    ends = widths == 0
     if first and shape.beam_width is not None:
         widths[:, :, 0] = shape.beam_width
     branches = (widths > 0).cumprod(-1) > 0
 
     above = starts.scores[..., None]
-    chain_scores = above + reading.logprobs[..., 0].cumsum(-1)
+    chain_scores = above + output.logprobs[..., 0].cumsum(-1)
     above_scores = torch.cat([above, chain_scores[..., :-1]], -1)
     used = branches[..., None] & (shape.index[:width] < widths[..., None])
     used[..., 0] = True
-    scores = (above_scores[..., None] + reading.logprobs).where(used, -torch.inf)
+    scores = (above_scores[..., None] + output.logprobs).where(used, -torch.inf)
 
     chain = nodes.count + width * shape.index[: num_starts * slots].view(num_starts, slots)
     parents = torch.cat([starts.nodes[..., None], chain[:, :-1].expand(batch, -1, -1)], -1)
 
     if first:
-        unsure = (reading.classes > 0).int().argmax(-1, keepdim=True)
-        goes_on = ~gives_up.gather(-1, unsure)[..., 0]
+        unsure = (output.classes > 0).int().argmax(-1, keepdim=True)
+        continues = ~ends.gather(-1, unsure)[..., 0]
     else:
-        goes_on = ~gives_up.any(-1)
+        continues = ~ends.any(-1)
     used[..., 0] = branches
-    used[..., -1, 0] |= goes_on
-    as_starts = scores.where(used, -torch.inf)
+    used[..., -1, 0] |= continues
+    start_scores = scores.where(used, -torch.inf)
 
     return Nodes(
-        torch.cat([nodes.token_ids, reading.token_ids.flatten(1)], 1),
+        torch.cat([nodes.token_ids, output.token_ids.flatten(1)], 1),
         torch.cat([nodes.scores, scores.flatten(1)], 1),
         torch.cat([nodes.above, parents.flatten(1)], 1),
         (*nodes.starts, num_starts),
         shape,
-    ), as_starts.flatten(1)
+    ), start_scores.flatten(1)
 
 
-def choose_starts(nodes: Nodes, starts: Starts, as_starts: Tensor) -> Starts:
-    """The likeliest of the nodes just attached from which the next block starts.
+def choose_starts(nodes: Nodes, starts: Starts, start_scores: Tensor) -> Starts:
+    """Selects the likeliest new nodes as starts of the next block.
 
     Args:
         nodes: all nodes, the new ones last.
-        starts: those of the block that was just attached.
-        as_starts: from `attach`.
+        starts: of the block that was just attached.
+        start_scores: from `attach`.
     """
     shape, slots, width = nodes.shape, nodes.shape.slots, nodes.shape.width
-    new = as_starts.shape[1]
-    block = len(nodes.starts)  # the one to come
+    new = start_scores.shape[1]
+    block = len(nodes.starts)  # the next one
     most = min(new, shape.most_starts(block))
-    scores, picked = as_starts.sort(dim=1, descending=True, stable=True)
-    scores, picked = scores[:, :most], picked[:, :most]
+    scores, chosen = start_scores.sort(dim=1, descending=True, stable=True)
+    scores, chosen = scores[:, :most], chosen[:, :most]
     if block > 1 and shape.beam_width is not None:
-        room = shape.tree_budget - (nodes.scores > -torch.inf).sum(1, keepdim=True) + 1
-        limit = (room // slots).clamp(min=1)
+        remaining = shape.tree_budget - (nodes.scores > -torch.inf).sum(1, keepdim=True) + 1
+        limit = (remaining // slots).clamp(min=1)
         scores = scores.where(shape.index[:most] < limit, -torch.inf)
 
-    source = picked // width
+    source = chosen // width
     leaf, slot = source // slots, source % slots
     if block == 1:
-        first_seen, held_seen = slot + 1, picked.new_zeros(*picked.shape, 0, dtype=torch.bool)
+        first_on_path, later_on_path = slot + 1, chosen.new_zeros(*chosen.shape, 0, dtype=torch.bool)
     else:
-        first_seen = starts.first_seen.gather(1, leaf)
-        held = starts.held_seen.gather(1, leaf[..., None].expand(-1, -1, starts.held_seen.shape[-1]))
+        first_on_path = starts.first_on_path.gather(1, leaf)
+        earlier = starts.later_on_path.gather(1, leaf[..., None].expand(-1, -1, starts.later_on_path.shape[-1]))
         entry = shape.index[: starts.nodes.shape[1] * slots]
         own = (entry // slots == leaf[..., None]) & (entry % slots <= slot[..., None])
-        held_seen = torch.cat([held, own], -1)
+        later_on_path = torch.cat([earlier, own], -1)
     depths = starts.depths.gather(1, leaf) + slot + 1
-    return Starts(nodes.count - new + picked, scores, depths, first_seen, held_seen, source)
+    return Starts(nodes.count - new + chosen, scores, depths, first_on_path, later_on_path, source)
 
 
 def cut(nodes: Nodes, tree_budget: int, max_depth: int, *, merge: bool, finite: Tensor) -> tuple[DraftTree, Tensor]:
     """The likeliest `tree_budget` nodes as a tree, in order of probability.
 
-    A node never scores above its parent and comes after it, so what is kept is a tree.
+    A node is never likelier than its parent and comes after it, so the selected nodes form a tree.
 
     Args:
         nodes: all nodes.
         tree_budget: most nodes, root not counted.
-        max_depth: no node is deeper.
-        merge: keep a path that was drafted twice once, with the children of both.
+        max_depth: of the nodes.
+        merge: whether a path that was drafted twice becomes one, with the children of both.
         finite: [batch] bool, see `DraftTree.finite`.
 
     Returns:
-        the tree, and which of `nodes` its own are, [batch, nodes] int64.
+        The tree, and the indices of its nodes in `nodes`, [batch, nodes] int64.
     """
+    # Candidates of one state differ, so only a later block can repeat a path.
     # Candidates of one state differ, so that only a later block can repeat a path.
     merge = merge and len(nodes.starts) > 1
     batch, count = nodes.token_ids.shape
     device = nodes.token_ids.device
     scores = nodes.scores.clone()
     scores[:, 0] = torch.inf
-    # Merging makes room for further nodes: look at twice as many.
+    # Merging leaves budget for further nodes: consider twice as many.
     wanted = min(count, 1 + tree_budget * (2 if merge else 1))
-    scores, kept = scores.sort(dim=1, descending=True, stable=True)
-    scores, kept = scores[:, :wanted], kept[:, :wanted]
+    scores, selected = scores.sort(dim=1, descending=True, stable=True)
+    scores, selected = scores[:, :wanted], selected[:, :wanted]
     valid = scores > -torch.inf
     index = torch.arange(wanted, device=device).expand(batch, -1)
-    place = torch.zeros(batch, count, dtype=torch.int64, device=device).scatter_(1, kept, index)
-    states = (kept - 1).clamp(min=0) // nodes.shape.width
-    parents = place.gather(1, nodes.above.gather(1, states)).where(valid, 0)
-    token_ids = nodes.token_ids.gather(1, kept).where(valid, nodes.token_ids[:, :1])
+    rank = torch.zeros(batch, count, dtype=torch.int64, device=device).scatter_(1, selected, index)
+    states = (selected - 1).clamp(min=0) // nodes.shape.width
+    parents = rank.gather(1, nodes.above.gather(1, states)).where(valid, 0)
+    token_ids = nodes.token_ids.gather(1, selected).where(valid, nodes.token_ids[:, :1])
     if merge:
         first = _first_of_path(token_ids, parents, max_depth)
-        alone = valid & (first == index)
-        order = (~alone).to(torch.int8).argsort(dim=1, stable=True)[:, : 1 + tree_budget]
-        valid = alone.gather(1, order)
-        place = torch.zeros_like(first).scatter_(1, order, index[:, : order.shape[1]])
-        parents = place.gather(1, first.gather(1, parents.gather(1, order))).where(valid, 0)
+        unique = valid & (first == index)
+        order = (~unique).to(torch.int8).argsort(dim=1, stable=True)[:, : 1 + tree_budget]
+        valid = unique.gather(1, order)
+        rank = torch.zeros_like(first).scatter_(1, order, index[:, : order.shape[1]])
+        parents = rank.gather(1, first.gather(1, parents.gather(1, order))).where(valid, 0)
         token_ids = token_ids.gather(1, order).where(valid, token_ids[:, :1])
-        kept = kept.gather(1, order)
+        selected = selected.gather(1, order)
     parents = parents.clone()
     parents[:, 0] = -1
-    path_logprobs = nodes.scores.gather(1, kept).where(valid, -torch.inf)
+    path_logprobs = nodes.scores.gather(1, selected).where(valid, -torch.inf)
     tree = DraftTree.from_parents(
         token_ids, parents, max_depth, valid=valid, finite=finite, path_logprobs=path_logprobs
     )
-    return tree, kept
+    return tree, selected
 
 
 def _first_of_path(token_ids: Tensor, parents: Tensor, max_depth: int) -> Tensor:
-    """[batch, nodes]: the first node with the same tokens on its path; parents are 0 at the root."""
+    """[batch, nodes]: the first node with the same path; parents are 0 at the root."""
     tokens = token_ids.clone()
-    tokens[:, 0] = -1  # no token: paths of different length must differ
+    tokens[:, 0] = -1  # not a token id: paths of different lengths must differ
     same = torch.ones((), dtype=torch.bool, device=token_ids.device)
     at = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(parents)
     nodes = at
     for _ in range(max_depth):
-        there = tokens.gather(1, at)
-        same = same & (there.unsqueeze(-1) == there.unsqueeze(1))
+        here = tokens.gather(1, at)
+        same = same & (here.unsqueeze(-1) == here.unsqueeze(1))
         at = parents.gather(1, at)
     return nodes.unsqueeze(1).where(same, token_ids.shape[1]).amin(-1)
 
 
-def frozen(nodes: Nodes, finite: Tensor) -> Nodes:
-    """The nodes, none but the root in rows whose drafts are not finite."""
+def only_finite(nodes: Nodes, finite: Tensor) -> Nodes:
+    """The nodes, with only the root in rows whose logits are not finite."""
     return replace(nodes, scores=nodes.scores.where(finite.unsqueeze(1), -torch.inf))

@@ -1,4 +1,4 @@
-"""SpecBound: the target drafts for itself, by exit heads on its shallow layers; heads are stored as LoRA adapters."""
+"""SpecBound: the target drafts for itself, with exit heads on its shallow layers, stored as LoRA adapters."""
 
 from hf_specdec.drafters.registry import register_family
 from hf_specdec.drafters.specbound.configuration import SpecBoundConfig, SpecBoundOptions, is_specbound

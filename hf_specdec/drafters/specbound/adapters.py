@@ -1,7 +1,7 @@
 """Exit heads on disk: one PEFT LoRA adapter per exit layer, on the target's own head.
 
-`<checkpoint>/exit-layer-04/` is what `PeftModel.from_pretrained(target, checkpoint, subfolder="exit-layer-04")` opens:
-the target with the head that its 4th layer exits through.
+`PeftModel.from_pretrained(target, checkpoint, subfolder="exit-layer-04")` reads `<checkpoint>/exit-layer-04/`: the
+target with the exit head of its 4th layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write_adapter(folder: Path, down: Tensor, up: Tensor, *, head_module: str, b
     """Writes one adapter.
 
     Args:
-        folder: made if needed.
+        folder: created if needed.
         down: [rank, hidden], `lora_A`.
         up: [vocab, rank], `lora_B`.
         head_module: name of the target's head.
@@ -43,7 +43,7 @@ def write_adapter(folder: Path, down: Tensor, up: Tensor, *, head_module: str, b
     rank = len(down)
     LoraConfig(
         r=rank,
-        lora_alpha=rank,  # their quotient scales the update: 1
+        lora_alpha=rank,  # lora_alpha / r scales the update: 1
         target_modules=[head_module],
         base_model_name_or_path=base_model,
         task_type="CAUSAL_LM",
@@ -58,7 +58,7 @@ def write_adapter(folder: Path, down: Tensor, up: Tensor, *, head_module: str, b
 
 
 def remove_adapters(checkpoint: Path, keep: Sequence[int]) -> None:
-    """Removes what earlier saves left of exit layers other than `keep`; reading the checkpoint would find them."""
+    """Removes adapters of earlier saves for exit layers other than `keep`, which would be loaded too."""
     kept = {folder_of(layer) for layer in keep}
     for pattern in SIDE_FILES:
         for file in checkpoint.glob(pattern):
@@ -70,21 +70,21 @@ def remove_adapters(checkpoint: Path, keep: Sequence[int]) -> None:
 
 
 def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """The adapters of a checkpoint, by their names in the drafter's state dict; none where there is no such folder.
+    """The adapters of a checkpoint, by their names in the drafter's state dict; empty without such folders.
 
     Args:
         checkpoint: its folder.
-        name: what the user asked for, for messages.
+        name: what the user has passed, for messages.
 
     Raises:
-        ValueError: an adapter is no plain LoRA of one module, or is damaged; names the file.
+        ValueError: an adapter is not a LoRA of one module, or is damaged; names the file.
     """
     found: dict[str, Tensor] = {}
     for folder in sorted(checkpoint.glob("exit-layer-*")):
         where = f"{folder.name} of {name!r}"
         layer = folder.name.removeprefix("exit-layer-")
         if not layer.isdigit():
-            raise ValueError(f"{where} is named after no layer; a drafter keeps its adapters in {folder_of(4)!r}, ...")
+            raise ValueError(f"{where} does not end in a layer number; adapter folders are {folder_of(4)!r}, ...")
         try:
             config = LoraConfig.from_pretrained(str(folder))
             tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
@@ -92,7 +92,7 @@ def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
                 raise ValueError(
                     f"r is {config.r!r} and lora_alpha {config.lora_alpha!r}; both must be numbers above 0"
                 )
-        except Exception as error:  # files of others, read by others' classes: damage shows in many kinds
+        except Exception as error:  # foreign files, read by foreign classes: any exception is possible
             raise ValueError(
                 f"{where} cannot be read as a PEFT LoRA adapter ({type(error).__name__}: {error}). Copy or download "
                 "the checkpoint again."
@@ -112,10 +112,10 @@ def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
 
 
 def sample_of(weight: Tensor, rows: int, count: int = 32) -> Tensor:
-    """[count] float32: values of a matrix at places that depend on a number of rows and the columns alone.
+    """[count] float32: values of a matrix at indices that depend only on `rows` and the number of columns.
 
-    Fewer values where the matrix has fewer rows than that.
+    Fewer values if the matrix has fewer rows.
     """
     flat = weight.detach().flatten()
-    places = torch.arange(count, device=flat.device) * (rows * weight.shape[1] // count)
-    return flat[places[places < flat.numel()]].float().cpu()
+    indices = torch.arange(count, device=flat.device) * (rows * weight.shape[1] // count)
+    return flat[indices[indices < flat.numel()]].float().cpu()

@@ -1,10 +1,10 @@
-"""Calibration: exit layers, threshold and both bounds from what the heads do on a few prompts, and what they cost here.
+"""Calibration: chooses exit layers, threshold, w_max and d_max from measurements on a few prompts and this machine.
 
-The target continues the prompts alone. One forward over its text then tells, at every position and exit layer, how
-confident the head is and whether it is right; layers and heads are timed on the machine. Every choice of options is
-judged by the paper's speedup model (SpecBound, Eq. 3 to 5): tokens committed, times the time of a plain token, over the
-time of the rounds. Where Eq. 5 assumes one acceptance rate, one depth and layers that cost the same for any number of
-tokens, the rounds here are laid along the text with the exits, hits and times that were measured.
+The target continues the prompts alone. One forward over its text then gives, at every position and exit layer, the
+head's confidence and whether it is right; layers and heads are timed on the machine. Every choice of options is rated
+by the paper's speedup model (SpecBound, Eq. 3 to 5): committed tokens times the time of a token without drafting, over
+the time of the rounds. Eq. 5 assumes one acceptance rate, one depth, and layers whose time does not depend on the
+number of tokens. Here rounds are simulated along the text with the measured exits, hits and times instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.devices import wait_for
 from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.fingerprint import tokenizer_at_hand
+from hf_specdec.drafters.fingerprint import local_tokenizer
 from hf_specdec.drafters.specbound.pending import SlicedTarget
 from hf_specdec.drafters.specbound.slices import LayerSlices
 
@@ -38,12 +38,12 @@ MOST_EXITS = 4
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds on the machine that calibrates.
+    """Measured seconds.
 
     Attributes:
         layer: {nodes run together: one decoder layer}.
         head: one exit head and its decision, by exit layer.
-        rest: what a plain token costs beside its layers; a round is taken to cost the same.
+        rest: of a token without drafting, outside the layers; assumed to be the same for a round.
     """
 
     layer: dict[int, float]
@@ -51,7 +51,7 @@ class Times:
     rest: float
 
     def layer_of(self, nodes: int) -> float:
-        """One layer over `nodes` nodes, between those that were timed."""
+        """One layer over `nodes` nodes, interpolated."""
         return float(np.interp(nodes, list(self.layer), list(self.layer.values())))
 
 
@@ -64,10 +64,10 @@ class Calibration:
         exits: {exit layer: {threshold: (share of positions that would exit there, accuracy of these)}}.
         layer_ms: one decoder layer on one token, in milliseconds.
         head_ms: mean of the exit heads.
-        token_ms: one token of plain decoding.
+        token_ms: one token without drafting.
         chosen: the drafting options set.
         predicted_speedup: of these options on these prompts.
-        prompts: how many, and how many tokens each was continued by.
+        prompts: number of prompts, and tokens that continue each.
     """
 
     accuracy: dict[int, float]
@@ -121,10 +121,10 @@ def calibrate(
     thresholds: Sequence[float] = THRESHOLDS,
     widths: Sequence[int] = WIDTHS,
 ) -> Calibration:
-    """What `SpecBoundDrafter.calibrate` does, and describes."""
+    """See `SpecBoundDrafter.calibrate`."""
     rows = [_token_ids(prompt, target) for prompt in prompts]
     if not rows:
-        raise ValueError("calibrate() got no prompts; a dozen that are like the text to come will do.")
+        raise ValueError("calibrate() got no prompts; give about a dozen that resemble the later ones.")
     texts, token_s = continue_alone(target, rows, new_tokens)
     confidence, right = exits_of(drafter, target, rows, texts)
     times = measure_times(drafter, target, texts[0], token_s, max(widths))
@@ -132,10 +132,10 @@ def calibrate(
     lengths = [len(text) - len(row) for row, text in zip(rows, texts, strict=True)]
     for layers in _choices(drafter.config.exit_layers):
         for threshold in thresholds:
-            depths, hits, asked = exits_at(layers, threshold, confidence, right)
+            depths, hits, evaluated = exits_at(layers, threshold, confidence, right)
             for width in widths:
                 predicted = predicted_speedup(
-                    depths, hits, asked, lengths, width, times, drafter.config.num_target_layers, token_s
+                    depths, hits, evaluated, lengths, width, times, drafter.config.num_target_layers, token_s
                 )
                 if predicted > best[0]:
                     options = {
@@ -168,7 +168,7 @@ def calibrate(
 
 def _token_ids(prompt: str | Sequence[int] | Tensor, target: PreTrainedModel) -> list[int]:
     if isinstance(prompt, str):
-        tokenizer = tokenizer_at_hand(target.name_or_path)
+        tokenizer = local_tokenizer(target.name_or_path)
         if tokenizer is None:
             raise ValueError(
                 f"calibrate() got text, but the tokenizer of {target.name_or_path!r} is not on this machine; give "
@@ -183,7 +183,7 @@ def continue_alone(
 ) -> tuple[list[list[int]], float]:
     """Greedy continuations by the target alone, prompts included, and the median time of a token in seconds."""
     texts, seconds = [], []
-    for row in [rows[0], *rows]:  # the first one twice: once to warm up
+    for row in [rows[0], *rows]:  # the first one twice, as warm-up
         prompt = torch.tensor([row], device=target.device)
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(prompt),
@@ -199,7 +199,7 @@ def continue_alone(
         if len(text) > len(row) + 1:
             seconds.append(((ended - first) - (first - started)) / (len(text) - len(row) - 1))
     if len(seconds) < 2:
-        raise ValueError("The target ends every continuation at once; give prompts that it continues.")
+        raise ValueError("The target ends every continuation immediately; give prompts that it continues.")
     return texts[1:], statistics.median(seconds[1:])
 
 
@@ -207,12 +207,12 @@ def continue_alone(
 def exits_of(
     drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
-    """Per exit layer the annealed confidence and whether the head is right, at all positions that were continued."""
+    """Per exit layer the annealed confidence and whether the head is right, at all continued positions."""
     slices = LayerSlices(target)
     all_exits = drafter.exit_rules(drafter.config.exit_layers)
     states: dict[int, Tensor] = {}
 
-    def keep(layer: int) -> Callable[..., None]:
+    def store(layer: int) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
             states[layer] = output if isinstance(output, Tensor) else output[0]
 
@@ -220,7 +220,7 @@ def exits_of(
 
     found: dict[int, list[Tensor]] = {layer: [] for layer in all_exits}
     hits: dict[int, list[Tensor]] = {layer: [] for layer in all_exits}
-    handles = [slices.layers[layer - 1].register_forward_hook(keep(layer)) for layer in all_exits]
+    handles = [slices.layers[layer - 1].register_forward_hook(store(layer)) for layer in all_exits]
     try:
         for row, text in zip(rows, texts, strict=True):
             decoder_states(target, torch.tensor([text[:-1]], device=target.device))
@@ -244,7 +244,7 @@ def exits_of(
 def measure_times(
     drafter: SpecBoundDrafter, target: PreTrainedModel, text: Sequence[int], token_s: float, widest: int
 ) -> Times:
-    """Times layers over several numbers of nodes, and every head, behind a text that the cache holds."""
+    """Times layers over several numbers of nodes, and every head, after a cached text."""
     bound = TargetModel(target)
     bound.prefill_alone(torch.tensor([list(text)], device=target.device), max_length=len(text) + widest)
     bound.begin_rounds(len(text) + widest)
@@ -293,7 +293,7 @@ def _share_and_accuracy(exits: np.ndarray, right: np.ndarray) -> tuple[float, fl
 def exits_at(
     layers: Sequence[int], threshold: float, confidence: dict[int, np.ndarray], right: dict[int, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
-    """Per position the first exit that a threshold allows.
+    """The first exit of each position that a threshold allows.
 
     Args:
         layers: exits in use, ascending.
@@ -302,48 +302,50 @@ def exits_at(
         right: per exit layer [positions] bool.
 
     Returns:
-        [positions] layer of the exit, 0 where there is none; [positions] whether the token drafted there is right; and
-        per layer of `layers` [positions] whether its head was asked.
+        [positions] layer of the exit, 0 for none; [positions] whether the token drafted there is right; and per layer
+        of `layers` [positions] whether its head was evaluated.
     """
     depths = np.zeros(len(confidence[layers[0]]), dtype=int)
     hits = np.zeros(len(depths), dtype=bool)
-    asked: dict[int, np.ndarray] = {}
+    evaluated: dict[int, np.ndarray] = {}
     for layer in layers:
         waiting = depths == 0
-        asked[layer] = waiting
+        evaluated[layer] = waiting
         leaving = waiting & (confidence[layer] >= threshold)
         depths[leaving] = layer
         hits[leaving] = right[layer][leaving]
-    return depths, hits, asked
+    return depths, hits, evaluated
 
 
 def predicted_speedup(
     depths: np.ndarray,
     hits: np.ndarray,
-    asked: Mapping[int, np.ndarray],
+    evaluated: Mapping[int, np.ndarray],
     lengths: Sequence[int],
     width: int,
     times: Times,
     num_layers: int,
     token_s: float,
 ) -> float:
-    """Lays rounds along the text and compares their time with that of as many plain tokens (Eq. 5).
+    """Simulates rounds along the text and compares their time with decoding the same tokens without drafting (Eq. 5).
 
-    A round drafts until a position without an exit, or the width; it commits up to the first wrong draft, and one token
-    more. After a wrong draft it is taken to go on as the text does, which counts rather too much waste than too little.
+    A round drafts until a position without an exit, or the width; it commits the drafts before the first wrong one, and
+    one more token. After a wrong draft the simulation continues drafting along the text, which rather overestimates
+    the wasted time.
 
     Args:
         depths: [positions] exit layer, 0 for none.
         hits: [positions] bool, whether the draft is right.
-        asked: per exit layer in use [positions] bool, whether its head was asked.
+        evaluated: per exit layer in use [positions] bool, whether its head was evaluated.
         lengths: positions of each text, in order.
         width: w_max.
         times: measured.
         num_layers: L.
-        token_s: seconds of a plain token.
+        token_s: seconds of a token without drafting.
     """
-    # A position without an exit runs on in the verification; its layers are counted there.
-    draft_s = (depths * times.layer_of(1) + sum(mask * times.head[layer] for layer, mask in asked.items())).tolist()
+    # The layers of a position without an exit are counted in the verification.
+    draft_s = (depths * times.layer_of(1) + sum(mask * times.head[layer] for layer, mask in evaluated.items())).tolist()
+
     deep_s = [num_layers * times.layer_of(nodes) + times.rest for nodes in range(width + 1)]
     exits, right = depths.tolist(), hits.tolist()
     total_s, committed, start = 0.0, 0, 0
@@ -351,16 +353,16 @@ def predicted_speedup(
         end = start + length
         root = start
         while root < end:
-            last, kept = root, 0
+            last, accepted = root, 0
             while last < end - 1 and last - root < width - 1 and exits[last]:
                 total_s += draft_s[last]
-                if right[last] and kept == last - root:
-                    kept += 1
+                if right[last] and accepted == last - root:
+                    accepted += 1
                 last += 1
             if last - root < width - 1 and not exits[last]:
-                total_s += draft_s[last]  # asked its heads in vain
+                total_s += draft_s[last]  # its heads, which found no exit
             total_s += deep_s[last - root + 1]
-            committed += kept + 1
-            root += kept + 1
+            committed += accepted + 1
+            root += accepted + 1
         start = end
     return committed * token_s / total_s

@@ -2,17 +2,17 @@
 
 A round runs the root, then each drafted token, through shallow layers one at a time. A position drafts the next token
 at the first exit layer whose annealed confidence reaches the threshold. The draft ends at a difficult position, one
-that finds no exit up to d_max, or when w_max positions are taken; the last of these asks no head, since the target is
-about to decode it. Then all positions go through their remaining layers together: that is the verification (`verify`),
-and it decodes the last position as well. A round of w positions so runs at most
-(w - 1) d_max + L = w d_max + (L - d_max) layers (Eq. 3), and keeps one hidden state per position.
-With d_max = L, the ablation of Figure 4, a difficult position is decoded alone and the draft goes on behind it.
-Beyond the paper: a head that errs at one place is as confident of the same error at the next place like it, and in a
-text that repeats itself then drafts a full width behind it every round. A token that was refused after this very token
-the last time it was drafted there therefore makes the position a difficult one (`learn_refusals`).
-Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; which states are kept and brought up is in `pending.py`. In
-the paper rows stand alone; here the rows of a batch pass layers together, each leaves at its own exit, and the draft
-goes on while some row has found one.
+without an exit up to d_max, or after w_max positions; no head is evaluated at the last of these, because the target
+decodes it next. Then all positions run through their remaining layers together: this is the verification (`verify`),
+which also decodes the last position. So a round of w positions runs at most
+(w - 1) d_max + L = w d_max + (L - d_max) layers (Eq. 3), and stores one hidden state per position.
+With d_max = L, the ablation of Figure 4, a difficult position is decoded alone and the draft continues after it.
+Beyond the paper: if a text repeats itself, a head repeats its errors with the same confidence, and then drafts the full
+width after an error in every round. Therefore a position is difficult, too, if its draft was rejected after the same
+token the last time (`learn_refusals`).
+Source: SpecBound, Sections 2.2 and 2.3, Figures 2 and 5; `pending.py` stores and advances the states. The paper has one
+row; here the rows of a batch run each layer together, each exits at its own layer, and the draft continues while any
+row has found an exit.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from hf_specdec.drafters.specbound.pending import PendingChain, PendingGenerator
 
 @dataclass(frozen=True)
 class NextTokens:
-    """What the last position of a chain drafts.
+    """The tokens drafted at the last position of a chain.
 
     Attributes:
-        found: per row, whether it found an exit; where it did not, its tokens mean nothing.
+        found: per row, whether it found an exit; without one its token is undefined.
         token_ids: [batch] int64, target ids.
-        law: [batch, vocab] float32, what they were drawn from; None for the likeliest tokens.
-        finite: per row, False where no exit was found and a head gave NaN or infinite logits.
+        probs: [batch, vocab] float32, the distribution they were sampled from; None for the likeliest tokens.
+        finite: per row, False if no exit was found and a head gave NaN or infinite logits.
     """
 
     found: list[bool]
     token_ids: Tensor
-    law: Tensor | None
+    probs: Tensor | None
     finite: list[bool]
 
 
@@ -68,34 +68,34 @@ class EarlyExitGenerator(PendingGenerator):
         self.is_unbounded = drafter.options.d_max == drafter.config.num_target_layers
         self.draft_ids = drafter.draft_ids
         self.vocabulary: TargetVocabularyLogitsProcessor
-        # Per row the pairs (token, draft behind it) whose draft was refused the last time.
+        # Per row the pairs (token, draft after it) whose draft was rejected the last time.
         self.refused: list[set[tuple[int, int]]] = []
         self.chains: list[list[int]] = []  # per row, the root and the drafts of this round
 
-    @in_inference_mode  # cheaper than no_grad, and what outlives the round is the target's cache alone
+    @in_inference_mode  # cheaper than no_grad; only the target's cache outlives the round
     def draft(self, context: DraftContext) -> DraftTree:
         device = context.root_ids.device
         chain = self.begin_chain(context.root_positions, self.width)
         chain.extend(context.root_ids)
-        going = list(context.active)
+        active = list(context.active)
         self.chains = [[token] for token in context.root_ids.tolist()]
-        self.refused = self.refused or [set() for _ in going]
-        columns, laws = [context.root_ids], []
-        finite = [True] * len(going)
+        self.refused = self.refused or [set() for _ in active]
+        columns, draft_probs = [context.root_ids], []
+        finite = [True] * len(active)
         while chain.num_nodes < self.width:
-            drafted = self.next_tokens(chain, going, context.choice)
+            drafted = self.next_tokens(chain, active, context.choice)
             if chain.num_nodes == 1:
                 finite = drafted.finite
-            going = drafted.found
-            if not any(going):
+            active = drafted.found
+            if not any(active):
                 break
             for row, token in enumerate(drafted.token_ids.tolist()):
-                if going[row]:
+                if active[row]:
                     self.chains[row].append(token)
             token_ids = drafted.token_ids.to(device)
             columns.append(token_ids)
-            if drafted.law is not None:
-                laws.append(drafted.law)
+            if drafted.probs is not None:
+                draft_probs.append(drafted.probs)
             chain.extend(token_ids)
         lengths = [len(drafted_chain) for drafted_chain in self.chains]
         valid = None
@@ -105,7 +105,7 @@ class EarlyExitGenerator(PendingGenerator):
             torch.stack(columns, dim=1),
             valid=valid,
             finite=None if all(finite) else torch.tensor(finite, device=device),
-            draft_probs=torch.stack(laws, dim=1).to(device) if laws else None,
+            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
         )
 
     def observe(self, committed: Committed) -> None:
@@ -113,18 +113,18 @@ class EarlyExitGenerator(PendingGenerator):
             self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1], self.draft_ids)
         if not self.drafter.options.learn_refusals:
             return
-        for refused, chain, num_kept in zip(self.refused, self.chains, committed.num_accepted, strict=False):
+        for refused, chain, num_accepted in zip(self.refused, self.chains, committed.num_accepted, strict=False):
             pairs = list(itertools.pairwise(chain))
-            refused.difference_update(pairs[:num_kept])
-            refused.update(pairs[num_kept : num_kept + 1])  # those behind it follow a text that is not there
+            refused.difference_update(pairs[:num_accepted])
+            refused.update(pairs[num_accepted : num_accepted + 1])  # later pairs follow a rejected token
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.refused = [self.refused[row] for row in rows]
 
-    def next_tokens(self, chain: PendingChain, going: list[bool], choice: ChoiceRule) -> NextTokens:
-        """Runs the last position from exit to exit, until every row that is `going` has left, or may not any more."""
-        found, finite = [False] * len(going), [True] * len(going)
-        waiting = list(going)
+    def next_tokens(self, chain: PendingChain, active: list[bool], choice: ChoiceRule) -> NextTokens:
+        """Runs the last position from exit to exit, until every active row has exited or no exit is left."""
+        found, finite = [False] * len(active), [True] * len(active)
+        waiting = list(active)
         logits, token_ids = None, None
         for layer, rule in self.rules.items():
             here = self.drafter.exit_logits(layer, chain.advance(layer), chain.slices)
@@ -132,7 +132,7 @@ class EarlyExitGenerator(PendingGenerator):
             confidence, likeliest = rule.confidence(here)
             leaving = []
             for row, value in enumerate(confidence.tolist()):
-                # A decision that looked at the token drawn later would give drafts another law than they carry.
+                # The decision must not depend on the token sampled later, or drafts would have another distribution.
                 leaving.append(waiting[row] and value >= rule.threshold)
                 if waiting[row]:
                     finite[row] = leaving[row] or (finite[row] and value == value)
@@ -141,35 +141,35 @@ class EarlyExitGenerator(PendingGenerator):
                     likeliest = self.draft_ids[likeliest]
                 if choice.do_sample:
                     here = self.vocabulary(None, here)
-                waiting = [there and not now for there, now in zip(waiting, leaving, strict=True)]
+                waiting = [waits and not exits for waits, exits in zip(waiting, leaving, strict=True)]
                 if any(self.refused):
                     pairs = zip((row[-1] for row in self.chains), likeliest.tolist(), strict=True)
                     refused = [pair in known for pair, known in zip(pairs, self.refused, strict=True)]
-                    leaving = [now and not no for now, no in zip(leaving, refused, strict=True)]
+                    leaving = [exits and not pair for exits, pair in zip(leaving, refused, strict=True)]
                 if any(leaving):
                     found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, likeliest)
                 if not any(waiting):
                     break
-        if self.is_unbounded and found != going:
+        if self.is_unbounded and found != active:
             here = chain.slices.logits(chain.advance(chain.slices.num_layers)).float()
-            leaving = [row and not left for row, left in zip(going, found, strict=True)]
-            if not choice.do_sample:  # else the logits of exits may be of a reduced vocabulary
+            leaving = [row and not exited for row, exited in zip(active, found, strict=True)]
+            if not choice.do_sample:  # the logits of exits may have a reduced vocabulary
                 logits = None
             found, logits, token_ids = _joined(found, leaving, logits, here, token_ids, here.argmax(-1))
         if token_ids is None or logits is None:
-            return NextTokens(found, torch.zeros(len(going), dtype=torch.int64), None, finite)
+            return NextTokens(found, torch.zeros(len(active), dtype=torch.int64), None, finite)
         if choice.do_sample:
-            return NextTokens(found, *self.draw(logits, found, choice), finite)
+            return NextTokens(found, *self.sample(logits, found, choice), finite)
         return NextTokens(found, token_ids, None, finite)
 
-    def draw(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
-        """Tokens [batch] drawn as the call draws its own, and their law [batch, vocab]; not annealed."""
-        if not all(found):  # rows without an exit are not drafted for, but drawn in the same call
+    def sample(self, logits: Tensor, found: list[bool], choice: ChoiceRule) -> tuple[Tensor, Tensor]:
+        """Tokens [batch] sampled with the call's settings, and their distribution [batch, vocab]; not annealed."""
+        if not all(found):  # rows without an exit get no draft, but take part in the shared call of multinomial
             logits = logits.where(torch.tensor(found, device=logits.device).unsqueeze(1), 0.0)
         scores = choice.warpers(logits.new_zeros(len(logits), 1, dtype=torch.int64), logits)
-        # A warper may forbid all that a reduced vocabulary can say; anything may then be drafted.
-        law = torch.softmax(scores.where((scores > -torch.inf).any(1, keepdim=True), 0.0), dim=-1)
-        return torch.multinomial(law, num_samples=1).squeeze(1), law
+        # A warper may forbid the complete reduced vocabulary; then the distribution is uniform.
+        probs = torch.softmax(scores.where((scores > -torch.inf).any(1, keepdim=True), 0.0), dim=-1)
+        return torch.multinomial(probs, num_samples=1).squeeze(1), probs
 
 
 def _joined(
@@ -180,11 +180,11 @@ def _joined(
     token_ids: Tensor | None,
     new_token_ids: Tensor,
 ) -> tuple[list[bool], Tensor, Tensor]:
-    """Rows that have left, with their logits and tokens, after those `leaving` now."""
-    left = [before or now for before, now in zip(found, leaving, strict=True)]
+    """Which rows have exited, with their logits and tokens, after those `leaving` now."""
+    exited = [before or now for before, now in zip(found, leaving, strict=True)]
     if token_ids is None or (len(found) == 1 and leaving[0]):
-        return left, new_logits, new_token_ids
+        return exited, new_logits, new_token_ids
     mask = torch.tensor(leaving, device=new_token_ids.device)
     if logits is not None:
         new_logits = new_logits.where(mask.unsqueeze(1), logits)
-    return left, new_logits, new_token_ids.where(mask, token_ids)
+    return exited, new_logits, new_token_ids.where(mask, token_ids)

@@ -1,4 +1,4 @@
-"""SpecBoundConfig: where the exit heads are, of what kind, and the defaults of bounded speculation."""
+"""SpecBoundConfig: layers and kind of the exit heads, and the default drafting options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAPER_WIDTH, PAPER_DEPTH_SHARE, PAPER_ALPHA, PAPER_THRESHOLD = 8, 10 / 32, 0.2, 
 
 
 class SpecBoundConfig(PreTrainedConfig):
-    """Exit heads over a frozen target. Layers are counted as in the paper: exit layer l has passed l layers, from 1.
+    """Exit heads over a frozen target. Layers are counted as in the paper: exit layer l comes after l layers, from 1.
 
     Args:
         num_target_layers: L, decoder layers of the target.
@@ -28,17 +28,17 @@ class SpecBoundConfig(PreTrainedConfig):
         vocab_size: embeddings of the target.
         exit_layers: layers with a head, ascending, each below L.
         head: "lora" (the target's final norm and head plus a low-rank update per layer) or "full" (the target's final
-            norm and a head of its own per layer, as in the paper).
+            norm and a separate head per layer, as in the paper).
         lora_rank: of "lora".
-        draft_vocab_size: tokens that the heads can say; None for the whole vocabulary.
+        draft_vocab_size: tokens that can be drafted; None for the complete vocabulary.
         head_module: name of the target's head within the target, which the adapters update.
         w_max: default of the drafting option: positions run through shallow layers per round, root included.
-        d_max: default of the drafting option: deepest layer to exit at; None for the paper's share of L.
+        d_max: default of the drafting option: deepest exit layer; None for the paper's share of L.
         alpha: default of the drafting option: strength of the annealing.
-        threshold: default of the drafting option: least annealed top probability to exit with.
-        use_exit_layers: default of the drafting option: those of `exit_layers` that are asked; None for all.
-        learn_refusals: default of the drafting option: whether drafts that were refused before are not repeated.
-        target_head_sample: some values of the target's head, by which another target is told apart; None if not known.
+        threshold: default of the drafting option: least annealed top probability for an exit.
+        use_exit_layers: default of the drafting option: those of `exit_layers` in use; None for all.
+        learn_refusals: default of the drafting option: whether rejected drafts are not repeated.
+        target_head_sample: some values of the target's head, to recognise other targets; None if unknown.
         calibration: what `SpecBoundDrafter.calibrate` measured when it set the defaults; None before.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
@@ -112,11 +112,11 @@ class SpecBoundConfig(PreTrainedConfig):
 
 
 def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
-    """Raises ValueError, naming the list and the rule, unless exit layers ascend and lie within the target."""
+    """Raises ValueError, with the list and the rule, unless exit layers ascend and exist in the target."""
     if not isinstance(layers, (list, tuple)) or not layers or not all(isinstance(layer, int) for layer in layers):
         raise ValueError(f"exit layers {layers!r} must be a list of at least one integer.")
     if any(earlier >= later for earlier, later in itertools.pairwise(layers)):
-        raise ValueError(f"exit layers {list(layers)} must ascend, each named once: {sorted(set(layers))}.")
+        raise ValueError(f"exit layers {list(layers)} must ascend without repetition: {sorted(set(layers))}.")
     if layers[0] < 1 or layers[-1] >= num_target_layers:
         raise ValueError(
             f"exit layers {list(layers)} must be from 1 to {num_target_layers - 1}: they count layers passed, and the "
@@ -125,7 +125,7 @@ def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
 
 
 def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
-    """The paper's share of the depth, in whole layers, and at least the first exit.
+    """The paper's share of the layers, rounded, and at least the first exit.
 
     Example:
         >>> paper_depth(32, [4, 7, 10]), paper_depth(24, [9, 13])
@@ -136,19 +136,20 @@ def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class SpecBoundOptions(DrafterOptions):
-    """How exit heads draft; `SpecBoundDrafter.calibrate` finds values that suit heads and machine.
+    """Drafting options of exit heads; `SpecBoundDrafter.calibrate` chooses them for heads and machine.
 
     The fields of the same names in the config are the defaults, and what is saved.
 
     Attributes:
-        threshold: tau, the least annealed top probability to exit with; between 0 and 1.
+        threshold: tau, the least annealed top probability for an exit; between 0 and 1.
         alpha: strength of the annealing (Eq. 1); 0 for none.
         w_max: positions that a round runs, root included; it commits at most as many tokens.
-        d_max: deepest layer to exit at. A token that finds no exit up to there ends the round's draft. L, the number of
-            the target's layers, is no bound: such a token is then decoded alone and the draft goes on.
-        use_exit_layers: those of the trained exit layers that are asked; None for all. Every one asked costs a head.
-        learn_refusals: whether a draft also ends before a token that was refused after the same token before; False for
-            the paper's rule alone.
+        d_max: deepest exit layer. A token without an exit up to there ends the round's draft. L, the number of the
+            target's layers, means no bound: such a token is decoded alone and the draft continues.
+        use_exit_layers: those of the trained exit layers that are in use; None for all. Each one adds the time of a
+            head.
+        learn_refusals: whether a draft also ends before a token that was rejected after the same previous token; False
+            for exactly the paper's rule.
     """
 
     method = "specbound"
@@ -161,7 +162,7 @@ class SpecBoundOptions(DrafterOptions):
 
     @classmethod
     def defaults(cls, config: Any = None) -> SpecBoundOptions:
-        """As every drafter's; `config` is a `SpecBoundConfig`."""
+        """As for every drafter; `config` is a `SpecBoundConfig`."""
         return cls(
             threshold=config.threshold,
             alpha=config.alpha,
@@ -172,7 +173,7 @@ class SpecBoundOptions(DrafterOptions):
         )
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `SpecBoundConfig`."""
+        """As for every drafter; `config` is a `SpecBoundConfig`."""
         DrafterOptions.validate(self, config)
         self.check_switches("learn_refusals")
         num_layers, heads, chosen = config.num_target_layers, config.exit_layers, self.use_exit_layers
@@ -180,8 +181,8 @@ class SpecBoundOptions(DrafterOptions):
             raise ValueError(f"w_max={self.w_max!r} must be an integer from 1 to {MAX_WIDTH}: positions per round.")
         if type(self.d_max) is not int or not 1 <= self.d_max <= num_layers:
             raise ValueError(
-                f"d_max={self.d_max!r} must be an integer from 1 to {num_layers}, the layers of the target; "
-                "that many are no bound."
+                f"d_max={self.d_max!r} must be an integer from 1 to {num_layers}, the layers of the target, which "
+                "mean no bound."
             )
         for name in ("alpha", "threshold"):
             if not is_number(getattr(self, name)):
@@ -190,9 +191,7 @@ class SpecBoundOptions(DrafterOptions):
         if chosen is not None:
             check_exit_layers(chosen, num_layers)
             if unknown := [layer for layer in chosen if layer not in heads]:
-                raise ValueError(
-                    f"use_exit_layers={list(chosen)} asks for exits at {unknown}, but there are heads for {heads} only."
-                )
+                raise ValueError(f"use_exit_layers={list(chosen)} has {unknown}, but there are heads only for {heads}.")
         first = heads[0] if chosen is None else chosen[0]
         if first > self.d_max:
             raise ValueError(

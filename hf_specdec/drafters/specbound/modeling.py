@@ -1,8 +1,8 @@
 """SpecBoundDrafter: exit heads on shallow layers of a frozen target, which drafts for itself.
 
-Source: SpecBound, Sections 2.2, 2.3 and 3.1. A head is the target's final norm, then the target's head with a low-rank
-update of its own ("lora", the default), or a matrix of its own ("full", as in the paper). The drafter has no layers:
-which of the target's it runs, and when, is in `candidates.py`.
+Source: SpecBound, Sections 2.2, 2.3 and 3.1. A head is the target's final norm, followed by the target's head with its
+own low-rank update ("lora", the default) or by its own matrix ("full", as in the paper). The drafter has no layers;
+`candidates.py` runs the target's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.specbound.adapters import (
     SIDE_FILES,
@@ -37,12 +38,12 @@ from hf_specdec.drafters.vocabulary import check_draft_to_target
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.calibration import Calibration
 
-# Two heads whose samples point this much the same way are one head, whatever dtype or quantisation it was loaded in.
+# Least cosine similarity of two samples of the same head, which may be loaded in different dtypes or quantised.
 LEAST_LIKENESS = 0.8
 
 
 class ExitHead(nn.Module):
-    """What one exit layer adds to the target's head.
+    """The weights that one exit layer adds to the target's head.
 
     Args:
         config: of the drafter.
@@ -59,12 +60,12 @@ class ExitHead(nn.Module):
 
 
 class SpecBoundDrafter(PretrainedDrafter):
-    """Exit heads as a drafter: drafts a chain by early exit, and lets the same tokens go on to the last layer.
+    """Exit heads as a drafter: drafts a chain by early exit, and verifies it by running the remaining layers.
 
     Drafting options: `SpecBoundOptions`.
 
-    Relation to its siblings: the only one that needs no network, no cache and no forward of its own, and whose work is
-    not lost when drafts are rejected only late; but a draft costs layers of the target, so it gains less per round.
+    Relation to its siblings: the only one without its own network, cache and forward. The shallow layers of a rejected
+    draft are not extra work for the target, but each draft costs layers of the target, so it gains less per round.
     """
 
     config_class = SpecBoundConfig
@@ -81,7 +82,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         config.check()
         super().__init__(config)
         self.heads = nn.ModuleDict({str(layer): ExitHead(config) for layer in config.exit_layers})
-        # As published elsewhere: target id = draft id + d2t[draft id].
+        # As in other formats: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self._merged: dict[int, tuple[Any, Tensor, Tensor | None]] = {}
         self._paired: weakref.ref[PreTrainedModel] | None = None
@@ -89,7 +90,7 @@ class SpecBoundDrafter(PretrainedDrafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ExitHead):
-            # As LoRA begins: the update is zero, and its first gradient is not.
+            # As in LoRA: the update is zero initially, and its first gradient is not.
             if self.config.head == "lora":
                 nn.init.normal_(module.lora_A, std=self.config.hidden_size**-0.5)
                 nn.init.zeros_(module.lora_B)
@@ -100,13 +101,13 @@ class SpecBoundDrafter(PretrainedDrafter):
 
     @property
     def exits(self) -> list[int]:
-        """Exit layers in use, ascending: those asked for, up to d_max."""
+        """Exit layers in use, ascending: the chosen ones up to d_max."""
         chosen = self.options.use_exit_layers
         layers = self.config.exit_layers if chosen is None else chosen
         return [layer for layer in layers if layer <= self.options.d_max]
 
     def exit_rules(self, layers: Sequence[int] | None = None) -> dict[int, AnnealedConfidenceLogitsProcessor]:
-        """The annealed confidence threshold per exit layer; of those in use where None."""
+        """The annealed confidence threshold per exit layer; None for the layers in use."""
         depth, options = self.config.num_target_layers, self.options
         return {
             layer: AnnealedConfidenceLogitsProcessor(layer, depth, alpha=options.alpha, threshold=options.threshold)
@@ -115,7 +116,7 @@ class SpecBoundDrafter(PretrainedDrafter):
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """[draft_vocab] int64 target ids that the heads can say; None for the whole vocabulary."""
+        """[draft_vocab] int64 target ids that can be drafted; None for the complete vocabulary."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return None
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
@@ -124,20 +125,20 @@ class SpecBoundDrafter(PretrainedDrafter):
         """Sets the draft vocabulary: [draft_vocab] int64, ascending target ids.
 
         Raises:
-            ValueError: another number of ids, not ascending, or outside the target's vocabulary.
+            ValueError: the number of ids differs, or they do not ascend or are outside the target's vocabulary.
         """
         size = self.config.draft_vocab_size
         ascending = bool((target_ids.diff() > 0).all())
         if target_ids.shape != (size,) or not ascending:
             raise ValueError(
-                f"A draft vocabulary for draft_vocab_size={size} is {size} ascending ids, but got "
+                f"A draft vocabulary for draft_vocab_size={size} must be {size} ascending ids, but got "
                 f"{list(target_ids.shape)} of them, {'' if ascending else 'not '}ascending."
             )
         self.d2t.copy_(target_ids - torch.arange(size))
-        check_draft_to_target(self.d2t, self.config.vocab_size, self.name_or_path or type(self).__name__)
+        check_draft_to_target(self.d2t, self.config.vocab_size, name_of(self))
 
     def forward(self, layer: int, states: Tensor, slices: LayerSlices) -> Tensor:
-        """What the head of an exit layer says.
+        """The logits of an exit layer's head.
 
         Args:
             layer: an exit layer.
@@ -154,7 +155,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         lm_head, up = slices.lm_head, head.lora_B
         ids = self.draft_ids
         if ids is None:
-            logits = lm_head(normed.to(lm_head.weight.dtype))[..., : len(up)]  # a target may have more tokens, or fewer
+            logits = lm_head(normed.to(lm_head.weight.dtype))[..., : len(up)]  # the target may have more or fewer
             up = up[: logits.shape[-1]]
         else:
             weight, up = lm_head.weight[ids].to(up.dtype), up[ids]
@@ -164,7 +165,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         return slices.shape_logits(logits + nn.functional.linear(low, up))
 
     def exit_logits(self, layer: int, states: Tensor, slices: LayerSlices) -> Tensor:
-        """`forward` in float32, with heads of a reduced vocabulary gathered and merged once per target.
+        """`forward` in float32; heads of a reduced vocabulary are gathered and merged once per target.
 
         Args:
             layer: an exit layer.
@@ -177,11 +178,11 @@ class SpecBoundDrafter(PretrainedDrafter):
         return slices.shape_logits(nn.functional.linear(slices.norm(states).to(weight.dtype), weight, bias).float())
 
     def _merged_head(self, layer: int, slices: LayerSlices) -> tuple[Tensor, Tensor | None]:
-        """[draft_vocab, hidden] with the low-rank update added in, and the bias."""
+        """[draft_vocab, hidden] with the low-rank update added, and the bias."""
         head: Any = self.heads[str(layer)]
         lm_head = slices.lm_head
-        made_from = (lm_head.weight, head.lora_A, head.lora_B, self.d2t)
-        versions = tuple((tensor.data_ptr(), tensor._version) for tensor in made_from)
+        inputs = (lm_head.weight, head.lora_A, head.lora_B, self.d2t)
+        versions = tuple((tensor.data_ptr(), tensor._version) for tensor in inputs)
         if layer not in self._merged or self._merged[layer][0] != versions:
             ids = self.draft_ids
             with torch.no_grad():
@@ -201,16 +202,16 @@ class SpecBoundDrafter(PretrainedDrafter):
         target: PreTrainedModel | None = None,
         **settings: Any,
     ) -> Calibration:
-        """Sets exit layers, threshold, w_max and d_max by what the heads do on these prompts, and cost on this machine.
+        """Sets exit layers, threshold, w_max and d_max from measurements on these prompts and this machine.
 
         The target continues each prompt greedily; see `calibration.py` for what is measured and how choices are
-        compared (Eq. 5 with measured times). The annealing stays as it is. What was measured is kept in
-        `config.calibration`, which `save_pretrained` saves with the new options, and printing the result shows it.
+        compared (Eq. 5 with measured times). The annealing is not changed. The result is stored in
+        `config.calibration`, which `save_pretrained` saves with the new options; printing it shows the tables.
 
         Args:
-            prompts: texts, or token ids [seq]; a dozen like those to come.
-            target: None for the target of its latest `generate` call; loading it for a target does not count.
-            settings: `new_tokens` per prompt (64); `thresholds` and `widths` to choose among.
+            prompts: texts, or token ids [seq]; about a dozen that resemble the later ones.
+            target: None for the target of the latest `generate` call; `load_drafter(target=...)` does not set it.
+            settings: `new_tokens` per prompt (64); `thresholds` and `widths` to choose from.
 
         Raises:
             ValueError: no target, no prompts, or a target that does not fit.
@@ -219,7 +220,7 @@ class SpecBoundDrafter(PretrainedDrafter):
 
         target = target if target is not None else self._paired() if self._paired is not None else None
         if target is None:
-            raise ValueError("calibrate() needs a target: pass target=, or generate once with this drafter before.")
+            raise ValueError("calibrate() needs a target: pass target=, or call generate with this drafter first.")
         self.check_target(target)
         return calibrate(self, target, prompts, **settings)
 
@@ -250,18 +251,18 @@ class SpecBoundDrafter(PretrainedDrafter):
     def remove_side_files(self, folder: Path) -> None:
         remove_adapters(folder, keep=())
 
-    def keep_options(self) -> None:
-        """As for every drafter, in the fields that its config has for them."""
+    def store_options(self) -> None:
+        """As for every drafter; also sets the config's own fields for the options."""
         for name, value in self.options.to_dict(self.config).items():
             setattr(self.config, name, value)
-        super().keep_options()
+        super().store_options()
 
-    # What it says of itself, and what it refuses.
+    # Card and checks.
 
     def card_summary(self) -> str:
         return (
-            "SpecBound exit heads: the target drafts for itself. A token leaves at the first exit layer whose annealed "
-            "confidence reaches a threshold, drafted tokens keep their hidden states, and one pass through the "
+            "SpecBound exit heads: the target drafts for itself. A token exits at the first exit layer whose annealed "
+            "confidence reaches a threshold, the hidden states of drafted tokens are stored, and one pass through the "
             "remaining layers verifies all of them. The heads are LoRA adapters on the target's own head."
         )
 
@@ -280,9 +281,9 @@ class SpecBoundDrafter(PretrainedDrafter):
         return facts
 
     def check_target(self, model: PreTrainedModel) -> None:
-        """Compares sizes and a sample of the target's head, and tries whether its layers can be run in slices.
+        """Compares sizes and a sample of the target's head, and checks that its layers can be run in slices.
 
-        Once per target: later calls need not wait for it before their first token.
+        Once per target, so that later calls do not wait for it.
         """
         if self._paired is not None and self._paired() is model:
             return
@@ -294,9 +295,9 @@ class SpecBoundDrafter(PretrainedDrafter):
             vocab_size=config.vocab_size,
             num_layers=config.num_target_layers,
         )
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        name, target_name = name_of(self), name_of(model)
         shared = config.vocab_size
-        if config.draft_vocab_size < config.vocab_size:  # else what the target lacks is cut off
+        if config.draft_vocab_size < config.vocab_size:  # else tokens that the target lacks are cut off
             shared = min(shared, model.get_input_embeddings().num_embeddings)
         check_draft_to_target(self.d2t, shared, name)
         weight = model.get_output_embeddings().weight
@@ -308,7 +309,7 @@ class SpecBoundDrafter(PretrainedDrafter):
                 raise ValueError(
                     f"Drafter {name!r} holds adapters trained for another target: values of the head of "
                     f"{target_name!r} have a cosine similarity of {likeness:.2f} with those recorded at training "
-                    f"(at least {LEAST_LIKENESS} is asked). {way_out(self)}"
+                    f"(at least {LEAST_LIKENESS} is required). {way_out(self)}"
                 )
         check_slices(model)
         self._paired = weakref.ref(model)

@@ -1,11 +1,10 @@
-"""PendingChain: a chain of draft nodes on its way through the target's layers, for drafters that are the target itself.
+"""PendingChain: a chain of draft nodes that have passed a part of the target's layers, for self-speculative drafters.
 
-Such a drafter looks at a node after a few layers and decides there what to draft next. The chain keeps the hidden state
-of every node at the layer where it stands (one state per node, whatever the length of the prompt), and brings nodes
-that lag behind up in one batch as soon as a later node needs their keys and values: a node never runs a layer before
-the nodes above it have run it, and never runs one twice. Verification lets the chain go on from where it
-stands, so that every node has then passed every layer, and the target's cache holds what a whole forward would have
-left there.
+Such a drafter decides after a few layers of a node which token to draft next. The chain stores the hidden state of
+every node at the last layer that it has passed (one state per node, independent of the prompt's length). When a later
+node needs keys and values of earlier nodes, these are advanced together first: a node never runs a layer before its
+ancestors, and never runs one twice. Verification runs the remaining layers, so that every node has then passed every
+layer, and the target's cache equals that of a complete forward.
 Source: SpecBound (bounded speculation with cached states), Section 2.3, Figures 2 and 5.
 """
 
@@ -26,17 +25,17 @@ from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound.slices import LayerSlices
 
-_SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that were tried
+_SLICES_ARE_EXACT: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # models that passed `check_slices`
 
 
 class SlicedTarget:
-    """The target of a call, of which a drafter runs a few layers at a time.
+    """The target of a call, run a few layers at a time.
 
     Args:
         target: of the call.
 
     Raises:
-        ValueError: the slices of its family are not known to be exact.
+        ValueError: it is not known whether slices of its family are exact.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -51,20 +50,20 @@ class SlicedTarget:
             width: most nodes that the chain may get.
 
         Raises:
-            ValueError: the call gives something that slices miss.
+            ValueError: the call has an input that slices do not support.
         """
         parameters = inspect.signature(self.target.model.forward).parameters if self.target.step.token_types else ()
         read = [name for name in self.target.step.token_types if name in parameters]
         if read:
             raise ValueError(
                 f"Target {type(self.target.model).__name__} reads {', '.join(read)} in its embeddings, which is not "
-                "known where it is run layer by layer for drafting; leave them out, or draft with a method that runs "
-                "whole forwards."
+                "supported when it drafts layer by layer; leave them out, or use a method that runs complete "
+                "forwards."
             )
         return PendingChain(self, root_positions, width)
 
     def chain_template(self, batch: int, width: int) -> DraftTree:
-        """The shape of a chain of `width` nodes, its tokens all zero; made once, since rounds ask for the same."""
+        """The structure of a chain of `width` nodes, with zeros as tokens; cached, since all rounds need the same."""
         if self._template is None or self._template.token_ids.shape != (batch, width):
             zeros = torch.zeros(batch, width, dtype=torch.int64, device=self.target.cache.device)
             self._template = DraftTree.chain(zeros)
@@ -72,28 +71,28 @@ class SlicedTarget:
 
 
 def check_slices(model: PreTrainedModel) -> None:
-    """Raises ValueError unless layers of `model` run in slices give the logits of its whole forward.
+    """Raises ValueError unless layers of `model` run in slices give the logits of its complete forward.
 
-    The family must be known, and the model itself is tried on six tokens, once in its life.
+    The family must have an entry in `LAYOUTS`, and the model is tested on six tokens, once per process.
     """
     slices = LayerSlices(model)
     try:
         check_supported(model)
     except TreesRefusedError as error:
         raise ValueError(
-            f"{error}. SpecBound runs the target's own layers on the nodes that it drafts, so transformers' loop "
-            "cannot stand in for ours; draft with another method there."
+            f"{error}. SpecBound runs the target's own layers on the nodes that it drafts, so it cannot use "
+            "transformers' own loop; use another method for this target."
         ) from error
     if model not in _SLICES_ARE_EXACT:
         apart, largest = _try_slices(model, slices.num_layers)
-        # Batches of other sizes may round differently in low precision; a missing scale is off by far more.
+        # Other batch sizes may round differently in low precision; a missing scale gives far larger differences.
         share = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
         if not apart <= share * largest:
             raise ValueError(
                 f"The layers of target {type(model).__name__} run in slices give logits that differ by {apart:.3g} "
-                f"from those of its whole forward (up to {largest:.3g}), so this model does something around its "
-                f"layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
-                "(hf_specdec/drafters/specbound/slices.py) does not describe. Draft with a method that runs whole "
+                f"from those of its complete forward (up to {largest:.3g}), so this model computes something around "
+                f"its layers that the entry for {model.config.get_text_config(decoder=True).model_type!r} in LAYOUTS "
+                "(hf_specdec/drafters/specbound/slices.py) does not describe. Use a method that runs complete "
                 "forwards."
             )
         _SLICES_ARE_EXACT.add(model)
@@ -101,7 +100,7 @@ def check_slices(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _try_slices(model: PreTrainedModel, num_layers: int) -> tuple[float, float]:
-    """Largest difference of logits between a chain run in slices and a whole forward, and the largest logit."""
+    """Largest difference of logits between a chain run in slices and a complete forward, and the largest logit."""
     target, embeddings = TargetModel(model), model.get_input_embeddings()
     device = embeddings.weight.device
     token_ids = torch.arange(1, 7, device=None if device.type == "meta" else device) % embeddings.num_embeddings
@@ -118,7 +117,7 @@ def _try_slices(model: PreTrainedModel, num_layers: int) -> tuple[float, float]:
 
 
 class PendingChain:
-    """Nodes of one round, root first; rows of a batch stand at the same layers.
+    """Nodes of one round, root first; all rows of a batch have passed the same layers.
 
     Args:
         sliced: the target whose layers are run.
@@ -134,32 +133,32 @@ class PendingChain:
         self._positions = self.target.position_ids(self._template, root_positions)
         self._masks: dict[str, Tensor] | None = None
         self._rotary: dict[str, tuple[Tensor, Tensor]] | None = None
-        # [(layers passed, [batch, nodes, hidden])] in the order of the nodes: no node has passed more than its parent.
+        # [(layers passed, [batch, nodes, hidden])] in the order of the nodes: a node passes a layer after its parent.
         self._segments: list[tuple[int, Tensor]] = []
 
     @property
     def num_states(self) -> int:
-        """Hidden states kept per row: one per node."""
+        """Number of stored hidden states per row: one per node."""
         return sum(states.shape[1] for _, states in self._segments)
 
     @property
     def layers_passed(self) -> list[int]:
-        """How many layers each node has passed."""
+        """Number of layers that each node has passed."""
         return [passed for passed, states in self._segments for _ in range(states.shape[1])]
 
     def extend(self, token_ids: Tensor) -> None:
-        """Adds a node per row below the last one: [batch] int64. It has passed no layer yet."""
+        """Appends a node to each row: [batch] int64. It has passed no layers."""
         assert self.num_nodes < self.width, f"the chain was made for {self.width} nodes"
         node = slice(self.num_nodes, self.num_nodes + 1)
         with inference_on_cpu(token_ids.device):
             hidden = self.slices.embed(token_ids.unsqueeze(1), self._positions[:, node])
-            if self._rotary is None:  # for all nodes to come
+            if self._rotary is None:  # for all nodes of the round
                 self._rotary = self.slices.rotary(hidden, self._positions)
         self._segments.append((0, hidden))
         self.num_nodes += 1
 
     def advance(self, layer: int) -> Tensor:
-        """Brings the last node to where it has passed `layer` layers; nodes above it are taken along where needed.
+        """Runs the last node up to `layer` passed layers, and its ancestors where their keys and values are missing.
 
         Returns:
             [batch, hidden], the last node's state there.
@@ -175,7 +174,7 @@ class PendingChain:
         return segments[-1][1][:, -1]
 
     def finish(self) -> Tensor:
-        """All nodes through all remaining layers: [batch, nodes, vocab], the target's logits."""
+        """Runs all nodes through all remaining layers: [batch, nodes, vocab], the target's logits."""
         self.advance(self.slices.num_layers)
         states = torch.cat([states for _, states in self._segments], dim=1)
         with inference_on_cpu(states.device):
@@ -188,7 +187,7 @@ class PendingChain:
         nodes = slice(start, stop)
         masks = None
         target = self.target
-        # The last node of all may see every entry there is, without padding, shorter rows or windows.
+        # Without padding, shorter rows and windows the last node attends to all entries, and needs no mask.
         sees_all = self.cache.batch == 1 and target.prompt_mask is None
         sees_all &= all(sight.is_whole for sight in target.sights.values())
         if states.shape[1] > 1 or not sees_all:
@@ -210,7 +209,7 @@ class PendingChain:
 
 
 class PendingGenerator(TreeCandidateGenerator):
-    """A generator whose drafts have passed some of the target's layers when they are verified.
+    """A generator whose drafts have passed some of the target's layers before they are verified.
 
     Args:
         target: of the call.
@@ -234,7 +233,7 @@ class PendingGenerator(TreeCandidateGenerator):
         return self.chain
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
-        """The remaining layers of the chain; all of them where the tree is another one, or all are to be seen."""
+        """The chain's remaining layers; a complete forward if the tree differs or all layers' outputs are requested."""
         chain, self.chain = self.chain, None
         if chain is None or chain.num_nodes != tree.num_nodes or tree.no_drafts is not None or target.output_options:
             return target.verify(tree, state.root_positions)

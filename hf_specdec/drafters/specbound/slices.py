@@ -1,8 +1,8 @@
-"""LayerSlices: a target's decoder run a few layers at a time, with the modules, masks and cache of a whole forward.
+"""LayerSlices: a target's decoder run a few layers at a time, with the modules, masks and cache of a complete forward.
 
-What the decoder of a family does around its layers (how it embeds, where rotary positions go, what becomes of the
-logits) is written down once per family in `LAYOUTS`, and every model is compared with its own whole forward before
-slices of it are trusted (`pending.check_slices`). What is run in slices, and when, is in `pending.py`.
+`LAYOUTS` describes for each family what its decoder computes around its layers: embeddings, rotary positions, logits.
+`pending.check_slices` compares every model with its own complete forward before it is used. `pending.py` decides which
+layers run when.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hf_specdec.decoding.taps import decoder_of
 
 @dataclass(frozen=True)
 class Layout:
-    """What a decoder of one family does around its layers.
+    """What the decoder of a family computes around its layers.
 
     Attributes:
         norm: name of its final norm.
-        rotary: whether `rotary_emb` gives cos and sin once for all layers, once per layer type, or there are none.
-        cache_argument: the name under which a layer takes the cache.
-        embed: (decoder, embeddings of the tokens, position ids) -> what enters the first layer.
+        rotary: whether `rotary_emb` gives cos and sin once for all layers, once per layer type, or does not exist.
+        cache_argument: a layer's argument for the cache.
+        embed: (decoder, embeddings of the tokens, position ids) -> input of the first layer.
         logits: (model, output of its head) -> its logits.
     """
 
@@ -43,15 +43,15 @@ def _softcapped(model: Any, logits: Tensor) -> Tensor:
     return SoftCapLogitsProcessor(cap)(None, logits)
 
 
-def _with_positions_of_opt(decoder: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+def _add_opt_positions(decoder: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     if decoder.project_in is not None:
         tokens = decoder.project_in(tokens)
     embedded: Tensor = tokens + decoder.embed_positions(None, position_ids=positions)
     return embedded
 
 
-# By `model_type` of the text config. Every entry is held against the whole model in
-# tests/drafters/specbound/test_slices.py.
+# By `model_type` of the text config. tests/drafters/specbound/test_slices.py compares every entry with the complete
+# model.
 LAYOUTS: dict[str, Layout] = {
     **{
         name: Layout()
@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Layout] = {
         embed=lambda decoder, tokens, positions: tokens * decoder.embedding_multiplier,
         logits=lambda model, logits: logits / model.config.logits_scaling,
     ),
-    "opt": Layout(norm="final_layer_norm", rotary="none", embed=_with_positions_of_opt),
+    "opt": Layout(norm="final_layer_norm", rotary="none", embed=_add_opt_positions),
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class LayerSlices:
         model: the target.
 
     Raises:
-        ValueError: the slices of its family are not known to be exact; names the family and says how to add it.
+        ValueError: it is not known whether slices of its family are exact; names the family and how to add it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -92,9 +92,9 @@ class LayerSlices:
             raise ValueError(
                 f"Target {type(model).__name__} is of the decoder family {config.model_type!r}, whose layers are not "
                 f"known to be exact when run in slices; known families: {', '.join(sorted(LAYOUTS))}. To add it, "
-                "describe what its decoder does around its layers by an entry in LAYOUTS "
-                "(hf_specdec/drafters/specbound/slices.py) and a row in FAMILIES (tests/targets.py); or draft with a "
-                "method that runs whole forwards."
+                "describe what its decoder computes around its layers in an entry in LAYOUTS "
+                "(hf_specdec/drafters/specbound/slices.py) and a row in FAMILIES (tests/targets.py); or use a method "
+                "that runs complete forwards."
             )
         self.model, self.layout = model, layout
         self.decoder, self.layers = decoder_of(model)
@@ -105,7 +105,7 @@ class LayerSlices:
         self.num_layers = len(self.layers)
 
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """[batch, nodes] int64 tokens and positions -> [batch, nodes, hidden] that enters the first layer."""
+        """[batch, nodes] int64 tokens and positions -> [batch, nodes, hidden], the input of the first layer."""
         tokens = self.embed_tokens(token_ids)
         return tokens if self.layout.embed is None else self.layout.embed(self.decoder, tokens, position_ids)
 
@@ -130,16 +130,16 @@ class LayerSlices:
         masks: dict[str, Tensor] | None,
         cache: Cache,
     ) -> Tensor:
-        """Layers `first` to `last` - 1, the cache receiving what a whole forward would have written there.
+        """Layers `first` to `last` - 1; the cache receives the same entries as in a complete forward.
 
         Args:
-            hidden: [batch, nodes, hidden] that enters layer `first`.
+            hidden: [batch, nodes, hidden], the input of layer `first`.
             first: number of layers already passed.
             last: number of layers passed afterwards.
             position_ids: [batch, nodes] int64.
-            rotary: as `rotary` gives it, of these nodes.
-            masks: additive [batch, 1, nodes, entries] by layer type or under the key "all", None to see all entries.
-            cache: where the nodes' keys and values belong next.
+            rotary: from `rotary`, for these nodes.
+            masks: additive [batch, 1, nodes, entries] by layer type or under the key "all"; None for no mask.
+            cache: for the nodes' keys and values.
         """
         by_type: dict[str, dict[str, Any]] = {}
         for index in range(first, last):
@@ -157,9 +157,9 @@ class LayerSlices:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[batch, nodes, hidden] out of the last layer -> [batch, nodes, vocab], the target's own."""
+        """[batch, nodes, hidden], the last layer's output -> [batch, nodes, vocab], the target's logits."""
         return self.shape_logits(self.lm_head(self.norm(hidden)))
 
     def shape_logits(self, logits: Tensor) -> Tensor:
-        """What the family does to the output of its head: scales, soft caps."""
+        """Applies the family's scales and soft caps to the output of its head."""
         return logits if self.layout.logits is None else self.layout.logits(self.model, logits)

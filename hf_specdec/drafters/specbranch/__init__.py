@@ -1,4 +1,4 @@
-"""SpecBranch: drafting the next branches while the target verifies this one. Source: the SpecBranch paper."""
+"""SpecBranch: a draft model drafts the next branches while the target verifies. Source: the SpecBranch paper."""
 
 from hf_specdec.drafters.registry import register_family
 from hf_specdec.drafters.specbranch.configuration import SpecBranchConfig, SpecBranchOptions, is_specbranch

@@ -1,8 +1,8 @@
-"""SpecBranch in one `generate` call, the target's side: what H-RAD says, what to verify, and the worker that drafts.
+"""SpecBranch in one `generate` call, the target's side: H-RAD, the chains to verify, and the worker that drafts.
 
-The state machine of Figure 9 is spread over two places. Draft stage and branch stage are `BranchDrafting.draft` and
-`draft_ahead`; this side reads the target's features, asks H-RAD, and turns chains into draft trees. Source: SpecBranch,
-Sections 5.1 and 5.2, Algorithm 1.
+The state machine of Figure 9 has two parts: draft stage and branch stage are `BranchDrafting.draft` and `draft_ahead`;
+this side reads the target's features, runs H-RAD, and turns chains into draft trees. Source: SpecBranch, Sections 5.1
+and 5.2, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -35,26 +35,25 @@ from hf_specdec.drafters.specbranch.branches import (
     continuation,
 )
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
-from hf_specdec.drafters.specbranch.worker import InTurn, Worker
+from hf_specdec.drafters.specbranch.worker import SerialWorker, Worker
 
-# [batch, features] of the target at the last verified token, [batch] ids of the token after it -> [batch] classes
+# [batch, features] of the target at the last verified token, [batch] ids of the next token -> [batch] classes
 Predictor = Callable[[Tensor, Tensor], Tensor]
 
 
 class SpecBranchGenerator(TreeCandidateGenerator):
-    """Drafts beside the target, for one call.
+    """Drafts while the target verifies, for one call.
 
     Args:
         target: the target of this call.
-        make_drafting: the draft model's side, for the rule by which this call chooses tokens and the columns of the
-            target's logits.
-        make_worker: where it runs.
-        speed_ratio: T_p / T_q where it is known, and how it is noted where it had to be measured.
-        predict: H-RAD; None where `lengths` does not ask for it.
-        lengths: `SpecBranchDrafter.lengths`.
-        posterior: whether retained tokens are chosen after verification.
-        hedged: whether there are branches within chains. A chosen branch is then verified whole: the paper keeps some
-            of it back only to branch there, and what the target accepts can only become more.
+        make_drafting: makes the draft model's side, from the call's choice rule and the columns of the target's logits.
+        make_worker: makes the worker that runs it.
+        speed_ratio: T_p / T_q; stores a newly measured value.
+        predict: H-RAD; None if `lengths` does not use it.
+        lengths: see `SpecBranchOptions`.
+        posterior: whether the retained tokens of a branch are chosen after verification.
+        hedged: whether there are branches from nodes within chains. A chosen branch is then verified completely: the
+            paper retains a part only to branch there, and verifying more tokens never reduces what is accepted.
         num_threads: intra-op threads of the worker on a CPU.
     """
 
@@ -82,10 +81,10 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.num_threads = num_threads
         self.threads_before: int | None = None
         self.worker: Worker | None = None
-        self.beside = False
+        self.is_parallel = False
         self.emitted: list[list[int] | None] = []
-        self.prepared: list[set[Continuation]] = []  # per row, what the last round's branches go on from
-        self.last: Committed | None = None  # what was committed last, with the features that H-RAD reads
+        self.prepared: list[set[Continuation]] = []  # per row, the results for which the last round has a branch
+        self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
         self.device = target.model.device
@@ -98,7 +97,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
 
     def draft(self, context: DraftContext) -> DraftTree:
         if self.worker is None:
-            if min(context.lengths) < 2:  # the prompt came as embeddings, which the draft model cannot read
+            if min(context.lengths) < 2:  # the prompt was passed as embeddings, which the draft model cannot read
                 return DraftTree.root_only(context.root_ids)
             self.worker = self._start(context)
         self.signals = self._signals(context)
@@ -112,19 +111,19 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             finite=None if all(self.chains.finite) else torch.tensor(self.chains.finite, device=self.device),
             device=self.device,
         )
-        return replace(tree, draft_probs=self._at_home(self.chains.laws))
+        return replace(tree, draft_probs=self._to_target_device(self.chains.draft_probs))
 
     def _start(self, context: DraftContext) -> Worker:
         rows = zip(context.sequences.tolist(), context.lengths, strict=True)
         texts = [row[:length] for row, length in rows]
         assert self.last is not None, "the prefill has been observed"
         drafting = self.make_drafting(context.choice, self.last.target_logits.shape[-1])
-        # From the host's generator, so that a seed says everything; in all ways of working alike. Greedy draws none.
+        # Drawn from torch's global generator, so that its seed determines the drafts, equally for all kinds of workers.
         seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         worker = self.worker = self.make_worker(drafting)
-        # The host's own loop verifies by itself, so that nothing is drafted meanwhile.
-        self.beside = self.host_loop is None and not isinstance(worker, InTurn)
-        if self.beside and self.device.type == "cpu" == drafting.drafter.model.device.type:
+        # transformers' own loop verifies outside of `verify`, so no drafting can run in parallel.
+        self.is_parallel = self.host_loop is None and not isinstance(worker, SerialWorker)
+        if self.is_parallel and self.device.type == "cpu" == drafting.drafter.model.device.type:
             self._share_cores()
         self.emitted = [[] for _ in texts]
         self.prepared = [set() for _ in texts]
@@ -137,16 +136,16 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         return worker
 
     def _share_cores(self) -> None:
-        """Leaves the worker its cores for the length of the call: more threads than cores would wait for each other."""
+        """Reserves the worker's cores during the call: with more threads than cores both sides would be slower."""
         self.threads_before = torch.get_num_threads()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, min(self.threads_before, cores - self.num_threads)))
 
     def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
-        """T_p: the median time of a verification of a few nodes. The cache forgets them."""
+        """T_p: the median time of a verification of a few nodes. Nothing is committed."""
         tree = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes))
         seconds = []
-        for _ in range(repeats + 1):  # the first one warms up
+        for _ in range(repeats + 1):  # the first one is a warm-up
             began = time.perf_counter()
             self.target.verify(tree, context.root_positions)
             wait_for(self.device)
@@ -156,15 +155,15 @@ class SpecBranchGenerator(TreeCandidateGenerator):
     def _signals(self, context: DraftContext) -> list[Signals]:
         batch = len(context.lengths)
         if self.lengths == "fixed":
-            # PEARL (arXiv 2408.11850): a chain that starts anew is verified from its first token on while the rest is
-            # drafted (pre-verify), one that goes on is verified whole (post-verify). In turn, all of it, always.
-            return [Signals(ALL_ACCEPT, ALL_REJECT if self.beside else ALL_ACCEPT)] * batch
+            # PEARL (arXiv 2408.11850): a new chain is verified from its first token on while the rest is drafted
+            # (pre-verify), and a continued one is verified completely (post-verify). Serial: always all tokens.
+            return [Signals(ALL_ACCEPT, ALL_REJECT if self.is_parallel else ALL_ACCEPT)] * batch
         if self.lengths == "confidence":
             return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
-        # Where a chosen branch is verified whole, only rows without one have anything to ask.
+        # If a chosen branch is verified completely, H-RAD is only needed for rows without one.
         keeps_whole = self.posterior and self.hedged
-        asked = self._missed(context.active) if keeps_whole else list(range(batch))
-        found = dict(zip(asked, self._ask(context.root_ids, asked), strict=True))
+        indices = self._rows_without_branch(context.active) if keeps_whole else list(range(batch))
+        found = dict(zip(indices, self._predict(context.root_ids, indices), strict=True))
         classes = [found.get(row, ALL_ACCEPT) for row in range(batch)]
         if keeps_whole:
             return [Signals(ALL_ACCEPT, fresh=kind) for kind in classes]
@@ -172,18 +171,18 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             return [Signals(kept_branch=kind, fresh=kind) for kind in classes]
         return [Signals(ALL_ACCEPT, fresh=kind, branches=kind) for kind in classes]
 
-    def _missed(self, active: Sequence[bool]) -> list[int]:
-        """The rows that no branch goes on for."""
+    def _rows_without_branch(self, active: Sequence[bool]) -> list[int]:
+        """The active rows for which the target has chosen no branch."""
         rows = zip(self.emitted, self.prepared, active, strict=True)
         return [
             row
-            for row, (tokens, prepared, alive) in enumerate(rows)
-            if alive and not (tokens and continuation(tokens) in prepared)
+            for row, (tokens, prepared, is_active) in enumerate(rows)
+            if is_active and not (tokens and continuation(tokens) in prepared)
         ]
 
-    def _ask(self, root_ids: Tensor, rows: Sequence[int]) -> list[int]:
-        """What H-RAD says of some rows."""
-        assert self.predict is not None, "lengths asks for H-RAD"
+    def _predict(self, root_ids: Tensor, rows: Sequence[int]) -> list[int]:
+        """H-RAD's classes for some rows."""
+        assert self.predict is not None, "lengths requires H-RAD"
         assert self.last is not None, "the prefill has been observed"
         if not rows:
             return []
@@ -192,15 +191,15 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         return self.predict(features[index.to(features.device)], root_ids[index]).tolist()
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
-        """Has the worker draft branches behind the chains meanwhile."""
-        if self.worker is None or not self.beside:
+        """Verifies while the worker drafts branches after the chains."""
+        if self.worker is None or not self.is_parallel:
             return target.verify(tree, state.root_positions)
-        # What the target keeps this thread busy: on a CPU the drafter's share of the core is not its own.
+        # The target's own time: on a CPU without the time that the drafter takes of this thread's core.
         clock = time.thread_time if abilities(self.device).host_memory else time.perf_counter
         launched, busy_from = time.perf_counter(), clock()
         pending = self.worker.submit("draft_ahead", self.signals)
         output = target.verify(tree, state.root_positions)
-        if abilities(self.device).works_ahead:  # else the target's own time would be that of its launch
+        if abilities(self.device).works_ahead:  # without waiting, only the launch would be measured
             wait_for(self.device)
         busy_s = clock() - busy_from
         branches: Branches = pending.result()
@@ -209,19 +208,19 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         return replace(output, drawn=self._drawn(branches))
 
     def _drawn(self, branches: Branches) -> DrawnCandidates | None:
-        """What the rule of acceptance needs to know of candidates that were drawn behind the chains."""
-        laws = self._at_home(branches.laws)
-        if laws is None:
+        """The sampled candidates after the chains, for the acceptance rule; None if none were sampled."""
+        draft_probs = self._to_target_device(branches.draft_probs)
+        if draft_probs is None:
             return None
         assert self.chains is not None
-        most, device = laws.shape[1], laws.device
+        most, device = draft_probs.shape[1], draft_probs.device
         candidates = [tokens + [0] * (most - len(tokens)) for tokens in branches.candidates]
         counts = [len(tokens) for tokens in branches.candidates]
         return DrawnCandidates(
             nodes=torch.tensor([len(tokens) for tokens in self.chains.tokens], device=device),
             token_ids=torch.tensor(candidates, device=device),
-            draft_probs=laws,
-            drafted=torch.tensor([[place < count for place in range(most)] for count in counts], device=device),
+            draft_probs=draft_probs,
+            drafted=torch.tensor([[index < count for index in range(most)] for count in counts], device=device),
         )
 
     def count(self, stats: SpeculationStats) -> None:
@@ -242,17 +241,17 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             if self.threads_before is not None:
                 torch.set_num_threads(self.threads_before)
 
-    def _at_home(self, laws: Tensor | None) -> Tensor | None:
-        """Brings laws from the draft model's device and stream to the target's."""
-        if laws is None:
+    def _to_target_device(self, draft_probs: Tensor | None) -> Tensor | None:
+        """Copies distributions from the draft model's device and stream to the target's."""
+        if draft_probs is None:
             return None
-        if laws.is_cuda:
-            laws.record_stream(torch.cuda.current_stream(laws.device))
-        return laws.to(self.device)
+        if draft_probs.is_cuda:
+            draft_probs.record_stream(torch.cuda.current_stream(draft_probs.device))
+        return draft_probs.to(self.device)
 
 
 class SpeedRatio:
-    """c = T_p / T_q, once it is known. Kept over calls: draft lengths, and so draws, must not depend on the hour."""
+    """c = T_p / T_q, once it is known. Stored across calls, so that draft lengths, and samples, are repeatable."""
 
     def __init__(self, value: float | None = None) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""SpecBranchConfig: the shape of H-RAD, the pair of models it was trained for, and where the draft model is."""
+"""SpecBranchConfig: the shape of H-RAD, the pair of models it was trained for, and the draft model's location."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
-from hf_specdec.drafters.options import OF_THE_MACHINE, DrafterOptions, is_number
+from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
 from hf_specdec.drafters.registry import unknown_name
 
 ARCHITECTURE = "SpecBranchDrafter"
@@ -19,23 +19,23 @@ LENGTHS = ("h_rad", "confidence", "fixed")
 SELECTIONS = ("posterior", "a_priori")
 CANDIDATES = ("top_k", "drawn")
 WORKERS = ("auto", "process", "thread")
-OWN_DRAFT_MODEL = "draft_model"  # the folder of a checkpoint that holds its draft model itself
+OWN_DRAFT_MODEL = "draft_model"  # subfolder of a checkpoint that contains its draft model
 
 
 class SpecBranchConfig(PreTrainedConfig):
-    """A pair of models, and the predictor of draft lengths between them.
+    """A pair of models, and the predictor of draft lengths for them.
 
     Args:
-        draft_model: where the draft model is: a Hub id, a folder relative to this checkpoint (it then begins with a
-            dot), or `"draft_model"`, the folder of that name inside this checkpoint.
-        draft_hidden_size: the draft model's, as H-RAD was trained with it; None where it was not trained.
-        draft_num_layers: likewise.
+        draft_model: the draft model: a Hub id, a folder relative to this checkpoint (begins with a dot), or
+            `"draft_model"`, the subfolder of that name in this checkpoint.
+        draft_hidden_size: the draft model's at H-RAD's training; None if H-RAD was not trained.
+        draft_num_layers: the draft model's at H-RAD's training; None if H-RAD was not trained.
         h_rad: whether the checkpoint has an H-RAD.
         target_hidden_size: the target's.
         num_target_layers: the target's decoder layers.
-        num_feature_layers: K, how many of the target's last layers H-RAD reads.
-        h_rad_sizes: its hidden layers.
-        dropout: behind each of them, in training.
+        num_feature_layers: K, number of the target's last layers that H-RAD reads.
+        h_rad_sizes: sizes of its hidden layers.
+        dropout: after each of them, in training.
         min_confidence: epsilon, the default of the drafting option.
         target_name_or_path: the target it was trained for, if known.
         target_revision: the commit or branch of that target.
@@ -87,41 +87,41 @@ class SpecBranchConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
         if self.num_feature_layers > self.num_target_layers:
             raise ValueError(
-                f"num_feature_layers={self.num_feature_layers} is more than num_target_layers={self.num_target_layers}."
+                f"num_feature_layers={self.num_feature_layers} is larger than "
+                f"num_target_layers={self.num_target_layers}: correct the wrong one."
             )
 
 
 @dataclass(slots=True, kw_only=True)
 class SpecBranchOptions(DrafterOptions):
-    """How a draft model drafts beside the target.
+    """Drafting options of a draft model that runs in parallel with the target.
 
     Attributes:
-        parallel: whether the draft model runs beside the target. Without, the same code drafts in turn with it, as
-            plain speculative sampling (SpS) does.
-        k_max: most branches at a branch point; the fewer the surer the draft model is there (Eq. 7).
-        hedge: also drafts k_max - 1 branches at places within the chain that is being verified, so that a rejection
-            there need not cost what was drafted meanwhile. A chosen branch is then verified whole, and `lengths` says
-            how much is drafted where none was chosen; H-RAD is asked only there. Not in the paper.
-        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first place where
-            the draft model is not sure; or `"fixed"`, always all, which with `k_max=1` is PEARL. The default is
-            `"h_rad"` where the checkpoint has one, else `"confidence"`. It lowers the rollback rate; on the bundled
-            pair, which mostly agrees, that cost time in turn and without hedges, and with them little was left to
-            lower.
-        min_confidence: epsilon; where the likeliest token has less, the draft model is not sure. The default is what
-            the config states (0.4 where it states none).
-        min_certainty: H-RAD's two hard signals, all reject and all accept, are followed where their probability is at
-            least this; below, the draft model's confidence decides. 0 follows whatever is likeliest, as Eq. 5 does.
-        max_depth: most tokens of a draft; also bounded by the speed ratio.
-        selection: `"posterior"`, H-RAD looks at a branch when the target has chosen it, or `"a_priori"`, while it is
-            being drafted, at features of the round before (Appendix G.2).
-        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or drawn
+        parallel: whether the draft model runs during verification. If not, the same code drafts serially, as in
+            speculative sampling (SpS).
+        k_max: most branches at a branch point; the number falls with the draft model's confidence there (Eq. 7).
+        hedge: whether k_max - 1 branches are also drafted from nodes within the chain that is being verified, so that a
+            rejection there does not waste all parallel drafts. A chosen branch is then verified completely, and
+            `lengths` decides how much is drafted if none was chosen; H-RAD runs only for those rows. Not in the paper.
+        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first token for
+            which the draft model's confidence is low; or `"fixed"`, always all, which with `k_max=1` is PEARL. The
+            default is `"h_rad"` if the checkpoint has one, else `"confidence"`. It lowers the rollback rate. On the
+            bundled pair, whose models mostly agree, this cost time when serial and without hedges, and with hedges it
+            lowered the rate only a little.
+        min_confidence: epsilon; the confidence is low if the likeliest token has less. The default is the config's (0.4
+            if it has none).
+        min_certainty: H-RAD's classes "all reject" and "all accept" are used if their probability is at least this;
+            else the draft model's confidence decides. With 0 the likeliest class is always used, as in Eq. 5.
+        max_depth: most tokens of a draft; the speed ratio is another limit.
+        selection: `"posterior"`: H-RAD runs on a branch after the target has chosen it; `"a_priori"`: H-RAD runs while
+            it is being drafted, on features of the previous round (Appendix G.2).
+        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or sampled
             without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
-        speed_ratio: c = T_p / T_q, which bounds draft lengths; None measures it at the first call for a target. Not
+        speed_ratio: c = T_p / T_q, which limits draft lengths; None measures it in the first call with a target. Not
             saved.
-        worker: `"process"` or `"thread"` beside the target; `"auto"` takes a process for draft models on a CPU, where
-            the system can fork, else a thread, on CUDA with a stream of its own, and neither on devices that have no
-            streams here. Not saved.
-        worker_threads: intra-op threads of the worker on a CPU; the target has the remaining cores. Not saved.
+        worker: `"process"` or `"thread"`; `"auto"` uses a process for draft models on a CPU if the system can start
+            one, else a thread, on CUDA with its own stream, and serial drafting on devices without streams. Not saved.
+        worker_threads: intra-op threads of the worker on a CPU; the target uses the remaining cores. Not saved.
     """
 
     method = "specbranch"
@@ -134,17 +134,17 @@ class SpecBranchOptions(DrafterOptions):
     max_depth: int = 16
     selection: Literal["posterior", "a_priori"] = "posterior"
     candidates: Literal["top_k", "drawn"] = "top_k"
-    speed_ratio: float | None = field(default=None, metadata=OF_THE_MACHINE)
-    worker: Literal["auto", "process", "thread"] = field(default="auto", metadata=OF_THE_MACHINE)
-    worker_threads: int = field(default=1, metadata=OF_THE_MACHINE)
+    speed_ratio: float | None = field(default=None, metadata=NOT_SAVED)
+    worker: Literal["auto", "process", "thread"] = field(default="auto", metadata=NOT_SAVED)
+    worker_threads: int = field(default=1, metadata=NOT_SAVED)
 
     @classmethod
     def defaults(cls, config: Any = None) -> SpecBranchOptions:
-        """As every drafter's; `config` is a `SpecBranchConfig`."""
+        """As for every drafter; `config` is a `SpecBranchConfig`."""
         return cls(lengths="h_rad" if config.h_rad else "confidence", min_confidence=config.min_confidence)
 
     def validate(self, config: Any = None) -> None:
-        """As every drafter's; `config` is a `SpecBranchConfig`."""
+        """As for every drafter; `config` is a `SpecBranchConfig`."""
         DrafterOptions.validate(self, config)
         self.check_integers(k_max=MOST_BRANCHES, max_depth=MOST_TOKENS, worker_threads=MOST_THREADS)
         for name, known in (
@@ -170,7 +170,7 @@ class SpecBranchOptions(DrafterOptions):
             )
         if self.selection == "a_priori" and self.lengths != "h_rad":
             raise ValueError(
-                f"selection='a_priori' chooses with H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
+                f"selection='a_priori' uses H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
                 "selection out."
             )
 

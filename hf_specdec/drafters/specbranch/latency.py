@@ -1,8 +1,8 @@
-"""What drafting beside the target can gain: the latency model of SpecBranch, Section 4.1 and Appendix B.
+"""The possible gain of parallel drafting: the latency model of SpecBranch, Section 4.1 and Appendix B.
 
-Times are in the unit of `draft_s`, the time of one forward of the draft model (T_q, the paper's t); a verification
-takes `speed_ratio` (c) of them, a draft has `length` (gamma) tokens, and each is accepted with probability `acceptance`
-(alpha), independently of the others. The model knows no branches and no H-RAD: it is what PEARL could reach.
+Times are in units of `draft_s`, the time of one forward of the draft model (T_q, the paper's t). A verification takes
+`speed_ratio` (c) of them, a draft has `length` (gamma) tokens, and each is accepted with probability `acceptance`
+(alpha), independently of the others. The model has no branches and no H-RAD, so it is a bound for PEARL.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def expected_accepted(acceptance: float, length: int) -> float:
 
 
 def serial_latency(acceptance: float, length: int, speed_ratio: float, draft_s: float = 1.0) -> float:
-    """Time per token when drafting and verifying take turns: (gamma + c) t over 1 + the accepted tokens.
+    """Time per token if drafting and verifying alternate: (gamma + c) t over 1 + the accepted tokens.
 
-    Section 4.1 gives it for full acceptance; with rollbacks the bonus token still comes from the target.
+    Section 4.1 gives it for full acceptance. After a rejection the target still adds the bonus token.
 
     Example:
         >>> serial_latency(1.0, 8, 8.0) == (8 + 8) / 9
@@ -33,14 +33,13 @@ def serial_latency(acceptance: float, length: int, speed_ratio: float, draft_s: 
 
 
 def parallel_latency(acceptance: float, length: int, speed_ratio: float, draft_s: float = 1.0) -> float:
-    """Time per token when they run at once and a rejection costs the drafts made meanwhile. SpecBranch, Theorem 1.
+    """Time per token if both run in parallel and a rejection wastes the parallel drafts. SpecBranch, Theorem 1.
 
-    2 max(gamma t, c t) / ((1 + alpha^gamma) E[accepted]): two rounds, of which the second adds its tokens only where
-    the first was accepted whole. Bonus tokens are not counted, so for low acceptance the model asks more time than
-    takes.
+    2 max(gamma t, c t) / ((1 + alpha^gamma) E[accepted]): two rounds, of which the second adds its tokens only if the
+    first was accepted completely. Bonus tokens are not counted, so for low acceptance the model overestimates the time.
 
     Raises:
-        ValueError: nothing is ever accepted, so no time is long enough.
+        ValueError: an argument is out of range; with acceptance 0 the time would be infinite.
 
     Example:
         >>> parallel_latency(1.0, 8, 8.0)  # Eq. 1: one draft token's time per token

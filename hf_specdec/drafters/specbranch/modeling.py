@@ -1,7 +1,7 @@
-"""SpecBranchDrafter: a draft model that drafts while the target verifies, and H-RAD, which tells it how far.
+"""SpecBranchDrafter: a draft model that drafts while the target verifies, and H-RAD, which predicts draft lengths.
 
-H-RAD is the only network that is trained here; the draft model is any causal language model with the target's
-tokenizer. How a call drafts is in `candidates.py` and `drafting.py`. Source: SpecBranch, Sections 5.1 and 5.2.
+Only H-RAD is trained; the draft model is any causal language model with the target's tokenizer. The code of a call is
+in `candidates.py` and `drafting.py`. Source: SpecBranch, Sections 5.1 and 5.2.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig, SpecBranchOptions
 from hf_specdec.drafters.specbranch.drafting import BranchDrafting
-from hf_specdec.drafters.specbranch.placement import make_worker, place
+from hf_specdec.drafters.specbranch.placement import choose_worker, make_worker
 from hf_specdec.drafters.specbranch.process import DraftingProcesses, process_refusal
 from hf_specdec.drafters.specbranch.worker import Worker
 
@@ -38,12 +39,12 @@ NUM_CLASSES = 3  # all reject, by confidence, all accept
 
 
 class HRAD(nn.Module):
-    """The hybrid rollback-aware draft length predictor: will the draft be rejected, in part accepted, or accepted?
+    """The hybrid rollback-aware draft length predictor: will a draft be rejected, accepted in part, or accepted?
 
     Three linear layers with ReLU and dropout on the target's last K layers at the last verified token and the embedding
-    of the token after it. SpecBranch, Eq. 4 and 5, and Appendix E.4. Its inputs are standardised by the mean and the
-    spread of the training data, which the paper does only while it augments them: hidden states of some layers are a
-    hundred times larger than embeddings, and a learning rate of 5e-5 would not make up for that.
+    of the token after it. SpecBranch, Eq. 4 and 5, and Appendix E.4. Inputs are standardised with mean and standard
+    deviation of the training data, which the paper does only for augmentation: hidden states of some layers are a
+    hundred times larger than embeddings, too much for a learning rate of 5e-5.
     """
 
     mean: Tensor
@@ -66,12 +67,12 @@ class HRAD(nn.Module):
 
 
 class SpecBranchDrafter(PretrainedDrafter):
-    """Drafts the next branches while the target verifies this one.
+    """Drafts the next branches while the target verifies the current one.
 
     Drafting options: `SpecBranchOptions`.
 
-    Relation to its siblings: `causal_lm` drafts with the same kind of model, but only while the target waits. The other
-    drafters read the target's hidden states, and so cannot draft before it has finished.
+    Relation to its siblings: `causal_lm` uses the same kind of draft model, but alternates with the target. The other
+    drafters read the target's hidden states, so they cannot draft before verification has finished.
     """
 
     config_class = SpecBranchConfig
@@ -81,15 +82,15 @@ class SpecBranchDrafter(PretrainedDrafter):
     options: SpecBranchOptions
     base_model_prefix = ""
     late_files: ClassVar[tuple[str, ...]] = (f"{OWN_DRAFT_MODEL}/*",)
-    _whereabouts: Tensor
+    _device_marker: Tensor
 
     def __init__(self, config: SpecBranchConfig) -> None:
         config.check()
         super().__init__(config)
-        # Without an H-RAD there is nothing else of a device and dtype.
-        self.register_buffer("_whereabouts", torch.empty(0), persistent=False)
+        # Device and dtype of a drafter without H-RAD and draft model.
+        self.register_buffer("_device_marker", torch.empty(0), persistent=False)
         self.h_rad = HRAD(config) if config.h_rad else None
-        # No submodule: its weights are files of their own, and mostly somebody else's.
+        # Not a submodule: its weights are stored in separate files, mostly in another repo.
         self.__dict__["_pair"] = None
         self._processes = DraftingProcesses()
         self._measured: tuple[weakref.ref[PreTrainedModel], Any] | None = None
@@ -99,12 +100,12 @@ class SpecBranchDrafter(PretrainedDrafter):
     def from_models(
         cls, draft_model: PreTrainedModel, target: PreTrainedModel, *, h_rad: bool = False, **drafting_options: Any
     ) -> SpecBranchDrafter:
-        """A drafter for two models that are loaded already.
+        """A drafter for two loaded models.
 
         Args:
-            draft_model: not changed, and shared rather than copied.
+            draft_model: shared, not copied, and not changed.
             target: the model to draft for.
-            h_rad: with an H-RAD, yet to be trained; without, drafting goes by the draft model's confidence.
+            h_rad: whether to add an untrained H-RAD; without one, the draft model's confidence decides.
             drafting_options: of `SpecBranchOptions`.
         """
         target_config = target.config.get_text_config(decoder=True)
@@ -135,11 +136,11 @@ class SpecBranchDrafter(PretrainedDrafter):
     def _parts(self) -> Tensor | PreTrainedModel:
         if self.h_rad is not None:
             return self.h_rad.mean
-        return self._whereabouts if self.draft_model is None else self.draft_model
+        return self._device_marker if self.draft_model is None else self.draft_model
 
     @property
     def num_tokens(self) -> int | None:
-        """None: the draft model's vocabulary is compared with the target's in `check_target`."""
+        """None: `check_target` compares the draft model's vocabulary with the target's."""
         return None
 
     @property
@@ -151,7 +152,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         """Sets the draft model.
 
         Raises:
-            ValueError: H-RAD was trained with one of another shape.
+            ValueError: H-RAD was trained with a draft model of another shape.
         """
         own = draft_model.config.get_text_config(decoder=True)
         for field, found in (
@@ -166,7 +167,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                     f"It fits only the pair it was trained for: use {self.config.draft_model!r}, or train another."
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
-        self._processes = DraftingProcesses()  # those of another draft model end
+        self._processes = DraftingProcesses()  # those of the previous draft model end
 
     def load_beside(
         self,
@@ -176,50 +177,51 @@ class SpecBranchDrafter(PretrainedDrafter):
         *,
         from_hub: bool,
     ) -> None:
-        place = self.config.draft_model
+        location = self.config.draft_model
         name = self.name_or_path
-        if place is None:
+        if location is None:
             raise ValueError(
-                f"{name!r} names no draft model (draft_model in its config.json), so it cannot draft: save it again "
-                "with a draft model attached."
+                f"{name!r} has no draft_model in its config.json, so it cannot draft: save it again with a draft model "
+                "attached."
             )
-        if from_hub and place != OWN_DRAFT_MODEL and not _is_found(place, None):
+        if from_hub and location != OWN_DRAFT_MODEL and not _is_found(location, None):
             raise ValueError(
-                f"{name!r} is from the Hub and names {place!r} as its draft model, but a checkpoint from there can "
-                f"only name a Hub id, 'owner/name', that is no folder here, or {OWN_DRAFT_MODEL!r} in its repo. "
-                "Nothing was opened: use another drafter, or download this one and its draft model to folders."
+                f"{name!r} is from the Hub and has draft_model {location!r}, but a checkpoint from the Hub may only "
+                f"have a Hub id, 'owner/name', that is not a local folder, or {OWN_DRAFT_MODEL!r} in its repo. Nothing "
+                "was loaded: use another drafter, or download this one and its draft model to folders."
             )
-        if place == OWN_DRAFT_MODEL or place.startswith("."):
-            if place == OWN_DRAFT_MODEL:
+        if location == OWN_DRAFT_MODEL or location.startswith("."):
+            if location == OWN_DRAFT_MODEL:
                 folder = locate(self.late_files)
-            found = (folder / place).resolve()
+            found = (folder / location).resolve()
             if not found.is_dir():
                 raise FileNotFoundError(
-                    f"The draft model of {name!r} should be in the folder {place!r}, seen from there, but it is not. "
-                    "Put it there, or name another one as draft_model in config.json."
+                    f"The draft model of {name!r} should be in the folder {location!r}, relative to the checkpoint, "
+                    "but there is no such folder. Put it there, or set draft_model in config.json to another one."
                 )
-            place = str(found)
+            location = str(found)
         try:
-            loaded = fetch(place)
+            loaded = fetch(location)
         except (OSError, ValueError) as error:
             kind = OSError if isinstance(error, OSError) else ValueError
-            raise kind(f"The draft model of {name!r} cannot be had. {error}") from error
+            raise kind(f"The draft model of {name!r} cannot be loaded. {error}") from error
         assert isinstance(loaded, CausalLMDrafter)
         self.attach(loaded.model)
         self._pair.tokenizer_folder = loaded.tokenizer_folder
 
     @contextmanager
     def config_for(self, folder: Path | None) -> Iterator[None]:
-        """A draft model that would not be found from there goes along, into a folder of the checkpoint."""
-        place = self.config.draft_model
-        if _is_found(place, folder):
+        """Sets `draft_model` to a subfolder of the checkpoint if the current value is not valid at the destination."""
+        location = self.config.draft_model
+        if _is_found(location, folder):
             yield
             return
         if self.draft_model is None:
+            where = "the Hub" if folder is None else repr(str(folder))
             warnings.warn(
-                f"The draft model {place!r} is not found from {'the Hub' if folder is None else repr(str(folder))}, "
-                "and this drafter has none at hand that could go along: load it with load_drafter(), or call "
-                "attach(draft_model), and save it again.",
+                f"The draft model {location!r} cannot be found from {where}, and this drafter has not loaded it, "
+                "so it cannot be saved too: load it with load_drafter(), or call attach(draft_model), and save it "
+                "again.",
                 stacklevel=4,
             )
             yield
@@ -228,10 +230,10 @@ class SpecBranchDrafter(PretrainedDrafter):
         try:
             yield
         finally:
-            self.config.draft_model = place
+            self.config.draft_model = location
 
     def write_side_files(self, folder: Path) -> None:
-        if self.h_rad is None:  # transformers writes no file then, and would leave an earlier drafter's
+        if self.h_rad is None:  # transformers would write no file, and leave that of an earlier drafter
             save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
             with one_layout(folder / OWN_DRAFT_MODEL):
@@ -246,7 +248,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         """Moves H-RAD and the draft model, as `torch.nn.Module.to` does.
 
         Raises:
-            ValueError: there is no such device.
+            ValueError: the device does not exist.
         """
         device, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -261,7 +263,7 @@ class SpecBranchDrafter(PretrainedDrafter):
 
         Args:
             features: [batch, K * hidden], the target's last K layers at the last verified token.
-            token_ids: [batch] int64, the token after it, which the target has not seen.
+            token_ids: [batch] int64, the token after it, which the target has not read.
             embeddings: the target's.
         """
         assert self.h_rad is not None
@@ -279,11 +281,11 @@ class SpecBranchDrafter(PretrainedDrafter):
         from hf_specdec.drafters.specbranch.candidates import SpecBranchGenerator, SpeedRatio
 
         options, draft_model = self.options, self.draft_model
-        assert draft_model is not None, "check_target has looked"
+        assert draft_model is not None, "check_target requires it"
         if self._measured is None or self._measured[0]() is not target.model:
             self._measured = weakref.ref(target.model), SpeedRatio()
 
-        kind = place(options.worker if options.parallel else "none", draft_model, self._processes)
+        kind = choose_worker(options.worker if options.parallel else "none", draft_model, self._processes)
 
         def make_drafting(choice: ChoiceRule, vocab_size: int) -> BranchDrafting:
             branches = options.k_max if options.parallel else 1
@@ -298,14 +300,14 @@ class SpecBranchDrafter(PretrainedDrafter):
             )
             return BranchDrafting(draft_model, plan)
 
-        def place_worker(drafting: BranchDrafting) -> Worker:
+        def run_in_worker(drafting: BranchDrafting) -> Worker:
             return make_worker(kind, drafting, options.worker_threads, self._processes)
 
         embeddings = target.model.get_input_embeddings()
         return SpecBranchGenerator(
             target,
             make_drafting,
-            place_worker,
+            run_in_worker,
             self._measured[1] if options.speed_ratio is None else SpeedRatio(options.speed_ratio),
             predict=(lambda features, ids: self.predict(features, ids, embeddings))
             if options.lengths == "h_rad"
@@ -334,7 +336,7 @@ class SpecBranchDrafter(PretrainedDrafter):
 
     def check_target(self, model: PreTrainedModel) -> None:
         target = model.config.get_text_config(decoder=True)
-        name, target_name = self.name_or_path or type(self).__name__, model.name_or_path or type(model).__name__
+        name, target_name = name_of(self), name_of(model)
         if self.config.h_rad:
             named = repr(self.config.target_name_or_path) if self.config.target_name_or_path else "that target"
             for field, found in (
@@ -349,7 +351,7 @@ class SpecBranchDrafter(PretrainedDrafter):
                         f"use {named}, or train one for this pair."
                     )
         if self._pair is None:
-            if self.device.type != "meta":  # a blueprint, which only knows the shapes
+            if self.device.type != "meta":  # on the meta device only shapes are checked
                 raise ValueError(
                     f"{name!r} has no draft model yet: load it with load_drafter(), or call attach(draft_model)."
                 )
@@ -362,15 +364,15 @@ class SpecBranchDrafter(PretrainedDrafter):
                 raise ValueError(f"worker='process' cannot be used: {refusal}. Use worker='thread', or 'auto'.")
 
 
-def _is_found(place: str | None, folder: Path | None) -> bool:
-    """Whether what a config names as its draft model would be found from a folder; None for the Hub."""
-    if place is None:
+def _is_found(location: str | None, folder: Path | None) -> bool:
+    """Whether a config's `draft_model` can be resolved from a folder; None for the Hub."""
+    if location is None:
         return False
-    if place == OWN_DRAFT_MODEL or place.startswith("."):
-        return folder is not None and (folder / place).resolve().is_dir()
-    if Path(place).is_absolute():
-        return folder is not None and Path(place).is_dir()
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place) is not None and not Path(place).exists()  # a Hub id
+    if location == OWN_DRAFT_MODEL or location.startswith("."):
+        return folder is not None and (folder / location).resolve().is_dir()
+    if Path(location).is_absolute():
+        return folder is not None and Path(location).is_dir()
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", location) is not None and not Path(location).exists()  # a Hub id
 
 
 def last_layers(model: PreTrainedModel, count: int) -> tuple[int, ...]:

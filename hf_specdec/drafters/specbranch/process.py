@@ -1,8 +1,8 @@
-"""A drafting process beside the target: how it is started, asked, kept between calls and ended.
+"""The drafting process: starting it, sending requests, keeping it between calls and ending it.
 
-It is a new Python that runs `serve.py`, not a fork of this process and not a child of `multiprocessing`: a process that
-has threads must not be forked, and `multiprocessing` would run the main program again, which notebooks and scripts
-without `if __name__ == "__main__"` do not allow. The draft model's tensors are shared (`sharing.py`).
+It is a new Python that runs `serve.py`, neither a fork nor a `multiprocessing` child. A process with threads must not
+be forked, and `multiprocessing` would run the main program again, which fails in notebooks and in scripts without
+`if __name__ == "__main__"`. The draft model's tensors are shared (`sharing.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.sharing import SharedModel
 from hf_specdec.drafters.specbranch.worker import Pending, Worker
 
-PIPE_BYTES = 1 << 18  # on Linux; in the usual 64 KiB, most drafts of calls that sample do not fit at once
-# By the id of the model, so that drafters with the same draft model share one copy of it.
+PIPE_BYTES = 1 << 18  # on Linux; the default of 64 KiB is too small for most drafts of calls that sample
+# By the id of the model, so that drafters with the same draft model share one copy.
 _SHARED: weakref.WeakValueDictionary[int, SharedModel] = weakref.WeakValueDictionary()
 _SHARING = threading.Lock()
 
@@ -36,18 +36,18 @@ _SHARING = threading.Lock()
 class ProcessWorker(Worker):
     """A process with its own interpreter, for draft models on a CPU.
 
-    It starts in the background; `begin` waits until it has imported torch and transformers, which takes seconds.
+    It starts in the background. `begin` waits until it has imported torch and transformers, which takes seconds.
 
     Raises:
         CannotShareError: as `SharedModel`.
-        OSError: the system did not start a process.
+        OSError: the system could not start a process.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.shared = _shared(model)
         self.owner = os.getpid()
-        self.waits_in: DraftingProcesses | None = None  # during a call: where to wait for the next one
-        self.answered = True  # whether all that was asked has been answered
+        self.pool: DraftingProcesses | None = None  # the pool that it returns to after the call
+        self.answered = True  # whether all requests have been answered
         self.process = subprocess.Popen(
             [sys.executable, serve.__file__],
             stdin=subprocess.PIPE,
@@ -60,11 +60,11 @@ class ProcessWorker(Worker):
         self.loading = True
 
     def fits(self, model: PreTrainedModel) -> bool:
-        """Whether it is still there, this process's own, and drafts with this model as it is now."""
+        """Whether the process is running, belongs to this process, and has this model with its current tensors."""
         return self.owner == os.getpid() and self.process.poll() is None and self.shared.holds(model)
 
-    def begin(self, plan: DraftingPlan, num_threads: int, waits_in: DraftingProcesses) -> None:
-        """Begins a call, after which the process waits for the next one.
+    def begin(self, plan: DraftingPlan, num_threads: int, pool: DraftingProcesses) -> None:
+        """Begins a call, after which the process returns to the pool `pool`.
 
         Raises:
             RuntimeError: the process could not load the draft model.
@@ -79,7 +79,7 @@ class ProcessWorker(Worker):
             ) from error
         self.loading = False
         self.call(serve.BEGIN, plan, num_threads)
-        self.waits_in = waits_in
+        self.pool = pool
 
     def submit(self, method: str, *arguments: Any) -> Pending:
         self.answered = False
@@ -87,12 +87,12 @@ class ProcessWorker(Worker):
         return self
 
     def result(self) -> Any:
-        """What the last submitted method returned; raises what it raised, with the traceback it had there."""
+        """The result of the last submitted method; raises its exception, with the traceback of the process."""
         failed, answer = self._guarded(pickle.load, self.process.stdout)
         self.answered = True
         if failed:
-            error, there = answer
-            raise error from RemoteError(there)
+            error, traceback = answer
+            raise error from RemoteError(traceback)
         return answer
 
     def _guarded(self, talk: Callable[[Any], Any], pipe: Any) -> Any:
@@ -102,21 +102,21 @@ class ProcessWorker(Worker):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
             raise RuntimeError(
-                f"The drafting process ended by itself, with exit code {self.process.poll()}. A negative one is the "
-                "signal that ended it; -9 is often the system that ran out of memory. Draft in a thread "
+                f"The drafting process ended unexpectedly, with exit code {self.process.poll()}. A negative one is the "
+                "number of a signal; -9 often means that the system ran out of memory. Draft in a thread "
                 "(worker='thread') or with a smaller draft model."
             ) from error
 
     def close(self) -> None:
-        waits_in, self.waits_in = self.waits_in, None  # no cycle: the process ends as soon as the drafter does
-        if self.answered and waits_in is not None:
-            waits_in.idle.append(self)
+        pool, self.pool = self.pool, None  # no reference cycle: the process must end with the drafter
+        if self.answered and pool is not None:
+            pool.idle.append(self)
         else:
             self.end()
 
 
 class DraftingProcesses:
-    """The processes of one drafter that wait for its next call: one, or more after calls at the same time."""
+    """The idle processes of one drafter: one, or more after parallel calls."""
 
     def __init__(self) -> None:
         self.idle: list[ProcessWorker] = []
@@ -125,7 +125,7 @@ class DraftingProcesses:
         return DraftingProcesses, ()  # a copy of the drafter starts its own
 
     def start(self, model: PreTrainedModel) -> None:
-        """Starts a process for a call that is about to begin, unless one waits.
+        """Starts a process for the next call, unless one is idle.
 
         Raises:
             CannotShareError, OSError: as `ProcessWorker`.
@@ -133,7 +133,7 @@ class DraftingProcesses:
         self.idle.append(self._take(model))
 
     def begin(self, drafting: BranchDrafting, num_threads: int) -> ProcessWorker:
-        """A process for one call, which comes back here when it is closed.
+        """A process for one call, which returns to this pool when it is closed.
 
         Raises:
             CannotShareError, OSError: as `ProcessWorker`.
@@ -142,7 +142,7 @@ class DraftingProcesses:
         worker = self._take(drafting.drafter.model)
         try:
             worker.begin(drafting.plan, num_threads, self)
-        except BaseException:  # an interrupt of the seconds that this can take is likely
+        except BaseException:  # including KeyboardInterrupt: loading takes seconds
             worker.end()
             raise
         return worker
@@ -153,7 +153,7 @@ class DraftingProcesses:
             self.idle.pop().end()
 
     def _take(self, model: PreTrainedModel) -> ProcessWorker:
-        with contextlib.suppress(IndexError):  # another call may take the last one
+        with contextlib.suppress(IndexError):  # another thread may take the last one
             while True:
                 worker = self.idle.pop()
                 if worker.fits(model):
@@ -170,7 +170,7 @@ class RemoteError(Exception):
 
 
 def process_refusal(device: torch.device) -> str | None:
-    """Why a draft model on `device` cannot run in a process of its own here; None where it can."""
+    """Why a draft model on `device` cannot run in a separate process; None if it can."""
     if not abilities(device).host_memory:
         return f"the draft model is on {device}, which another process cannot use"
     if not sys.executable or getattr(sys, "frozen", False):
@@ -187,11 +187,11 @@ def _shared(model: PreTrainedModel) -> SharedModel:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:  # a copy of the parent, say a data loader, which the process does not belong to
+    if os.getpid() != owner:  # a fork of the parent, such as a data loader, does not own the process
         return
-    process.kill()  # it holds nothing that would have to be put away
+    process.kill()  # it has no state to be saved
     process.wait()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(OSError):  # a request that was not sent whole
+        with contextlib.suppress(OSError):  # a request that was sent only in part
             pipe.close()

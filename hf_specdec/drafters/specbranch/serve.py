@@ -1,8 +1,8 @@
-"""The drafting process: a script that `process.py` starts. It imports nothing of the program that its parent runs.
+"""The drafting process: a script that `process.py` starts. It does not import the parent's main program.
 
-Requests come in on the standard input and answers go out on the standard output, both pickled. A request is `LOAD`,
-`BEGIN` or a method of `BranchDrafting`, with its arguments; an answer is whether it failed, and what it gave. The
-process ends when its input does: its parent has closed it, or has ended.
+Pickled requests arrive on the standard input, and pickled answers are written to the standard output. A request is
+`LOAD`, `BEGIN` or a method of `BranchDrafting`, with its arguments; an answer is whether it failed, and the result or
+error. The process ends at the end of its input, which the parent closes, at the latest when it ends itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEGIN = "begin a call"
 
 
 class Pickler(pickle.Pickler):
-    """Writes draft distributions as arrays: torch's own way takes longer, by a hundredth of a sampled round."""
+    """Pickles draft distributions as numpy arrays: torch's pickling takes longer, by 1% of a round that samples."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -37,20 +37,20 @@ def send(value: Any, pipe: Any) -> None:
 
 
 class Server:
-    """What the requests of a process's life are about: one draft model, and the call that is under way."""
+    """The state of the process: the draft model, and the drafting of the current call."""
 
     def __init__(self) -> None:
         self.model: Any = None
         self.drafting: Any = None
 
     def answer(self, request: str, arguments: tuple[Any, ...]) -> Any:
-        """What a request gives."""
+        """Runs a request and returns its result."""
         if request == LOAD:
-            sys.path[:], address = arguments  # before anything of ours is imported
+            sys.path[:], address = arguments  # before the first import of hf_specdec
             from hf_specdec.drafters.specbranch.sharing import open_shared
 
             self.model = open_shared(*address)
-            gc.freeze()  # the modules and the model stay; collections need not look at them
+            gc.freeze()  # excludes modules and model from later collections
             return None
         if request == BEGIN:
             import torch
@@ -65,14 +65,14 @@ class Server:
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent ends this one
+    """Answers requests until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to both processes; the parent ends this one
     with (
-        contextlib.suppress(BrokenPipeError),  # the parent has ended while it was waiting for an answer
+        contextlib.suppress(BrokenPipeError),  # the parent has ended while it waited for an answer
         os.fdopen(os.dup(0), "rb") as requests,
         os.fdopen(os.dup(1), "wb") as answers,
     ):
-        os.dup2(2, 1)  # what libraries print must not get among the answers
+        os.dup2(2, 1)  # output of libraries goes to the standard error, not between the answers
         server = Server()
         while True:
             try:

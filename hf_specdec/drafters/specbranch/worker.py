@@ -1,10 +1,10 @@
-"""Where the draft model runs: in turn with the target, in a thread beside it, or in a process beside it.
+"""The worker that runs the draft model: serially, in a thread, or in a process.
 
-All three run the same `BranchDrafting` and give the same drafts; they differ in what they cost. A thread shares the
-interpreter with the target: on a GPU, where the host only hands out work, and for large models on a CPU that is enough.
-A small target's forward on a CPU is mostly Python, and two threads then take turns at the interpreter: on the bundled
-pair a verification that takes 7 ms alone took 18 ms beside a drafting thread, so nothing was gained. A process
-(`process.py`) has an interpreter of its own. `placement.py` chooses.
+All three run the same `BranchDrafting` and give the same drafts; only the speed differs. A thread shares the
+interpreter with the target, which is sufficient on a GPU, where the host only launches kernels, and for large models on
+a CPU. A small target's forward on a CPU is mostly Python code, so that two threads compete for the interpreter: on the
+bundled pair a verification takes 7 ms alone and took 18 ms with a drafting thread, without any gain. A process
+(`process.py`) has its own interpreter. `placement.py` chooses.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 
 
 class Pending(Protocol):
-    """A result that may not be there yet."""
+    """A result that may not be available yet."""
 
     def result(self) -> Any:
-        """Waits for it; raises what the work raised."""
+        """Waits for the result; raises the exception of the work."""
 
 
 class Worker(ABC):
@@ -31,18 +31,18 @@ class Worker(ABC):
 
     @abstractmethod
     def submit(self, method: str, *arguments: Any) -> Pending:
-        """Starts a method; the last one submitted must have been waited for."""
+        """Starts a method; the result of the previous one must have been read."""
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Runs a method and waits for what it returns."""
+        """Runs a method and returns its result."""
         return self.submit(method, *arguments).result()
 
     def close(self) -> None:
-        """Ends the worker, whatever it is doing."""
+        """Ends the worker, even while it runs a method."""
 
 
-class InTurn(Worker):
-    """No worker at all: a method is run when it is submitted."""
+class SerialWorker(Worker):
+    """Serial drafting: a method is run when it is submitted."""
 
     def __init__(self, drafting: BranchDrafting) -> None:
         self.drafting = drafting
@@ -63,7 +63,7 @@ class ThreadWorker(Worker):
         )
         device = drafting.drafter.model.device
         self.stream = torch.cuda.Stream(device) if abilities(device).works_ahead else None
-        if self.stream is not None:  # the weights may just have been written, by work that is still under way
+        if self.stream is not None:  # pending work on the current stream may still be writing the weights
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def submit(self, method: str, *arguments: Any) -> Pending:
@@ -74,7 +74,7 @@ class ThreadWorker(Worker):
             return getattr(self.drafting, method)(*arguments)
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             result = getattr(self.drafting, method)(*arguments)
-            self.stream.synchronize()  # what comes out may be read on any stream
+            self.stream.synchronize()  # the result may be read on any stream
             return result
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ def test_text_beyond_the_draft_models_positions_is_decoded_plainly(caplog: pytes
     assert assisted.tolist() == alone.tolist()
     assert drafter.stats.num_draft_tokens > 0
     assert [record.getMessage() for record in caplog.records] == [
-        "The draft model knows 16 positions, and the text is now longer: the rest is decoded plainly."
+        "The draft model has 16 positions and the text is longer: the rest is decoded without drafts."
     ]
 
 
@@ -278,7 +278,7 @@ def test_a_larger_draft_model_warns_once_and_drafts() -> None:
     target = make_target("llama", "sdpa", num_hidden_layers=2)
     drafter = CausalLMDrafter(make_target("llama", "sdpa"))
     with pytest.warns(
-        UserWarning, match=r"has [\d,]+ parameters, more than the [\d,]+ of target .*Are the two swapped"
+        UserWarning, match=r"has [\d,]+ parameters, more than the [\d,]+ of target .*Check that the two are not swapped"
     ):
         target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
     with warnings.catch_warnings():

@@ -164,7 +164,7 @@ def test_the_mask_token_is_never_drafted() -> None:
     ("block", "message"),
     [
         ({"markov_rank": -1}, "markov_rank is -1 in this DSpark config; it must be an integer of at least 0"),
-        ({"markov_head_type": "lstm"}, r"markov_head_type is 'lstm' in this DSpark config; known are \['vanilla'"),
+        ({"markov_head_type": "lstm"}, r"markov_head_type is 'lstm' in this DSpark config; it must be in \['vanilla'"),
         (
             {"markov_rank": 0, "enable_confidence_head": True, "confidence_head_with_markov": True},
             "confidence_head_with_markov is true and markov_rank 0",

@@ -152,7 +152,7 @@ def test_drafter_of_another_dtype_than_the_target_drafts(dtype: torch.dtype) -> 
         ({"depth": 0}, "depth=0 must be an integer from 1 to 64"),
         ({"top_k": 0}, "top_k=0 must be an integer from 1 to 128"),
         ({"tree_budget": 5000}, "tree_budget=5000 must be an integer from 1 to 1024"),
-        ({"method": "ddtree"}, "method='ddtree' was given, but this drafter drafts in one way only, 'eagle3'"),
+        ({"method": "ddtree"}, "method='ddtree' was given, but this drafter has only the method 'eagle3'"),
         ({"total_token": 60}, "Unknown drafting option 'total_token'"),
     ],
 )

@@ -116,7 +116,7 @@ def test_an_index_is_saved_and_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         SuffixIndex.load(tmp_path / "absent")
     (tmp_path / "other").write_text("no tensors")
-    with pytest.raises(ValueError, match=r"other' is no file that SuffixIndex.save wrote"):
+    with pytest.raises(ValueError, match=r"other' was not written by SuffixIndex.save"):
         SuffixIndex.load(tmp_path / "other")
 
 

@@ -15,7 +15,7 @@ from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.merged import MergedDrafter
-from hf_specdec.drafters.merged.calibration import Calibration, Worth
+from hf_specdec.drafters.merged.calibration import Calibration, SourceGain
 from hf_specdec.visualize import terminal_tree
 from hf_specdec.visualize.tree import tree_legend, tree_svg
 from tests.methods import make_causal_lm_chain, make_ddtree, make_medusa, make_ngram, make_specbound, make_specbranch
@@ -164,33 +164,33 @@ def test_a_source_that_is_wrong_gets_fewer_nodes_and_one_that_is_right_more() ->
 
 
 def test_a_source_that_gains_less_than_its_time_rests_and_a_cheap_one_never_does() -> None:
-    costly, cheap = Worth(), Worth()
+    costly, cheap = SourceGain(), SourceGain()
     asked = {"costly": 0, "cheap": 0}
     for _ in range(1000):
-        for name, worth, seconds in (("costly", costly, 0.010), ("cheap", cheap, 0.0001)):
-            if worth.asks(0.0):
+        for name, source, seconds in (("costly", costly, 0.010), ("cheap", cheap, 0.0001)):
+            if source.should_draft(0.0):
                 asked[name] += 1
-                worth.timed(seconds)
-                worth.note(0.0, 0.0, seconds_per_token=0.015, seconds_per_round=0.030)
+                source.add_time(seconds)
+                source.note(0.0, 0.0, seconds_per_token=0.015, seconds_per_round=0.030)
     assert asked["cheap"] == 1000
     assert asked["costly"] * 0.010 < 0.02 * 1000 * 0.030, "2% of the time at most"
     for _ in range(10):  # it gains again, where it is asked: after some of them it no longer rests
-        while not costly.asks(0.0):
+        while not costly.should_draft(0.0):
             pass
         costly.note(0.0, 2.0, seconds_per_token=0.015, seconds_per_round=0.030)
-    assert costly.asks(0.0)
-    assert costly.asks(0.0)
+    assert costly.should_draft(0.0)
+    assert costly.should_draft(0.0)
 
 
 def test_a_source_may_be_worth_it_only_where_the_others_expect_little() -> None:
-    worth = Worth()
-    worth.timed(0.010)
+    source = SourceGain()
+    source.add_time(0.010)
     for _ in range(30):
         for expected, gain in ((0.0, 1.5), (5.0, 0.0)):
-            if worth.asks(expected):
-                worth.note(expected, gain, seconds_per_token=0.015, seconds_per_round=0.030)
-    assert worth.asks(0.0)
-    assert not worth.asks(5.0)
+            if source.should_draft(expected):
+                source.note(expected, gain, seconds_per_token=0.015, seconds_per_round=0.030)
+    assert source.should_draft(0.0)
+    assert not source.should_draft(5.0)
 
 
 SOURCES: dict[str, Callable[[PreTrainedModel], list[Drafter]]] = {

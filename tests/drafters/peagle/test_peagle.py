@@ -70,7 +70,7 @@ def test_a_mask_token_said_twice_and_proposals_without_a_number_raise() -> None:
 
 
 def test_a_config_without_its_mask_token_says_what_to_add() -> None:
-    with pytest.raises(ValueError, match="mask_token_id is None; a P-EAGLE drafter needs.*add the one"):
+    with pytest.raises(ValueError, match="mask_token_id is None; a P-EAGLE drafter needs.*add the id"):
         PEagleDrafter(PEagleConfig(vocab_size=64, hidden_size=32))
     with pytest.raises(ValueError, match="num_draft_tokens is 0"):
         PEagleDrafter(PEagleConfig(vocab_size=64, hidden_size=32, mask_token_id=1, num_draft_tokens=0))

@@ -22,7 +22,7 @@ from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from hf_specdec.drafters.specblock.configuration import default_target_layer_ids
 from hf_specdec.drafters.specblock.layers import rank_features
-from hf_specdec.drafters.specblock.tree import Nodes, Reading, Shape, Starts, attach, cut
+from hf_specdec.drafters.specblock.tree import HeadOutput, Nodes, Shape, Starts, attach, cut
 from tests.methods import make_specblock
 from tests.targets import PROMPTS, make_target
 from tests.watched import Watched
@@ -160,7 +160,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "map that repeats a token": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(5, -3)),
-        "leads 2 times to target id 2, but each draft id must be a target id of its own",
+        "gives target id 2 to 2 draft ids, but each draft id must have its own target id",
     ),
     "map that does not increase": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.add_(torch.arange(48)).copy_(d2t.flip(0) - torch.arange(48))),
@@ -168,16 +168,16 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "map past the vocabulary": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(47, 40)),
-        "leads to target ids from 0 to 87, but the target has ids 0 to 63",
+        "gives target ids from 0 to 87, but the target has ids 0 to 63",
     ),
     "maps that disagree": (
-        lambda folder: spoil_map(folder, lambda d2t: d2t.add_(1)), "d2t and t2d of .*published.* do not name the same"
+        lambda folder: spoil_map(folder, lambda d2t: d2t.add_(1)), "d2t and t2d of .*published.* have different"
     ),
     "map of other tensors": (
         lambda folder: torch.save({"d2t": torch.zeros(48)}, folder / "vocab_mapping.pt"), "must be a dict of the tens"
     ),
     "map with code": (
-        lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "holds code, which is never run"
+        lambda folder: torch.save({"d2t": Path}, folder / "vocab_mapping.pt"), "contains code, which is never run"
     ),
     "unknown choice": (lambda folder: rewrite(folder, rank_state="raw"), "rank_state is 'raw'; it must be one of"),
 }  # fmt: skip
@@ -203,7 +203,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "negative width": ({"branching": [2, -1, 3, 0]}, "integers of at least 0"),
     "empty tree": ({"tree_budget": 0}, "tree_budget=0 must be an integer from 1"),
     "no beam": ({"beam_width": 0}, "beam_width=0 must be an integer of at least 1"),
-    "other method": ({"method": "specblok"}, "drafts in one way only, 'specblock': leave method out"),
+    "other method": ({"method": "specblok"}, "has only the method 'specblock': leave method out"),
     "unknown option": ({"num_block": 2}, "Did you mean 'num_blocks'"),
 }
 
@@ -219,7 +219,7 @@ def test_an_option_out_of_range_raises(target: PreTrainedModel, case: str) -> No
     ("settings", "message"),
     [
         ({"target_hidden_size": 48}, "reads target hidden states of size 48, but target .* has hidden_size 32"),
-        ({"hidden_size": 64, "target_hidden_size": 32}, "borrows token embeddings of size 64"),
+        ({"hidden_size": 64, "target_hidden_size": 32}, "shares token embeddings of size 64"),
         ({"target_layer_ids": [0, 4]}, r"reads target layers \[0, 4\], but \[4\] are not among the layers 0 to 3"),
         ({"vocab_size": 80}, "a vocabulary of 80, but target .* has 64 embeddings"),
     ],
@@ -468,15 +468,15 @@ def test_a_slot_that_gives_up_ends_the_branching_of_its_block_and_not_the_chain(
         branching=torch.tensor([3, 0]), width=3, slots=3, beam_width=None, max_starts=None, tree_budget=20,
         index=torch.arange(100),
     )  # fmt: skip
-    reading = Reading(
+    output = HeadOutput(
         token_ids=torch.arange(1, 10).view(1, 1, 3, 3),
         logprobs=torch.tensor([0.5, 0.3, 0.1]).log().expand(1, 1, 3, 3),
         classes=torch.tensor([[[0, 1, 0]]]),  # the second slot gives up
         finite=torch.tensor([True]),
     )
     root_ids = torch.tensor([0])
-    nodes, _ = attach(Nodes.root(root_ids, shape), Starts.root(1, root_ids.device), reading)
-    tree, _ = cut(nodes, 20, 3, merge=True, finite=reading.finite)
+    nodes, _ = attach(Nodes.root(root_ids, shape), Starts.root(1, root_ids.device), output)
+    tree, _ = cut(nodes, 20, 3, merge=True, finite=output.finite)
     tree = tree.first_nodes(int(tree.valid.sum()) - 1)
     assert sorted(zip(tree.depths[0].tolist(), tree.token_ids[0].tolist(), strict=True)) == [
         (0, 0), (1, 1), (1, 2), (1, 3), (2, 4), (3, 7),

@@ -59,7 +59,7 @@ def test_the_table_has_precision_recall_and_f1() -> None:
 
 def test_what_cannot_be_classified_says_so() -> None:
     target = make_target(*TARGET)
-    with pytest.raises(ValueError, match="has 3 classes, but true buckets are 4"):
+    with pytest.raises(ValueError, match="has 3 classes, but there are 4 true buckets"):
         rank_head_quality(make_specblock(target, rank_classes=3).to(torch.float64), target, [])
     drafter = make_specblock(target).to(torch.float64)
     with pytest.raises(ValueError, match="No text is long enough: a block needs 4 tokens"):

@@ -393,7 +393,7 @@ def test_calibration_picks_what_the_speedup_model_prefers_and_keeps_it(tmp_path:
 
 def test_calibration_remembers_the_target_it_was_paired_with(target: PreTrainedModel) -> None:
     drafter = make_specbound(target)
-    with pytest.raises(ValueError, match=r"calibrate\(\) needs a target: pass target=, or generate once"):
+    with pytest.raises(ValueError, match=r"calibrate\(\) needs a target: pass target=, or call generate"):
         drafter.calibrate([[5, 6, 7]])
     target.generate(**one_prompt(), **GREEDY, assistant_model=drafter)
     drafter.calibrate([[5, 6, 7]], new_tokens=6, widths=(3,))
@@ -425,7 +425,7 @@ def test_predicted_speedup_is_eq_5_where_its_assumptions_hold() -> None:
 # What is refused.
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "order": ({"exit_layers": [3, 1]}, r"exit layers \[3, 1\] must ascend, each named once: \[1, 3\]"),
+    "order": ({"exit_layers": [3, 1]}, r"exit layers \[3, 1\] must ascend without repetition: \[1, 3\]"),
     "twice": ({"exit_layers": [1, 1]}, r"exit layers \[1, 1\] must ascend"),
     "beyond": ({"exit_layers": [2, 6]}, r"exit layers \[2, 6\] must be from 1 to 5.*target has 6"),
     "below": ({"exit_layers": [0, 2]}, r"exit layers \[0, 2\] must be from 1 to 5"),
@@ -450,9 +450,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "alpha": ({"alpha": -0.1}, r"alpha=-0.1 must be 0 \(no annealing\) or more"),
     "width": ({"w_max": 0}, "w_max=0 must be an integer from 1 to 1024"),
     "depth": ({"d_max": 7}, "d_max=7 must be an integer from 1 to 6, the layers of the target"),
-    "no head": ({"use_exit_layers": [1, 2]}, r"asks for exits at \[1\], but there are heads for \[2, 4\] only"),
+    "no head": ({"use_exit_layers": [1, 2]}, r"has \[1\], but there are heads only for \[2, 4\]"),
     "no exit": ({"d_max": 1}, "No exit is left: d_max=1, but the first exit layer in use is 2"),
-    "method": ({"method": "specbond"}, "drafts in one way only, 'specbound': leave method out"),
+    "method": ({"method": "specbond"}, "has only the method 'specbound': leave method out"),
 }
 
 
@@ -519,7 +519,7 @@ def test_adapters_trained_for_another_target_are_refused(
     [
         (lambda folder: (folder / "adapter_config.json").unlink(), "exit-layer-02 of .* cannot be read as a PEFT LoRA"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "cannot be read as a PEFT LoRA"),
-        (lambda folder: folder.rename(folder.parent / "exit-layer-two"), "is named after no layer"),
+        (lambda folder: folder.rename(folder.parent / "exit-layer-two"), "does not end in a layer number"),
         (lambda folder: folder.rename(folder.parent / "exit-layer-05"), "missing: heads.2.lora_A.*heads.2.lora_B"),
     ],
 )
@@ -532,9 +532,9 @@ def test_damaged_adapters_are_refused(damage: Any, message: str, target: PreTrai
 
 def test_vocabulary_that_does_not_fit_is_refused(target: PreTrainedModel) -> None:
     drafter = make_specbound(target, draft_vocab_size=20)
-    with pytest.raises(ValueError, match=r"is 20 ascending ids, but got \[3\] of them, ascending"):
+    with pytest.raises(ValueError, match=r"must be 20 ascending ids, but got \[3\] of them, ascending"):
         drafter.set_vocabulary(torch.tensor([1, 2, 3]))
-    with pytest.raises(ValueError, match=r"leads to target ids from 50 to 69"):
+    with pytest.raises(ValueError, match=r"gives target ids from 50 to 69"):
         drafter.set_vocabulary(torch.arange(50, 70))
 
 

@@ -148,9 +148,9 @@ def test_a_chosen_branch_is_kept_with_its_entries_and_the_others_are_forgotten(s
     (kept,) = made.draft([[*chain, token]], [True], whole).tokens
     assert kept == branch[1 : 1 + length]
     text = [*TEXT, *chain, token]
-    made._settle()
+    made._update_cache()
     assert made.drafter.cache.row_lengths == [len(text) - 1]
-    assert made.num_places == len(branch) - 1  # all of it but its last token, which was not run
+    assert made.num_entries == len(branch) - 1  # all of it but its last token, which was not run
     (after,) = made.draft_ahead(whole).candidates
     with torch.no_grad():
         probs = model(torch.tensor([text + kept])).logits[0, -1].softmax(-1)
@@ -224,7 +224,8 @@ def test_a_branch_is_hit_by_what_it_was_prepared_for() -> None:
     row = Row([7], nodes=[Node(7, -1), Node(1, 0), Node(2, 1), Node(3, 2), Node(4, 2), Node(1, 1), Node(9, 0)])
     row.chain, row.branches, row.hedges = [1, 2], [3, 4], [5, 6]
     assert row.prepared() == {(2, 3): 3, (2, 4): 4, (1, 1): 5, (0, 9): 6}
-    assert [row.hit(emitted) for emitted in ([1, 2, 4], [1, 1], [9], [1, 9], [1, 2, 5])] == [4, 5, 6, None, None]
+    chosen = [row.chosen_branch(emitted) for emitted in ([1, 2, 4], [1, 1], [9], [1, 9], [1, 2, 5])]
+    assert chosen == [4, 5, 6, None, None]
 
 
 @pytest.mark.parametrize("way", ["hedged branches", "single sequence", "in turn", "in turn, predicted"])
@@ -270,14 +271,14 @@ def test_hedges_are_the_likeliest_other_tokens_along_the_chain() -> None:
     (chain,) = made.draft([[]], [True], whole).tokens
     made.draft_ahead(whole)
     with torch.no_grad():
-        laws = model(torch.tensor([TEXT + chain])).logits[0, len(TEXT) - 1 : -1].softmax(-1)
+        draft_probs = model(torch.tensor([TEXT + chain])).logits[0, len(TEXT) - 1 : -1].softmax(-1)
     likely, reached = [], 1.0
-    for place, law in enumerate(laws):
-        top = law.topk(3)
+    for place, prediction in enumerate(draft_probs):
+        top = prediction.topk(3)
         for token, prob in zip(top.indices.tolist(), top.values.tolist(), strict=True):
             if token != chain[place]:
                 likely.append((reached * prob, place, token))
-        reached *= float(law[chain[place]])
+        reached *= float(prediction[chain[place]])
     row = made.rows[0]
     path = [row.root, *row.chain]
     found = {(path.index(row.nodes[hedge].parent), row.nodes[hedge].token) for hedge in row.hedges}
@@ -337,12 +338,12 @@ def test_each_drawn_candidate_carries_the_law_that_those_before_it_have_left() -
     )
     made.draft([[]], [True], signals)
     ahead = made.draft_ahead(signals)
-    assert ahead.laws is not None
-    tokens, laws = ahead.candidates[0], ahead.laws[0]
+    assert ahead.draft_probs is not None
+    tokens, draft_probs = ahead.candidates[0], ahead.draft_probs[0]
     assert len(tokens) > 2
-    left = laws[0].clone()
-    for token, law in zip(tokens, laws, strict=True):
-        torch.testing.assert_close(law, left / left.sum())
+    left = draft_probs[0].clone()
+    for token, prediction in zip(tokens, draft_probs, strict=True):
+        torch.testing.assert_close(prediction, left / left.sum())
         left[token] = 0
 
 
@@ -353,14 +354,14 @@ def test_sampled_tokens_follow_the_target_branch_points_included(
     sampling: str, candidates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = sampled_target()
-    hit, hedged = Row.hit, []
+    hit, hedged = Row.chosen_branch, []
 
     def noted(self: Row, tokens: list[int]) -> int | None:
         found = hit(self, tokens)
         hedged.extend(node for node in self.hedges if node == found)
         return found
 
-    monkeypatch.setattr(Row, "hit", noted)
+    monkeypatch.setattr(Row, "chosen_branch", noted)
     drafter = make_specbranch(target, noise=0.1, lengths="confidence", min_confidence=0.3, candidates=candidates)
     temperature = SAMPLING[sampling].get("temperature", 1.0)
     assert_follows(count(sample(target, drafter, temperature)), enumerate_law(target, PROMPT, sampling))
@@ -373,15 +374,15 @@ def test_sampled_tokens_follow_the_target_branch_points_included(
 
 def test_candidates_that_claim_to_be_drawn_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     # The negative control: the likeliest tokens of the branch point, handed in as if they had been drawn.
-    branch = BranchDrafting._branch
+    branch = BranchDrafting._add_candidates
 
     def claim(self: BranchDrafting, row: Any) -> list[torch.Tensor]:
-        law = row.nodes[row.leaf].law
-        if law is not None and law.drawn_from is not None:
-            law.chosen = int(law.drawn_from.argmax())
+        prediction = row.nodes[row.leaf].prediction
+        if prediction is not None and prediction.draft_probs is not None:
+            prediction.chosen = int(prediction.draft_probs.argmax())
         return branch(self, row)
 
-    monkeypatch.setattr(BranchDrafting, "_branch", claim)
+    monkeypatch.setattr(BranchDrafting, "_add_candidates", claim)
     target = sampled_target()
     drafter = make_specbranch(target, noise=0.3, lengths="confidence", min_confidence=0.9, candidates="drawn", k_max=1)
     assert (

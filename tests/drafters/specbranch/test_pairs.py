@@ -50,12 +50,12 @@ def test_a_saved_pair_drafts_the_same(place: str, tmp_path: Path) -> None:
 def test_a_checkpoint_without_its_draft_model_says_where_it_should_be(tmp_path: Path) -> None:
     target, _, folder = saved(tmp_path, "../draft")
     (tmp_path / "draft").rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match=r"should be in the folder '../draft', seen from there, but it is not"):
+    with pytest.raises(FileNotFoundError, match=r"should be in the folder '../draft', relative to the checkpoint"):
         load_drafter(folder, target)
     config = json.loads((folder / "config.json").read_text())
     del config["draft_model"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="names no draft model"):
+    with pytest.raises(ValueError, match="has no draft_model in its config.json"):
         load_drafter(folder, target)
 
 
@@ -116,7 +116,7 @@ def test_a_pair_that_has_lost_its_draft_model_warns_when_it_is_saved_elsewhere(t
     alone = SpecBranchDrafter.from_pretrained(folder)
     for place in ("../draft", OWN_DRAFT_MODEL):
         alone.config.draft_model = place
-        with pytest.warns(UserWarning, match=rf"draft model '{place}' is not found from .*attach\(draft_model\)"):
+        with pytest.warns(UserWarning, match=rf"draft model '{place}' cannot be found from .*attach\(draft_model\)"):
             alone.save_pretrained(tmp_path / "far" / "away")
 
 
@@ -146,7 +146,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"parallel": 1}, "parallel=1 must be True or False"),
     ({"min_confidence": 1.5}, "min_confidence=1.5 must be from 0 to 1"),
     ({"speed_ratio": 0}, "speed_ratio=0 must be a positive number"),
-    ({"selection": "a_priori", "lengths": "confidence"}, "chooses with H-RAD, but lengths='confidence'"),
+    ({"selection": "a_priori", "lengths": "confidence"}, "uses H-RAD, but lengths='confidence'"),
 ]
 
 
@@ -195,7 +195,7 @@ def test_a_draft_model_larger_than_the_target_warns() -> None:
     target = make_target("llama", "sdpa", num_hidden_layers=1)
     model = make_target("llama", "sdpa")
     drafter = SpecBranchDrafter.from_models(model, target, worker="thread", speed_ratio=2.0)
-    with pytest.warns(UserWarning, match="Are the two swapped"):
+    with pytest.warns(UserWarning, match="Check that the two are not swapped"):
         target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
 
 

@@ -98,7 +98,7 @@ def of_the_main_program(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (of_the_main_program, "Own is defined in the program that was started"),
+        (of_the_main_program, "Own is defined in the main program"),
         (lambda model: setattr(model, "extra", lambda: None), "cannot be pickled: .*lambda"),
         (lambda model: model.register_buffer("extra", torch.ones(3).to_sparse()), "Tensor of torch.sparse_coo on cpu"),
         (lambda model: model.register_buffer("extra", torch.ones(3, device="meta")), "strided on meta"),

@@ -253,7 +253,7 @@ def test_a_process_that_was_killed_is_told_of() -> None:
     processes.start(model)
     (worker,) = processes.idle
     worker.process.kill()
-    with pytest.raises(RuntimeError, match=r"drafting process ended by itself, with exit code -9.*worker='thread'"):
+    with pytest.raises(RuntimeError, match=r"drafting process ended unexpectedly, with exit code -9.*worker='thread'"):
         worker.call("draft")
     processes.close()
 

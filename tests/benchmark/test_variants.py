@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from hf_specdec.benchmark import ways
+from hf_specdec.benchmark import variants
 from hf_specdec.drafters.registry import WEIGHTLESS
 from tests.methods import make_dflash, make_medusa
 from tests.targets import make_target
@@ -33,8 +33,8 @@ def target(folder: Path) -> PreTrainedModel:
 def test_every_checkpoint_in_a_folder_gives_a_row_per_method_without_being_listed(
     folder: Path, target: PreTrainedModel
 ) -> None:
-    found, passed_over = ways.discover(folder, target)
-    named = [way.name for way in ways.distinct(found)]
+    found, passed_over = variants.discover(folder, target)
+    named = [variant.name for variant in variants.distinct(found)]
     assert sorted(named) == sorted(
         ["dflash (a-drafter)", "ddtree (a-drafter)", "dflash (b-heads)", "ddtree (b-heads)", *WEIGHTLESS]
     )
@@ -43,20 +43,20 @@ def test_every_checkpoint_in_a_folder_gives_a_row_per_method_without_being_liste
 
 
 def test_ways_of_one_drafter_share_it_and_set_their_own_options(folder: Path, target: PreTrainedModel) -> None:
-    loaded = ways.load(f"{folder / 'a-drafter'}:tree_budget=5", target)
-    assert {way.settings["method"] for way in loaded} == {"dflash", "ddtree"}
-    assert {way.settings["tree_budget"] for way in loaded} == {5}
-    assert len({id(way.drafter) for way in loaded}) == 1
-    assert sum(way.leads for way in loaded) == 1
-    (chosen,) = ways.load(f"{folder / 'a-drafter'}:method=dflash", target)
+    loaded = variants.load(f"{folder / 'a-drafter'}:tree_budget=5", target)
+    assert {variant.settings["method"] for variant in loaded} == {"dflash", "ddtree"}
+    assert {variant.settings["tree_budget"] for variant in loaded} == {5}
+    assert len({id(variant.drafter) for variant in loaded}) == 1
+    assert sum(variant.leads for variant in loaded) == 1
+    (chosen,) = variants.load(f"{folder / 'a-drafter'}:method=dflash", target)
     assert chosen.settings["method"] == "dflash"
     assert chosen.leads
 
 
 def test_a_sweep_varies_the_budget_of_leading_methods_only(folder: Path, target: PreTrainedModel) -> None:
-    own = ways.distinct([*ways.load(str(folder / "a-drafter"), target), *ways.load("ngram", target)])
-    swept = ways.sweep([*ways.baselines(), *own], [2, 4])
-    assert [(way.name, way.swept_from, way.settings["tree_budget"]) for way in swept] == [
+    own = variants.distinct([*variants.load(str(folder / "a-drafter"), target), *variants.load("ngram", target)])
+    swept = variants.sweep([*variants.baselines(), *own], [2, 4])
+    assert [(variant.name, variant.swept_from, variant.settings["tree_budget"]) for variant in swept] == [
         ("ddtree @ 2", "ddtree", 2),
         ("ddtree @ 4", "ddtree", 4),
         ("ngram @ 2", "ngram", 2),
@@ -65,18 +65,18 @@ def test_a_sweep_varies_the_budget_of_leading_methods_only(folder: Path, target:
 
 
 def test_the_same_way_twice_raises_and_another_setting_is_another_row(target: PreTrainedModel) -> None:
-    two = [*ways.load("ngram", target), *ways.load("ngram:tree_budget=3", target)]
-    assert [way.name for way in ways.distinct(two)] == ["ngram", "ngram tree_budget=3"]
-    with pytest.raises(ValueError, match="'ngram.*' is asked for twice"):
-        ways.distinct([*two, *ways.load("ngram", target)])
+    two = [*variants.load("ngram", target), *variants.load("ngram:tree_budget=3", target)]
+    assert [variant.name for variant in variants.distinct(two)] == ["ngram", "ngram tree_budget=3"]
+    with pytest.raises(ValueError, match="'ngram.*' is given twice"):
+        variants.distinct([*two, *variants.load("ngram", target)])
 
 
 def test_options_are_python_values_and_unknown_ones_raise(target: PreTrainedModel) -> None:
-    assert ways.parse("me/x:branching=[2, 4, 6],device=cuda:1,rate=0.5") == (
+    assert variants.parse("me/x:branching=[2, 4, 6],device=cuda:1,rate=0.5") == (
         "me/x",
         {"branching": [2, 4, 6], "device": "cuda:1", "rate": 0.5},
     )
-    with pytest.raises(ValueError, match="after the colon options are expected"):
-        ways.parse("me/x:31")
+    with pytest.raises(ValueError, match="options must follow the colon"):
+        variants.parse("me/x:31")
     with pytest.raises(ValueError, match="Unknown drafting option 'tree_budgt'. Did you mean 'tree_budget'"):
-        ways.load("ngram:tree_budgt=3", target)
+        variants.load("ngram:tree_budgt=3", target)

@@ -1,7 +1,7 @@
-"""Ways of decoding to compare: plain generate twice, stock assisted generation, and any drafters with settings.
+"""The variants of decoding to compare: plain generate twice, transformers' assisted generation, drafters with settings.
 
-Nothing here knows a method. Bundled checkpoints are found by looking into a folder, their methods by asking the
-drafter, and drafters without weights by the registry, so a new method is measured without a change here.
+This module has no names of methods: it finds bundled checkpoints in a folder, their methods in the drafter, and
+drafters without weights in the registry, so a new method needs no change here.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ ASSISTED = "stock assisted"
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One row of the report.
 
     Attributes:
         name: unique.
         kind: "plain" and "assisted" are transformers' own.
         arguments: for `generate`.
-        drafter: also given to `generate`, as its assistant.
-        settings: drafting options, set before each call: ways may share a drafter.
-        swept_from: for a way that differs from another in its budget alone, that one's name.
-        leads: whether its method is the one that the drafter uses unasked; only such ways are swept.
-        batches: whether it takes more than one row.
+        drafter: passed to `generate` as assistant.
+        settings: drafting options, set before each call, because variants may share a drafter.
+        swept_from: name of the variant that differs from this one only in the budget; None if it is not swept.
+        leads: whether its method is the drafter's default; only such variants are swept.
+        batches: whether it supports more than one row.
     """
 
     name: str
@@ -56,32 +56,32 @@ class Way:
     batches: bool = True
 
     def begin(self) -> None:
-        """Before each call: sets the drafter's options, and has it forget the texts of earlier calls."""
+        """Before each call: sets the drafter's options, and clears what it has stored of earlier texts."""
         if self.drafter is not None:
             self.drafter.set_options(**self.settings)
             self.drafter.forget()
 
 
-def baselines(backend: str = "inductor") -> list[Way]:
-    """Plain `generate` as it comes, and compiled with a static cache by this backend of `torch.compile`."""
+def baselines(backend: str = "inductor") -> list[Variant]:
+    """Plain `generate` with defaults, and compiled with a static cache by this backend of `torch.compile`."""
     everywhere = CompileConfig(backend=backend)
-    # Left alone, generate compiles on accelerators only; the second baseline is a compiled one on every device.
+    # By default generate compiles only on accelerators; the second baseline is compiled on every device.
     everywhere._compile_all_devices = True
     return [
-        Way(PLAIN, "plain"),
-        Way(COMPILED, "plain", {"cache_implementation": "static", "compile_config": everywhere}),
+        Variant(PLAIN, "plain"),
+        Variant(COMPILED, "plain", {"cache_implementation": "static", "compile_config": everywhere}),
     ]
 
 
-def stock_assisted(name: str, target: PreTrainedModel) -> Way:
-    """Transformers' own assisted generation with a draft model (Hub id or folder); batches of one only."""
+def stock_assisted(name: str, target: PreTrainedModel) -> Variant:
+    """Transformers' own assisted generation with a draft model (Hub id or folder); only for batches of one."""
     vocab_size = target.get_input_embeddings().num_embeddings
     model = with_whole_vocabulary(whole_target(name, dtype=target.dtype).to(target.device).eval(), vocab_size)
-    return Way(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
+    return Variant(ASSISTED, "assisted", {"assistant_model": model}, batches=False)
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """`path-or-id:option=value,option=value` as where to load from, and options; values are Python literals or text.
+    """Splits `path-or-id:option=value,option=value` into location and options; values are Python literals or text.
 
     Raises:
         ValueError: an option has no value.
@@ -92,11 +92,11 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         >>> parse("me/drafter:branching=[2, 4, 6, 4]")
         ('me/drafter', {'branching': [2, 4, 6, 4]})
     """
-    # A drive letter, as in C:\drafter, is no beginning of options: those have an equals sign.
+    # The colon of a drive letter, as in C:\drafter, does not begin options: these contain an equals sign.
     split = re.match(r"(?P<path>.+?):(?P<options>\w+=.*)", spec, flags=re.DOTALL)
     if split is None:
         if re.search(r":\w*$", spec):
-            raise ValueError(f"--drafter {spec!r}: after the colon options are expected, as in {spec}tree_budget=31.")
+            raise ValueError(f"--drafter {spec!r}: options must follow the colon, as in {spec}tree_budget=31.")
         return spec, {}
     options: dict[str, Any] = {}
     for part in re.split(r",(?=\w+=)", split["options"]):
@@ -108,17 +108,17 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     return split["path"], options
 
 
-def load(spec: str, target: PreTrainedModel) -> list[Way]:
-    """The way that a `--drafter` names, or one per method where it leaves the method open and there are several.
+def load(spec: str, target: PreTrainedModel) -> list[Variant]:
+    """The variant that a `--drafter` names, or one per method if it sets none and the drafter has several.
 
-    Drafters whose names are joined by "+" are merged; options are then those of the merged drafter.
+    Drafters whose names are joined by "+" are merged; the options are then those of the merged drafter.
     """
     path, options = parse(spec)
     parts = path.split("+") if "+" in path and not Path(path).exists() else path
     drafter = load_drafter(parts, target=target, **options)
     methods = (drafter.method,) if "method" in options else drafter.methods
     given = {name: value for name, value in options.items() if name != "method"}
-    ways = []
+    variants = []
     for method in methods:
         settings = asdict(drafter.options)
         if "method" in settings:
@@ -127,54 +127,56 @@ def load(spec: str, target: PreTrainedModel) -> list[Way]:
         label = " ".join([label, *(f"{name}={value}" for name, value in given.items())])
         leads = method == drafter.method
         name = f"{label}\0{Path(path).name}"
-        ways.append(Way(name, "drafter", drafter=drafter, settings=settings, leads=leads))
-    return ways
+        variants.append(Variant(name, "drafter", drafter=drafter, settings=settings, leads=leads))
+    return variants
 
 
-def discover(folder: Path, target: PreTrainedModel) -> tuple[list[Way], dict[str, str]]:
-    """A way per method of every drafter in the folders of `folder`, and of those that need no weights.
+def discover(folder: Path, target: PreTrainedModel) -> tuple[list[Variant], dict[str, str]]:
+    """A variant per method of every drafter in the subfolders of `folder`, and of drafters without weights.
 
     Returns:
-        the ways, and for folders that are none: why, by name.
+        The variants, and for subfolders that could not be loaded the reason, by name.
     """
-    ways: list[Way] = []
+    variants: list[Variant] = []
     passed_over: dict[str, str] = {}
     own = Path(target.name_or_path).resolve()
     for path in sorted(each for each in folder.iterdir() if (each / "config.json").is_file()):
         if path.resolve() == own:
             continue
         try:
-            ways += load(os.path.relpath(path), target)
+            variants += load(os.path.relpath(path), target)
         except (ValueError, OSError) as error:
             passed_over[path.name] = str(error)
     for name in sorted(WEIGHTLESS):
-        ways += load(name, target)
-    return ways, passed_over
+        variants += load(name, target)
+    return variants, passed_over
 
 
-def distinct(ways: Iterable[Way]) -> list[Way]:
-    """The same ways with names that tell them apart: the checkpoint is named only where it is needed for that."""
-    ways = list(ways)
-    short = Counter(way.name.split("\0")[0] for way in ways)
+def distinct(variants: Iterable[Variant]) -> list[Variant]:
+    """The variants with unique names: the checkpoint's name is kept only if labels are equal without it."""
+    variants = list(variants)
+    short = Counter(variant.name.split("\0")[0] for variant in variants)
     named = []
-    for way in ways:
-        label, _, checkpoint = way.name.partition("\0")
-        named.append(replace(way, name=f"{label} ({checkpoint})" if short[label] > 1 else label))
-    repeated = [name for name, count in Counter(way.name for way in named).items() if count > 1]
+    for variant in variants:
+        label, _, checkpoint = variant.name.partition("\0")
+        named.append(replace(variant, name=f"{label} ({checkpoint})" if short[label] > 1 else label))
+    repeated = [name for name, count in Counter(variant.name for variant in named).items() if count > 1]
     if repeated:
-        raise ValueError(f"--drafter: {repeated[0]!r} is asked for twice; give the two different settings.")
+        raise ValueError(f"--drafter: {repeated[0]!r} is given twice; give the two different settings.")
     return named
 
 
-def sweep(ways: Iterable[Way], budgets: Iterable[int]) -> list[Way]:
-    """For every drafter that has a `tree_budget`, the same at each of the budgets."""
+def sweep(variants: Iterable[Variant], budgets: Iterable[int]) -> list[Variant]:
+    """For every drafter with a `tree_budget`, a variant at each of the budgets."""
     swept = []
     budgets = list(budgets)
-    for way in ways:
-        # A drafter's other methods are its chains, which ignore the budget.
-        if way.drafter is None or not way.leads or not hasattr(way.drafter.options, "tree_budget"):
+    for variant in variants:
+        # A drafter's other methods are chains, which ignore the budget.
+        if variant.drafter is None or not variant.leads or not hasattr(variant.drafter.options, "tree_budget"):
             continue
         for budget in budgets:
-            settings = {**way.settings, "tree_budget": budget}
-            swept.append(replace(way, name=f"{way.name} @ {budget}", settings=settings, swept_from=way.name))
+            settings = {**variant.settings, "tree_budget": budget}
+            swept.append(
+                replace(variant, name=f"{variant.name} @ {budget}", settings=settings, swept_from=variant.name)
+            )
     return swept
