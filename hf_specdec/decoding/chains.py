@@ -84,7 +84,7 @@ class HostChains:
         self.padding = 0  # tokens before the prompt
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
-        self.features: Tensor | None = None  # of its nodes, for generators with a cache of their own to read
+        self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
         self.started = False
 
     def candidates(

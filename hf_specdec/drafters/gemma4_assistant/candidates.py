@@ -65,17 +65,17 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        drafter, device = self.drafter, self.drafter.device
+        drafter, device, home = self.drafter, self.drafter.device, context.root_ids.device
         width = min(self.top_k, drafter.config.num_scored)
         rotary = drafter.rotary(context.root_positions.to(device) - 1)
         entries = {kind: self._entries(kind) for kind in set(drafter.config.layer_types)}
         rows = torch.arange(len(context.root_ids), device=device).unsqueeze(1)
         states = self.states.to(device=device, dtype=drafter.dtype).unsqueeze(1)
-        outputs = drafter(self._embed(context.root_ids.unsqueeze(1)), states, rotary, entries)
+        outputs = drafter(self._embed(context.root_ids.unsqueeze(1), home), states, rotary, entries)
 
         def extend(level: int, token_ids: Tensor, above: Tensor) -> Tensor:
             nonlocal outputs
-            outputs = drafter(self._embed(token_ids), drafter.recurrent(outputs)[rows, above], rotary, entries)
+            outputs = drafter(self._embed(token_ids, home), drafter.recurrent(outputs)[rows, above], rotary, entries)
             return self._logits(outputs)
 
         levels = grow_levels(self._logits(outputs).squeeze(1), extend, self.depth, width, lambda ids: ids)
@@ -101,9 +101,9 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
             mask=entries.mask.to(device),
         )
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """[batch, nodes] -> [batch, nodes, target_hidden], scaled as the target scales it."""
-        return self.embeddings(token_ids).to(device=self.drafter.device, dtype=self.drafter.dtype)
+    def _embed(self, token_ids: Tensor, home: torch.device) -> Tensor:
+        """[batch, nodes] -> [batch, nodes, target_hidden], scaled as the target scales it; `home` is its device."""
+        return self.embeddings(token_ids.to(home)).to(device=self.drafter.device, dtype=self.drafter.dtype)
 
     def _logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32, without tokens that the target does not have."""

@@ -124,11 +124,12 @@ class Gemma4AssistantConfig(PreTrainedConfig):
                 f"be {SLIDING!r} or {FULL!r}."
             )
         for kind in sorted(set(self.layer_types)):
-            rope = self.rope_parameters.get(kind)
-            if not isinstance(rope, dict) or rope.get("rope_type") not in ROPE_TYPES or "rope_theta" not in rope:
+            rope: Any = self.rope_parameters.get(kind)
+            known = isinstance(rope, dict) and rope.get("rope_type") in ROPE_TYPES and "rope_theta" in rope
+            if not known or rope.get("partial_rotary_factor", 1.0) > 1:
                 raise ValueError(
-                    f"rope_parameters of {kind} are {rope!r}; they must have a rope_theta, and a rope_type of "
-                    f"{list(ROPE_TYPES)}."
+                    f"rope_parameters of {kind} are {rope!r}; they must have a rope_theta, a rope_type of "
+                    f"{list(ROPE_TYPES)}, and no partial_rotary_factor beyond 1."
                 )
             kv_heads, head_dim = self.kv_shape(kind)
             if self.num_attention_heads % kv_heads or head_dim % 2:

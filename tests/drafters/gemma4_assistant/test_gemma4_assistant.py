@@ -358,6 +358,8 @@ TEXT, ROPE = "text_config", "text_config.rope_parameters.full_attention"
         (TEXT, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters of full_attention are"),
         (TEXT, {"num_attention_heads": 3}, "num_attention_heads 3 must be a multiple of the 2 heads of keys"),
         (ROPE, {"rope_type": "yarn"}, "rope_parameters of full_attention are .*'yarn'"),
+        (ROPE, {"partial_rotary_factor": 1.5}, "no partial_rotary_factor beyond 1"),
+        (ROPE, {"rope_theta": "wide"}, "rope_theta='wide'; it must be a finite number"),
         (ROPE, {"turn": 2}, "has text_config.rope_parameters.full_attention.turn=2"),
     ],
 )
