@@ -83,7 +83,7 @@ class TrainOptions(AnswerOptions):
     """Options of `hf-specdec train` for every method."""
 
     method: str = HfArg(default="dflash", help="what to train; the methods are listed above")
-    work_dir: Path = HfArg(default=Path("build/drafter"), help="of caches and checkpoints; machines need a shared one")
+    work_dir: Path = HfArg(default=Path("build/drafter"), help="of caches and checkpoints, shared by all machines")
     resume: bool = HfArg(default=False, help="continue from the last checkpoint with these options")
     target_id: str | None = HfArg(default=None, help="Hub id of the target, for the drafter's card; default: --target")
     license: str | None = HfArg(default=None, help="Hub licence id, for the drafter's card")
@@ -95,7 +95,7 @@ class TrainOptions(AnswerOptions):
         "such datasets, or folders of answers from `hf-specdec write`",
     )
     new_tokens: Count | None = HfArg(
-        default=None, help="most tokens per text; default: 192 with --text, 384 with --data"
+        default=None, help="most tokens of a continuation or answer; default: 192, with --data 384"
     )
     rows: Count = HfArg(default=6144, help="with --text: number of continuations that the target writes")
     write_minutes: NotNegative = HfArg(default=12.0, help="with --text: stop writing after this time")
