@@ -80,16 +80,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec train", corpus: Corp
     """
     recipe = recipe_of(_method(argv))
     description = f"{__doc__}\nMethods: {', '.join(sorted(RECIPES))}."
-    if corpus is not None:
-        description += f" Default of --text: {corpus.description}."
-    options: TrainOptions = parse(
-        recipe.options,
-        argv,
-        program=program,
-        description=description,
-        one_of=("text", "data"),
-        required=corpus is None,
-    )
+    options: TrainOptions = parse(recipe.options, argv, program, description, required=corpus is None)
     datasets_package()
     checkpoints = _checkpoints(options)
     last = get_last_checkpoint(checkpoints) if options.resume and checkpoints.exists() else None
@@ -314,8 +305,7 @@ def _optimizer(options: TrainOptions, drafter: PreTrainedModel) -> torch.optim.O
 def _checkpoints(options: TrainOptions) -> Path:
     """The folder for the checkpoints of runs with these options."""
     name = hashlib.sha256(_options(options).encode()).hexdigest()[:12]
-    folder: Path = options.work_dir / f"checkpoints-{name}"
-    return folder
+    return options.work_dir / f"checkpoints-{name}"
 
 
 def _inputs(target: PreTrainedModel, source: Source) -> dict[str, Any]:

@@ -383,14 +383,8 @@ def main(
         OSError: a model or a file does not exist.
         ValueError: there is too little text, or models, examples and options do not fit each other.
     """
-    options = parse(
-        HRADOptions,
-        argv,
-        program=program,
-        description="Train H-RAD for a target and a draft model.",
-        one_of=("text", "data"),
-        required=corpus is None,
-    )
+    description = "Train H-RAD for a target and a draft model."
+    options = parse(HRADOptions, argv, program, description, required=corpus is None)
     _smote()  # fails before the pair runs
     set_seed(options.seed)
     started = time.monotonic()

@@ -38,16 +38,6 @@ TEXT_ONLY = ("rows", "write_minutes", "writers", "prompt_tokens", "plain_share")
 DATA_ONLY = ("temperature", "max_length")
 
 
-def check_ranges(options: CommandOptions) -> None:
-    """Raises ValueError if a number, or one in a list, is not in the range that the option's annotation gives."""
-    for name, annotation in get_type_hints(type(options), include_extras=True).items():
-        value = getattr(options, name)
-        for rule in _rules(annotation):
-            for each in value if isinstance(value, list) else [value]:
-                if each is not None and not rule.holds(each):
-                    raise ValueError(f"argument {spelling(name)}: {each} must be {rule.wording}")
-
-
 def _rules(annotation: Any) -> Iterator[Rule]:
     for part in get_args(annotation):
         if isinstance(part, Rule):
@@ -56,26 +46,22 @@ def _rules(annotation: Any) -> Iterator[Rule]:
             yield from _rules(part)
 
 
-def spelling(name: str) -> str:
-    """An option as on the command line.
-
-    Example:
-        >>> spelling("work_dir")
-        '--work-dir'
-    """
-    return f"--{name.replace('_', '-')}"
-
-
 @dataclass(kw_only=True)
 class CommandOptions:
-    """Options of every training command."""
+    """Options of every training command; raises ValueError if a number is not in the range of its annotation."""
 
+    sources = ("text", "data")  # not a field: two options of which one is given
     target: str = HfArg(help="folder or Hub id of the model to draft for")
     output: Path = HfArg(help="folder to write")
     seed: Seed = HfArg(default=0, help="of all random choices")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        for name, annotation in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            for rule in _rules(annotation):
+                for each in value if isinstance(value, list) else [value]:
+                    if each is not None and not rule.holds(each):
+                        raise ValueError(f"argument --{name.replace('_', '-')}: {each} must be {rule.wording}")
 
 
 @dataclass(kw_only=True)
@@ -97,9 +83,7 @@ class TrainOptions(AnswerOptions):
     """Options of `hf-specdec train` for every method."""
 
     method: str = HfArg(default="dflash", help="what to train; the methods are listed above")
-    work_dir: Path = HfArg(
-        default=Path("build/drafter"), help="folder for caches and checkpoints; several machines need a shared one"
-    )
+    work_dir: Path = HfArg(default=Path("build/drafter"), help="of caches and checkpoints, shared by all machines")
     resume: bool = HfArg(default=False, help="continue from the last checkpoint with these options")
     target_id: str | None = HfArg(default=None, help="Hub id of the target, for the drafter's card; default: --target")
     license: str | None = HfArg(default=None, help="Hub licence id, for the drafter's card")
@@ -111,12 +95,12 @@ class TrainOptions(AnswerOptions):
         "such datasets, or folders of answers from `hf-specdec write`",
     )
     new_tokens: Count | None = HfArg(
-        default=None, help="most tokens of a continuation or answer; default: 192 with --text, 384 with --data"
+        default=None, help="most tokens of a continuation or answer; default: 192, with --data 384"
     )
     rows: Count = HfArg(default=6144, help="with --text: number of continuations that the target writes")
     write_minutes: NotNegative = HfArg(default=12.0, help="with --text: stop writing after this time")
     writers: Count | None = HfArg(
-        default=None, help="with --text: processes that write; default: one per torch thread, one with a GPU"
+        default=None, help="with --text: processes that write; default: one per torch thread, or one with a GPU"
     )
     prompt_tokens: list[Count] = HfArg(
         default_factory=lambda: [32, 128],
@@ -146,32 +130,24 @@ class TrainOptions(AnswerOptions):
         for field in fields(self):
             default = field.default if field.default_factory is MISSING else field.default_factory()
             if field.name in unused and getattr(self, field.name) != default:
-                raise ValueError(
-                    f"argument {spelling(field.name)}: it is for --{other} and has no effect with --{own}: leave it out"
-                )
+                option = field.name.replace("_", "-")
+                raise ValueError(f"argument --{option}: has no effect with --{own}, only with --{other}: leave it out")
 
 
 Options = TypeVar("Options", bound=CommandOptions)
 
 
 def parse(
-    kind: type[Options],
-    argv: Sequence[str],
-    *,
-    program: str,
-    description: str | None,
-    one_of: tuple[str, str],
-    required: bool = True,
+    kind: type[Options], argv: Sequence[str], program: str, description: str | None, *, required: bool = True
 ) -> Options:
     """The options of a command line. Ends the process with a usage line and status 2 if they are not valid.
 
     Args:
         kind: their dataclass.
-        argv: the command line.
-        program: the command without the options, for `--help`.
-        description: for `--help`.
-        one_of: two options that exclude each other.
-        required: one of these two must be given.
+        argv: the command line, without the program.
+        program: the command without the options, for messages.
+        description: of the command, for `--help`.
+        required: whether one of `kind.sources` must be given.
 
     Raises:
         ValueError: --output cannot be a folder.
@@ -186,8 +162,8 @@ def parse(
         options, unknown = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False
         )
-        first, second = one_of
-        given = [getattr(options, name) is not None for name in one_of]
+        first, second = kind.sources
+        given = [getattr(options, name) is not None for name in kind.sources]
         if all(given):
             raise ValueError(f"argument --{second}: not allowed with argument --{first}")
         if required and not any(given):
@@ -196,11 +172,8 @@ def parse(
             raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
     except ValueError as error:
         parser.error(str(error))
-    _check_output(options.output)
-    return options
-
-
-def _check_output(folder: Path) -> None:
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    output = options.output
+    nearest = next(place for place in (output, *output.parents) if place.exists())
     if not nearest.is_dir():
-        raise ValueError(f"--output {str(folder)!r} cannot be a folder: {str(nearest)!r} is a file. Give another name.")
+        raise ValueError(f"--output {str(output)!r} cannot be a folder: {str(nearest)!r} is a file. Give another name.")
+    return options

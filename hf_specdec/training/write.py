@@ -36,6 +36,7 @@ from hf_specdec.training.source import load_target
 class WriteOptions(AnswerOptions):
     """Options of `hf-specdec write`."""
 
+    sources = ("data", "questions")
     data: str | None = HfArg(default=None, help='JSONL with "messages", or the Hub id of such a dataset')
     questions: Count | None = HfArg(
         default=None, help="instead of --data: number of questions that the target generates itself"
@@ -55,7 +56,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
         OSError: the conversations or the target cannot be read.
         ValueError: a conversation, an option or the tokenizer is not valid; says which.
     """
-    options = parse(WriteOptions, argv, program=program, description=__doc__, one_of=("data", "questions"))
+    options = parse(WriteOptions, argv, program, __doc__)
     conversations = read_conversations(options.data) if options.data is not None else []
     # The first process to finish waits for the others, up to hours.
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))

@@ -20,8 +20,7 @@ REQUIRED = ["--target", "model", "--output", "build/no", "--text", "text.txt"]
 
 
 def options_of(kind: type[CommandOptions], *argv: str, required: bool = True) -> Any:
-    one_of = ("data", "questions") if issubclass(kind, WriteOptions) else ("text", "data")
-    return parse(kind, argv, program="train", description=None, one_of=one_of, required=required)
+    return parse(kind, argv, "train", None, required=required)
 
 
 def recorded_commands() -> list[str]:
@@ -90,11 +89,11 @@ def test_switches_that_are_on_by_default_have_a_no() -> None:
         (REQUIRED[:4], "one of the arguments --text --data is required"),
         (REQUIRED[2:], "the following arguments are required: --target"),
         ([*REQUIRED[:4], "--data", "chats", "--rows", "5"],
-         "argument --rows: it is for --text and has no effect with --data: leave it out"),
+         "argument --rows: has no effect with --data, only with --text: leave it out"),
         ([*REQUIRED[:4], "--data", "chats", "--prompt-tokens", "5", "9"],
-         "argument --prompt-tokens: it is for --text and has no effect with --data: leave it out"),
+         "argument --prompt-tokens: has no effect with --data, only with --text: leave it out"),
         ([*REQUIRED, "--temperature", "0.5"],
-         "argument --temperature: it is for --data and has no effect with --text: leave it out"),
+         "argument --temperature: has no effect with --text, only with --data: leave it out"),
     ],
 )  # fmt: skip
 def test_options_that_are_not_valid_end_with_usage_and_status_2(
