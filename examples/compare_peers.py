@@ -4,9 +4,9 @@
     python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
 
 Every prompt is decoded by all of them in turn, in one process; ratios are computed per prompt, and medians
-are reported. All use the same target and draft model; each drafts with its own default settings. The other libraries cannot read a
-draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never drafts.
-`--json` stores the figures.
+are reported. All use the same target and draft model; each drafts with its own default settings. The other libraries
+cannot read a draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never
+drafts. `--json` stores the figures.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="Hub id or folder")
-    parser.add_argument("--draft-model", help="small language model: Hub id or folder; without it, what needs one is left out")
+    parser.add_argument(
+        "--draft-model", help="small language model: Hub id or folder; default: none, without what needs one"
+    )
     parser.add_argument("--drafter", action="append", default=[], help="of this library, as in `hf-specdec bench`")
     parser.add_argument("--prompts", required=True, help="JSONL file or set, as in `hf-specdec bench`")
     parser.add_argument("--num-prompts", type=int, help="groups taking turns; default: all")
