@@ -21,11 +21,10 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
@@ -258,9 +257,9 @@ def _decode_trees(
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=streamer,
     )
-    if not isinstance(drafter, nn.Module):
-        return decoding.run()
-    with packed_linears(drafter, generation_config.max_length - input_ids.shape[1]):
+    with ExitStack() as packed:
+        for network in drafter.networks:
+            packed.enter_context(packed_linears(network, generation_config.max_length - input_ids.shape[1]))
         return decoding.run()
 
 

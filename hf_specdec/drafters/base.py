@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
@@ -68,6 +68,11 @@ class Drafter(ABC):
     def method(self) -> str:
         """Name of the drafting method; if there are several (`methods`), `options.method` sets it."""
         return self.options.method
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """The networks that draft with fixed weights; on a CPU they may run on packed copies (`decoding/packed.py`)."""
+        return (self,) if isinstance(self, nn.Module) else ()
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, l
 
 DOCUMENT_LENGTH = 2000  # characters per document of a .txt file
 ROWS_PER_BATCH = 128  # prompts per batch of continuations
+HELD_OUT_SHARE = 8  # one held-out row for this many rows to train on, at most one batch
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,12 @@ class TextSource(Source):
                 workers, wanted["max_minutes"] = 1, 0.0  # only read the rows of the main process
             own = _continuations(target, (options.target, self.dtype), self.train_ids, workers, settings | wanted)
             held_out = write_continuations(
-                target, self.held_out_ids, num_rows=ROWS_PER_BATCH, temperatures=(0.0,), held_out=True, **settings
+                target,
+                self.held_out_ids,
+                num_rows=min(ROWS_PER_BATCH, -(-options.rows // HELD_OUT_SHARE)),
+                temperatures=(0.0,),
+                held_out=True,
+                **settings,
             )
         rows = own if self.plain is None else mix(own, self.plain, options.plain_share)
         ended = sum(row["input_ids"][row["length"] - 1] == self.tokenizer.eos_token_id for row in own) / len(own)

@@ -111,7 +111,7 @@ def levels() -> Callable[[], object]:
 
 def best_of_levels() -> Callable[[], object]:
     values = (ids(2), states(2, 40), ids(2, 40), ids(2, 40), ids(2) > 0)
-    return lambda: eagle3._best_tree(*values, depth=4, budget=9)
+    return lambda: eagle3.best_tree(*values, depth=4, budget=9)
 
 
 def heads() -> Callable[[], object]:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding import packed
 from hf_specdec.decoding.packed import Trial, packed_linears, trial_of
+from hf_specdec.drafters.lookup import NGramDrafter
+from hf_specdec.drafters.merged import MergedDrafter
 from tests.methods import METHODS, make_ddtree
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -76,6 +78,26 @@ def test_rounds_run_on_the_copies_and_nothing_else_does(target: PreTrainedModel)
     assert drafting
     assert all(drafting)
     assert not replaced(drafter)
+
+
+def test_networks_of_a_merged_drafter_run_on_copies(target: PreTrainedModel) -> None:
+    drafter, drafting = make_ddtree(target).float(), []
+    drafter.fc.register_forward_hook(lambda module, inputs, output: drafting.append("forward" in module.__dict__))
+    merged = MergedDrafter(drafter, NGramDrafter())
+    target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=merged)
+    assert drafting
+    assert all(drafting)
+    assert not replaced(drafter)
+
+
+def test_a_weight_that_a_call_does_not_use_is_not_copied(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+    monkeypatch.setattr(packed, "_pack", lambda weight: copied.append(weight))
+    with packed_linears(target, 100):
+        assert replaced(target)
+    assert not copied
 
 
 @pytest.mark.parametrize("how", ["in place", "by data", "another tensor"])

@@ -95,6 +95,7 @@ def test_every_layout_is_written_as_it_was_read_and_drafts_the_same(
     name: str, target: PreTrainedModel, tmp_path: Path
 ) -> None:
     case = CASES[name]
+    target = case.target(target)
     drafter = build(case, target)
     source, exported, changed = tmp_path / "source", tmp_path / "exported", tmp_path / "changed"
     source.mkdir()

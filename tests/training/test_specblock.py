@@ -169,7 +169,7 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
         )
     )
     with torch.no_grad():
-        hidden, at = generator._enter(ids[:, root], generator._take_pending())
+        hidden, at = generator._append_pending(ids[:, root], generator._take_pending())
         torch.testing.assert_close(hidden[:, 0], outputs[0].hidden[:, root - 1], rtol=1e-4, atol=1e-5)
         depth, zero = 0, torch.zeros(1, 1, dtype=torch.int64)
         held = torch.empty(1, 1, 0, dtype=torch.bool)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
@@ -101,6 +101,10 @@ class MergedDrafter(Drafter):
             seen[method] += 1
             names.append(f"{method} {seen[method]}" if methods.count(method) > 1 else method)
         return tuple(names)
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        return tuple(network for source in self.sources for network in source.networks)
 
     def knowledge(self, model: PreTrainedModel) -> Knowledge:
         """What was measured of the sources with this target."""

@@ -381,7 +381,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     twice[0] = twice[1]
     for changes, message in [
         ({"masked_embedding.token_ordering": twice}, "must hold each of the 64 token ids once"),
-        ({"masked_embedding.token_ordering": twice.int()}, "token_ordering is I32, not torch.int64"),
+        ({"masked_embedding.token_ordering": twice.int()}, "token_ordering is I32, not I64"),
         ({"model.layers.0.layer_scalar": torch.ones(2)}, r"layer_scalar is \[2\]"),
         ({"model.layers.0.self_attn.k_norm.weight": torch.ones(8)}, None),  # which savers may leave there
         ({"model.layers.9.mlp.up_proj.weight": torch.ones(8)}, "not part of it: layers.9.mlp.up_proj.weight"),

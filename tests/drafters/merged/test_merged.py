@@ -249,7 +249,7 @@ def test_what_cannot_be_merged_is_refused(target: PreTrainedModel) -> None:
         MergedDrafter(MergedDrafter(NGramDrafter(), SuffixDrafter()), NGramDrafter())
     with pytest.raises(TypeError, match="must be what load_drafter returns"):
         MergedDrafter(NGramDrafter(), target)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="revision='main' for 2 drafters"):
+    with pytest.raises(ValueError, match="revision='main' was given for 2 drafters"):
         load_drafter(["ngram", "suffix"], revision="main")
     with pytest.raises(ValueError, match="tree_budget=0 must be an integer from 1"):
         MergedDrafter(NGramDrafter(), SuffixDrafter(), tree_budget=0)

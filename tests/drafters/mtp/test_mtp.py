@@ -464,7 +464,7 @@ def test_sharded_checkpoints_are_read_by_their_index(tmp_path: Path) -> None:
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
     for place, message in (
         (first, f"says that {first} holds mtp.fc.weight, but it does not"),
-        ("../elsewhere.safetensors", "no safetensors files beside it"),
+        ("../elsewhere.safetensors", "shards must be safetensors files in its folder"),
         (1, "has a weight_map that does not name a file per tensor"),
     ):
         index = {"weight_map": shards | {"mtp.fc.weight": place}}

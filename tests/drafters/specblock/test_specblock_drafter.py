@@ -156,7 +156,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(folder, diffspec_draft_token_num=0), "diffspec_draft_token_num is 0.*at least 1"
     ),
     "draft vocabulary beyond the target's": (
-        lambda folder: rewrite(folder, draft_vocab_size=65), "draft_vocab_size 65 is larger than vocab_size 64"
+        lambda folder: rewrite(folder, draft_vocab_size=65), "draft_vocab_size is 65; it must be an integer from"
     ),
     "map that repeats a token": (
         lambda folder: spoil_map(folder, lambda d2t: d2t.__setitem__(5, -3)),
