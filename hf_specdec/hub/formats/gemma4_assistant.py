@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, check_sizes
+from hf_specdec.hub.formats.base import ROTARY, Config, Format, Headers, Reading, check_sizes
 from hf_specdec.hub.formats.keys import HOST, OURS, Section
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ DEFAULT_ROPES: Config = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
 _CLUSTERS = {"num_centroids": 2048, "centroid_intermediate_top_k": 32}
-# What savers may write for layers that share keys and values, and readers drop.
-_NOT_READ = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+# Savers may write projections for layers that share keys and values; readers ignore them.
+_NOT_READ = re.compile(rf"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.|{ROTARY}")
 _ROPE = ("factor", "partial_rotary_factor", "rope_theta", "rope_type")
 _TOKENS = (
     "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",

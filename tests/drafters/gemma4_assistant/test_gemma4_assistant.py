@@ -384,7 +384,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         ({"masked_embedding.token_ordering": twice.int()}, "token_ordering is I32, not I64"),
         ({"model.layers.0.layer_scalar": torch.ones(2)}, r"layer_scalar is \[2\]"),
         ({"model.layers.0.self_attn.k_norm.weight": torch.ones(8)}, None),  # which savers may leave there
-        ({"model.layers.9.mlp.up_proj.weight": torch.ones(8)}, "not part of it: layers.9.mlp.up_proj.weight"),
+        ({"model.layers.9.mlp.up_proj.weight": torch.ones(8)}, "unexpected: layers.9.mlp.up_proj.weight"),
     ]:
         save_file(whole | changes, tmp_path / "model.safetensors")
         if message is None:
@@ -396,7 +396,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="missing: post_projection.weight"):
         load_drafter(tmp_path)
-    assert "missing weight post_projection.weight" in inspect_drafter(tmp_path).problems[0]
+    assert "missing: post_projection.weight" in inspect_drafter(tmp_path).problems[0]
 
 
 # As google publishes them, by their configs.
