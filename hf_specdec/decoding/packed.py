@@ -2,9 +2,9 @@
 
 A matrix product over the nodes of a tree has few rows. On many processors torch's product converts the whole weight to
 another layout in each forward, which takes longer than the product itself. oneDNN can store a weight in that layout.
-So each weight is copied to it once per `generate` call, at its first product; products with the copy are equal within
-rounding. On other processors torch's product of a few rows is faster. A trial for each shape of weight, once per
-process, decides whether copying saves time.
+So weights are copied to it once per `generate` call, and rounds use the copies; the products are equal within rounding.
+On other processors torch's product of a few rows is faster. A trial for each shape of weight, once per process, decides
+whether copying saves time.
 
 Copies are made in each call, because weights may change between calls without notice. They are made only of models that
 are small enough for a second copy.
@@ -139,13 +139,7 @@ def packed_linears(model: nn.Module, num_tokens: int) -> AbstractContextManager[
         by_shape[layer.weight.shape].append(layer)
     with torch.no_grad():
         packed = [layer for group in by_shape.values() if trial_of(group).pays(num_tokens) for layer in group]
-    return _PackedForwards({layer: _packed_forward(layer) for layer in packed})
-
-
-def _packed_forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A forward of the layer on a packed copy, which is made at the first call: a network may not be used at all."""
-    copy = functools.cache(lambda: _pack(layer.weight))
-    return lambda rows: _multiply(copy(), layer.bias, rows)
+    return _PackedForwards({layer: functools.partial(_multiply, _pack(layer.weight), layer.bias) for layer in packed})
 
 
 class _PackedForwards(AbstractContextManager[None]):
