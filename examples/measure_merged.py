@@ -41,7 +41,7 @@ NODES = 8  # of a useless draft
 
 @dataclass(slots=True, kw_only=True)
 class RandomOptions(DrafterOptions):
-    """None of its own."""
+    """A useless source has no options."""
 
     method = "random"
 
