@@ -70,7 +70,9 @@ class EarlyExitGenerator(PendingGenerator):
         self.vocabulary: TargetVocabularyLogitsProcessor
         # Per row the pairs (token, draft after it) whose draft was rejected the last time.
         self.refused: list[set[tuple[int, int]]] = []
-        self.chains: list[list[int]] = []  # per row, the root and the drafts of this round; empty before the first draft
+        self.chains: list[
+            list[int]
+        ] = []  # per row, the root and the drafts of this round; empty before the first draft
 
     @in_inference_mode  # cheaper than no_grad; only the target's cache outlives the round
     def draft(self, context: DraftContext) -> DraftTree:
@@ -81,7 +83,8 @@ class EarlyExitGenerator(PendingGenerator):
         self.chains = [[token] for token in context.root_ids.tolist()]
         columns, draft_probs = [context.root_ids], []
         finite = [True] * len(active)
-        while chain.num_nodes < self.width:
+        width = self.width if context.node_limit is None else min(self.width, 1 + context.node_limit)
+        while chain.num_nodes < width:
             drafted = self.next_tokens(chain, active, context.choice)
             if chain.num_nodes == 1:
                 finite = drafted.finite
