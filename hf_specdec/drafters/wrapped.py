@@ -54,7 +54,9 @@ def merged_adapters(model: Model) -> Model:
         return model
     peft: Any = sys.modules["peft"]
     merged: Any = copy.deepcopy(model)
-    layers = [(name, each) for name, each in merged.named_modules() if isinstance(each, _adapting(peft))]
+    layers: list[tuple[str, Any]] = [
+        (name, each) for name, each in merged.named_modules() if isinstance(each, _adapting(peft))
+    ]
     for name, layer in layers:
         try:
             if not layer.disable_adapters:
@@ -69,7 +71,7 @@ def merged_adapters(model: Model) -> Model:
         merged.set_submodule(name, plain)
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
         vars(merged).pop(attribute, None)
-    return merged  # type: ignore[no-any-return]
+    return merged
 
 
 def _adapting(peft: Any) -> tuple[type, ...]:
