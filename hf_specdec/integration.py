@@ -41,6 +41,7 @@ from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chai
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import chains_trouble, check_trees
 from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.call_settings import CallSettings, report_unused
 
 
 def enable() -> None:
@@ -217,6 +218,7 @@ def _check_call(
         check_supported(model)
     drafter.check_options()
     drafter.check_target(model)
+    report_unused(config, mode_kwargs, drafter)
 
 
 def _decode_trees(
@@ -253,7 +255,7 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=drafter.drafting_policy(model, len(input_ids), stats),
+        policy=CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, len(input_ids), stats)),
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=streamer,
     )
@@ -303,7 +305,7 @@ def _decode_chains(
     target = TargetModel(model, drafter.feature_layers(model))
     chains = HostChains(
         target,
-        drafter.drafting_policy(model, 1, stats),
+        CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, 1, stats)),
         stats,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,

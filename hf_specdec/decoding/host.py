@@ -71,6 +71,17 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig,
     return model._prefill(input_ids, config, model_kwargs)
 
 
+def keep_names(model: PreTrainedModel) -> None:
+    """Lets a model be saved under its own names, and not under those that it was loaded from with a `key_mapping`."""
+    vars(model).pop("_weight_conversions", None)
+
+
+def default_settings() -> dict[str, Any]:
+    """What `generate` sets where neither the caller nor the model's generation config says anything."""
+    defaults: dict[str, Any] = GenerationConfig._get_default_generation_params()
+    return defaults
+
+
 def sample(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Plain decoding, greedy or sampled, with the arguments of `_assisted_decoding`."""
     for name in ("assistant_tokenizer", "inputs_tensor", "tokenizer"):  # for assisted decoding only

@@ -25,6 +25,7 @@ from hf_specdec.drafters.dspark import DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
 from hf_specdec.drafters.peagle import PEagleDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
 from hf_specdec.hub.formats.speculators import write_dflash, write_dflash2, write_dspark, write_eagle3, write_peagle
@@ -99,6 +100,8 @@ def export_drafter(
         TypeError: `drafter` is not a drafter.
     """
     check_is_drafter(drafter)
+    if isinstance(drafter, PublishedDrafter):
+        drafter = drafter.without_adapters()
     if to not in get_args(ExportLayout):
         raise unknown_name("layout", to, get_args(ExportLayout))
     if num_target_layers is not None and num_target_layers < 1:

@@ -31,6 +31,7 @@ from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, is_weightless
 from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.wrapped import unwrapped
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
     CONFIG_FILE,
@@ -105,6 +106,7 @@ def load_drafter(
         raise TypeError(
             f"target={target!r} is a {type(target).__name__}; it must be the loaded target model, or left out."
         )
+    target = unwrapped(target)
     asked_dtype = floating_dtype(dtype)
     if device is not None:  # otherwise it is the target's
         usable_device(device)

@@ -107,9 +107,11 @@ class NotADrafterError(ValueError):
 
 
 def is_language_model(config: Config) -> bool:
-    """Whether the class in a `config.json` has the name of a language model of transformers."""
-    named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in config.get("architectures") or ())
-    return named and "model_type" in config
+    """Whether the class in a `config.json` has the name of a language model of transformers, or contains one."""
+    names = config.get("architectures") or ()
+    named = any(re.search(r"(ForCausalLM|LMHeadModel)$", name) for name in names)
+    contains = "text_config" in config and any(name.endswith("ForConditionalGeneration") for name in names)
+    return (named or contains) and "model_type" in config
 
 
 def _known() -> str:

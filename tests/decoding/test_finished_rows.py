@@ -75,6 +75,35 @@ def test_finished_rows_leave_the_batch_and_change_nothing(method: str, family: s
     assert [len(row) for row in drafter.stats.per_step_accepted] != [len(drafter.stats.per_step_accepted[0])] * 5
 
 
+# Which of four rows end, and after how many tokens: the first one is the prefill's, before anything is drafted.
+ENDINGS = {
+    "one at once": {3: 1},
+    "two at once": {0: 1, 2: 1},
+    "all but one at once": {0: 1, 2: 1, 3: 1},
+    "all at once": {0: 1, 1: 1, 2: 1, 3: 1},
+    "one after the other": {3: 1, 1: 2, 2: 3, 0: 4},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_may_leave_before_the_first_draft(method: str, batches: list[int]) -> None:
+    target = make_target("llama", "sdpa")
+    four = {name: values[:4] for name, values in prompts().items()}
+    script = target.generate(**four, max_new_tokens=6, do_sample=False)[:, 9:]
+    drafter = drafter_of(method, target)
+    for name, ends in ENDINGS.items():
+        batches.clear()
+        tokens = sorted({int(script[row, count - 1]) for row, count in ends.items()})
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": tokens}
+        alone = target.generate(**four, **settings)
+        assisted = target.generate(**four, **settings, assistant_model=drafter)
+        assert assisted.tolist() == alone.tolist(), name
+        left = 4 - sum(int(token) in tokens for token in script[:, 0])
+        assert left < 4, "no row ends at once"
+        expected = 4 if method == "specbranch" else left  # which keeps all rows
+        assert batches[:1] == ([expected] if left else []), name
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree", "specblock", "eagle3", "medusa", "ngram"])
 def test_rows_leave_under_an_automatic_budget_too(method: str, batches: list[int]) -> None:

@@ -34,6 +34,7 @@ from hf_specdec.drafters.specbound.configuration import SpecBoundConfig, SpecBou
 from hf_specdec.drafters.specbound.pending import check_slices
 from hf_specdec.drafters.specbound.slices import LayerSlices
 from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.calibration import Calibration
@@ -221,6 +222,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         target = target if target is not None else self._paired() if self._paired is not None else None
         if target is None:
             raise ValueError("calibrate() needs a target: pass target=, or call generate with this drafter first.")
+        target = unwrapped(target)
         self.check_target(target)
         return calibrate(self, target, prompts, **settings)
 
