@@ -183,6 +183,9 @@ class Always(Observer):
     def keep_rows(self) -> None:
         """Called when rows are dropped."""
 
+    def leave_out(self, seconds: float) -> None:
+        """Called with a time since the latest draft that is not a part of its round."""
+
 
 class AutoBudget(Always):
     """Chooses the size of every tree of one `generate` call.
@@ -238,6 +241,9 @@ class AutoBudget(Always):
 
     def keep_rows(self) -> None:
         self._fewer_rows = True
+
+    def leave_out(self, seconds: float) -> None:
+        self._began += seconds
 
     @property
     def node_limit(self) -> int:
