@@ -1,4 +1,4 @@
-"""Packed weights: the same products and tokens, copies only where they have paid, and a model that is left as it was."""
+"""Packed weights: the same products and tokens, copies only where they have paid, a model left as it was."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_first_rounds_and_the_prefill_run_on_the_weights_and_later_rounds_on_cop
     generate(target, drafter)
     assert forwards[: 1 + packed.FIRST_ROUNDS] == [0] * (1 + packed.FIRST_ROUNDS)
     assert len(forwards) > 2 + packed.FIRST_ROUNDS
-    assert all(one < other for one, other in zip(forwards[1 + packed.FIRST_ROUNDS :], forwards[2 + packed.FIRST_ROUNDS :]))
+    later = forwards[1 + packed.FIRST_ROUNDS :]
+    assert later == sorted(set(later)), "every later round uses copies"
     assert with_copy(drafter)
     assert not replaced(drafter)
 
@@ -142,7 +143,9 @@ def test_slices_of_a_target_that_drafts_for_itself_run_on_copies(multiplied: lis
     assert first > 0
 
 
-def test_a_call_with_few_tokens_left_packs_nothing(target: PreTrainedModel, drafter: Any, multiplied: list[int]) -> None:
+def test_a_call_with_few_tokens_left_packs_nothing(
+    target: PreTrainedModel, drafter: Any, multiplied: list[int]
+) -> None:
     generate(target, drafter, max_new_tokens=packed.LEAST_TOKENS)
     assert not with_copy(target)
     assert not multiplied
@@ -298,9 +301,7 @@ def prune_weights(layer: nn.Linear) -> None:
     ids=["prune", "weight_norm", "spectral_norm", "parametrized weight_norm", "parametrized spectral_norm"],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_layers_that_compute_their_weight_are_not_packed(
-    target: PreTrainedModel, drafter: Any, change: Any
-) -> None:
+def test_layers_that_compute_their_weight_are_not_packed(target: PreTrainedModel, drafter: Any, change: Any) -> None:
     """Registered after a call that packed the layer; copies of the weight that it had must not be used."""
     generate(target, drafter)
     layer = target.model.layers[1].mlp.down_proj
@@ -311,9 +312,7 @@ def test_layers_that_compute_their_weight_are_not_packed(
 
 
 @pytest.mark.parametrize("how", ["forward", "compile()", "a layer", "a module wrapped by torch.compile"])
-def test_a_compiled_forward_is_not_traced_with_copies(
-    target: PreTrainedModel, how: str, multiplied: list[int]
-) -> None:
+def test_a_compiled_forward_is_not_traced_with_copies(target: PreTrainedModel, how: str, multiplied: list[int]) -> None:
     torch._dynamo.reset()
     alone = generate(target)
     if how == "forward":

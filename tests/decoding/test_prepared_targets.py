@@ -216,9 +216,9 @@ class SlicesInLinear(TorchFunctionMode):
         if func is nn.functional.linear:
             rows = args[0]
             self.num_products += 1
-            if rows.dim() == 3 and len(rows) == 1 and rows.shape[1] > 1:
-                if rows.stride(0) != rows.shape[1] * rows.stride(1):
-                    self.found.add((tuple(rows.shape), rows.stride()))
+            is_slice = rows.dim() == 3 and rows.stride(0) != rows.shape[1] * rows.stride(1)
+            if is_slice and len(rows) == 1 and rows.shape[1] > 1:
+                self.found.add((tuple(rows.shape), rows.stride()))
         return func(*args, **(kwargs or {}))
 
 
