@@ -21,7 +21,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,11 +29,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from hf_specdec.decoding.chains import HostChains
+from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
+from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.observers import Observer
-from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.stats import SpeculationStats
@@ -206,6 +207,12 @@ def _check_call(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
         )
+    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise ValueError(
+            f"Target {type(model).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
+            "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
+            "model.gradient_checkpointing_disable(), before generate."
+        )
     # A PeftModel generates with the model it wraps, and sets this method of it to one of its own.
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     peft_config = getattr(owner, "active_peft_config", None)
@@ -258,10 +265,11 @@ def _decode_trees(
         policy=CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, len(input_ids), stats)),
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=streamer,
+        networks=drafter.networks,
     )
-    with ExitStack() as packed:
-        for network in drafter.networks:
-            packed.enter_context(packed_linears(network, generation_config.max_length - input_ids.shape[1]))
+    if all(runs_in_inference_mode(network) for network in (model, *drafter.networks)):
+        return decoding.run()
+    with without_inference_mode():
         return decoding.run()
 
 

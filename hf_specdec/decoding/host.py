@@ -27,6 +27,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model
 
 # A layer of the host's cache that stores nothing; transformers 5.17 does not have it.
@@ -142,7 +143,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 @torch.no_grad()
 def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
     """The class of the cache that a model makes itself, found by running one token."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=home_of(model.get_input_embeddings()))
     made = model(input_ids=token, use_cache=True).get(CACHE)
     return type(made) if isinstance(made, Cache) else None
 

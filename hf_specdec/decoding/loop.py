@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -23,6 +23,7 @@ from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.host import pad_token_id
 from hf_specdec.decoding.observers import Observer, Round
+from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.sequences import Sequences
@@ -57,6 +58,7 @@ class SpeculativeDecoding:
         policy: decides how much is drafted.
         observers: called after every round.
         streamer: receives tokens in order, as soon as no later round can change them.
+        networks: that draft with fixed weights.
 
     Raises:
         ValueError: a processor keeps state from call to call, and the batch has several rows.
@@ -77,6 +79,7 @@ class SpeculativeDecoding:
         policy: Always,
         observers: Sequence[Observer] = (),
         streamer: BaseStreamer | None = None,
+        networks: Sequence[nn.Module] = (),
     ) -> None:
         check_rows(logits_processor, len(input_ids))
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
@@ -96,6 +99,7 @@ class SpeculativeDecoding:
         root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may consist of embeddings only
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
+        self.packed = PackedLinears(networks if target.is_compiled else (target.model, *networks))
 
     @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
@@ -119,6 +123,7 @@ class SpeculativeDecoding:
                     self.stats.report_fallback_rounds()
             finally:
                 self.generator.close()
+                self.target.close()
                 self.stats.total_time_s = time.perf_counter() - self.started
         if not self.config.return_dict_in_generate:
             return output_ids
@@ -160,7 +165,7 @@ class SpeculativeDecoding:
         if self.nan_rows is not None:  # verify these roots again, without drafts and without NaN in the cache
             self.target.cache.wipe()
             tree = tree.without_drafts(from_host(self.nan_rows, tree.token_ids.device))
-        with inference_on_cpu(tree.token_ids.device):
+        with inference_on_cpu(tree.token_ids.device), self.packed:
             output = self.generator.verify(self.target, tree, self.state)
         self.stats.lap("verify")
         if lag == 2 and self.read(self.unread):
@@ -173,6 +178,10 @@ class SpeculativeDecoding:
         self.stats.lap("accept")
         self.commit(verified)
         self.stats.lap("commit")
+        packing_s = self.packed.pack(self.config.max_length - max(self.sequences.lengths))
+        if packing_s:
+            self.policy.leave_out(packing_s)
+            self.stats.lap("prefill")  # like all that prepares rounds
 
     def lag(self) -> int:
         """When the host reads the verdict of a round.
@@ -200,7 +209,7 @@ class SpeculativeDecoding:
             lap=self.stats.lap,
         )
         self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)
-        with inference_on_cpu(sequences.ids.device):
+        with inference_on_cpu(sequences.ids.device), self.packed:
             tree = self.policy.draft(self.generator, context)
             self.stats.lap("draft")
             tree = tree.within_vocabulary(self.vocab_size)

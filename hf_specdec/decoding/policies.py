@@ -185,6 +185,9 @@ class Always(Observer):
     def keep_rows(self) -> None:
         """Called when rows are dropped."""
 
+    def leave_out(self, seconds: float) -> None:
+        """Called with a time since the latest draft that is not a part of its round."""
+
 
 class Limited(Always):
     """The drafts of another policy, restricted by settings of the call.
@@ -300,6 +303,9 @@ class AutoBudget(Always):
 
     def keep_rows(self) -> None:
         self._fewer_rows = True
+
+    def leave_out(self, seconds: float) -> None:
+        self._began += seconds
 
     @property
     def node_limit(self) -> int:

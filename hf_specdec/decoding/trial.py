@@ -19,6 +19,7 @@ from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, keeps_states
 from hf_specdec.decoding.target import TargetModel
@@ -108,7 +109,7 @@ def _layer_classes(model: PreTrainedModel) -> list[str]:
 def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """A prompt [rows, PROMPT] and drafts [nodes]."""
     embeddings = model.get_input_embeddings()
-    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=embeddings.weight.device)
+    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(embeddings))
     ids = ids % embeddings.num_embeddings
     return ids[:PROMPT].expand(bound_rows(model) or 1, -1), ids[PROMPT:]
 

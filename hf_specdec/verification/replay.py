@@ -32,6 +32,7 @@ from hf_specdec.decoding import loop
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
@@ -294,7 +295,9 @@ def plain_logits(model: PreTrainedModel, frozen: FrozenRound) -> Tensor:
     width, start = max(map(len, leaves)), len(frozen.prefix) - 1
     tails = [[token_ids[node] for node in path + path[-1:] * (width - len(path))] for path in leaves]
     rows = torch.cat([frozen.prefix[:-1].expand(len(leaves), -1), torch.tensor(tails).to(frozen.prefix)], dim=1)
-    parts = rows.to(model.device).split(8)  # limits the memory for logits of a large vocabulary
+    parts = rows.to(home_of(model.get_input_embeddings())).split(
+        8
+    )  # limits the memory for logits of a large vocabulary
     logits = torch.cat([model(part, use_cache=False).logits[:, start:] for part in parts])
     places = {node: (row, depth) for row, path in enumerate(leaves) for depth, node in enumerate(path)}
     return torch.stack([logits[places[node]] for node in paths])

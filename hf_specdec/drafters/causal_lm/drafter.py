@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import is_quantised
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import check_trees
@@ -265,7 +266,8 @@ class CausalLMDrafter(PublishedDrafter):
                 "model must use the target's tokens: choose one with the target's tokenizer."
             )
         own_size, size = self.model.num_parameters(), model.num_parameters()
-        if own_size > size:
+        # The weights of a quantised model may be packed, or not be parameters at all.
+        if own_size > size and not (is_quantised(self.model) or is_quantised(model)):
             warnings.warn(
                 f"Draft model {self.name_or_path!r} has {own_size:,} parameters, more than the {size:,} of target "
                 f"{target_name!r}: drafting will cost more than it saves. Check that the two are not swapped.",

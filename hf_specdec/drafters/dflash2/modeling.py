@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.modules import apply_head, table_rows
 from hf_specdec.drafters.dflash.modeling import DFlashLayer
 from hf_specdec.drafters.dflash2.configuration import DFlash2Config, DFlash2Options
 from hf_specdec.drafters.dspark.modeling import ConditionalDrafter
@@ -142,12 +143,11 @@ class DFlash2Drafter(ConditionalDrafter):
 
     def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
         # The table itself, without the scale or norm of the target's own embedding.
-        rows: Any = embed_tokens.weight
-        return nn.functional.embedding(block_ids, rows) * self.config.input_embedding_scale
+        return table_rows(embed_tokens, block_ids) * self.config.input_embedding_scale
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
         """[..., hidden] after the final norm -> [..., vocab] float32, -inf except at the `selector_top_k` likeliest."""
-        logits = lm_head(hidden.to(next(lm_head.parameters()).dtype)).float() * self.config.output_multiplier
+        logits = apply_head(lm_head, hidden) * self.config.output_multiplier
         logits = SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
         assert self.config.vocab_size is not None, "check() requires it"
         logits = TargetVocabularyLogitsProcessor(self.config.vocab_size)(None, logits)

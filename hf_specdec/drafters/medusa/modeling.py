@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.medusa.configuration import STATIC_TREE, MedusaConfig, MedusaOptions
@@ -84,7 +85,7 @@ class MedusaDrafter(PretrainedDrafter):
             assert matrix is not None, "heads without their own matrix need the target's"
             blocks: Any = head.blocks
             hidden = blocks(states)
-            logits.append(matrix(hidden.to(next(matrix.parameters()).dtype)).float())
+            logits.append(apply_head(matrix, hidden))
         return torch.stack(logits, dim=1)
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_specdec.decoding.accept import DrawnCandidates
 from hf_specdec.decoding.devices import abilities, wait_for
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
@@ -87,7 +88,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
-        self.device = target.model.device
+        self.device = home_of(target.model.get_input_embeddings())  # an offloaded model says "meta"
         self.overlap = SpeculationStats()
 
     def observe(self, committed: Committed) -> None:
