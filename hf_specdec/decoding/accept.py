@@ -145,8 +145,8 @@ class Acceptor:
         logits_processor: of the call, warpers included.
         do_sample: sample from the processed distribution, or take its argmax.
         keep_scores: whether the output contains processed logits.
-        lockstep: whether processors, criteria or both are code of the user, which plain decoding's calls are due to.
-            Then a call appends the round's tokens to the sequences itself.
+        lockstep: whether processors or criteria are code of the user, which must see the calls of plain decoding.
+            Acceptance then appends the round's tokens to the sequences itself, column by column.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Acceptor:
         batch = torch.arange(tree.token_ids.shape[0], device=self._position.device).unsqueeze(1)
         steps = torch.arange(tree.max_depth + 1, device=self._position.device)
         noise = self.noise.at(batch, self._position.unsqueeze(1) + steps, vocab)
-        self._noise_here = noise[batch, tree.depths.clamp(max=tree.max_depth)]
+        self._noise_here = noise[batch, tree.depths.clamp(max=tree.max_depth)] if tree.max_depth else noise
 
     def _take_noise_at(self, rows: Tensor, depth: int, vocab: int) -> None:
         """Takes the noise of some rows at one depth."""
