@@ -237,10 +237,12 @@ class Acceptor:
         Raises:
             RuntimeError: a distribution has NaN, an infinite logit, or no possible token; plain sampling raises too.
         """
-        if self._noise_here is None:
+        if not self.do_sample:
             return scores.argmax(-1)
-        best = (scores + self._noise_here).max(-1)
+        noise, self._noise_here = self._noise_here, None  # as large as `scores`
         assert self.noise is not None
+        assert noise is not None
+        best = (scores + noise).max(-1)
         self.noise.check(best.values)
         return best.indices
 

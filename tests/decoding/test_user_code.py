@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.integration import hosts_loop
+from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
 from tests.scripted import right_for
 from tests.targets import PAD, PROMPTS, fresh_target, make_target, tiny_tokenizer
@@ -180,6 +181,48 @@ def test_user_code_sees_the_calls_of_plain_decoding(
         assert_same_calls(ours, plain, alone, padded="eos_token_id" in settings)
         assert drafter.stats is not None
         assert chains == (drafter.stats.num_draft_tokens == 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_that_end_before_their_accepted_path_change_nothing(method: str) -> None:
+    # One row's path ends first, so that the bonus token of another one may be a token that was drafted.
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    settings = settings_of(target, "per row", "end of text", prompts)
+    alone, plain = run(target, "per row", settings)
+    drafter: Any = METHODS[method](target)
+    if isinstance(drafter, torch.nn.Module):
+        drafter.to(torch.float64)
+    output, ours = run(target, "per row", settings, drafter)
+    assert output.tolist() == alone.tolist()
+    assert_same_calls(ours, plain, alone, padded=True)
+    sampled = {**settings, "do_sample": True, "temperature": 0.7}
+    run(target, "all rows", sampled, drafter)
+
+
+@pytest.mark.parametrize("family", ["qwen3-mixed", "qwen3.5"])
+@pytest.mark.parametrize("ending", ["end of text", "length", "criterion"])
+def test_the_cache_is_that_of_plain_decoding(ending: str, family: str) -> None:
+    target, prompts = make_target(family, "sdpa"), PROMPTS["ragged batch of three"]()
+    settings = settings_of(target, "per row", ending, prompts)
+
+    def call(drafter: Drafter | None = None) -> Any:
+        return target.generate(
+            **settings,
+            logits_processor=LogitsProcessorList([CountsPerRow([])]),
+            stopping_criteria=StoppingCriteriaList([FlagPerRow([], ending == "criterion")]),
+            return_dict_in_generate=True,
+            output_scores=True,
+            assistant_model=drafter,
+        )
+
+    alone = call()
+    assisted = call(right_for([4, 0, 2], torch.nn.functional.pad(alone.sequences, (0, 8), value=3)))
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert_same_cache(assisted.past_key_values, alone.past_key_values)
+    for column, (own, other) in enumerate(zip(assisted.scores, alone.scores, strict=True), START):
+        for row in range(3):
+            if alone.sequences[row, column] != PAD:
+                torch.testing.assert_close(own[row], other[row].float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("with_eos", [False, True])
