@@ -28,7 +28,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_specdec.decoding.chains import HostChains
+from hf_specdec.decoding.chains import HostChains, OneByOne, other_calls
 from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
@@ -113,12 +113,14 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
         rows = len(args[0] if args else kwargs["input_ids"])
+        calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
+        if rows == 1 and calls is not None:
+            return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
         trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
         trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length) or chains_trouble(self)
         if trouble is not None:
-            return _decode_plainly(
-                self, assistant_model, f"{reason}. Chains cannot be verified either: {trouble}", *args, **kwargs
-            )
+            why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
+            return _decode_plainly(self, assistant_model, why, *args, **kwargs)
         run = functools.partial(original, self, *args, **kwargs)
         return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
 
@@ -275,7 +277,7 @@ def _decode_trees(
 
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
     """Runs the host's decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
-    warnings.warn(f"{reason}. Nothing is drafted in this call; the output is not affected.", stacklevel=2)
+    warnings.warn(f"{reason}; the output is not affected.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     stats.begin(args[0] if args else kwargs["input_ids"])
     started = time.perf_counter()
@@ -322,15 +324,16 @@ def _decode_chains(
         observers=_OBSERVERS.get(),
     )
     how = f"{drafter.method!r} drafts chains, which transformers' own loop verifies"
-    if not chains.drafts:
-        how = "nothing is drafted, because that loop calls these stopping criteria or logits processors too late"
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator = drafter.candidate_generator(target)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
+    changed: dict[str, Any] = {CACHE: cache}
+    if others.get("streamer") is not None:
+        changed["streamer"] = OneByOne(others["streamer"])
     try:
         with target.tapping(), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = run(assistant_model=generator, **{CACHE: cache})
+            output = run(assistant_model=generator, **changed)
         generator.count(stats)
         return output
     finally:

@@ -99,7 +99,8 @@ class Committed:
         path: [batch, steps] int64, the node of each token in `tree`, -1 for a token that this drafter has not drafted;
             None for the prefill.
         tokens: per row the accepted tokens, root excluded, then the bonus token; empty for the prefill, and where the
-            host has not read them yet. The bonus token is the row's next root.
+            host has not read them yet. The bonus token is the row's next root. It may have been drafted: a round may
+            end before its accepted path does.
     """
 
     token_ids: Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     cache_utils,
@@ -22,7 +21,7 @@ from transformers import (
     core_model_loading,
 )
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers.generation import GenerationMixin
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
 from transformers.utils import logging
@@ -196,25 +195,6 @@ def experts_of(config: PreTrainedConfig) -> str | None:
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether the host marks a family as having states that cannot be cropped."""
     return bool(model._is_stateful)
-
-
-def restrict_prefix_function(processors: LogitsProcessorList, is_current: Callable[[int], bool]) -> LogitsProcessorList:
-    """The processors, with a `prefix_allowed_tokens_fn` that is called only for rows with `is_current(row)`.
-
-    The function gets the row's index, so it must not be called for a row that is a copy of another row's text.
-    """
-
-    def restricted(processor: Any) -> Any:
-        if type(processor) is not PrefixConstrainedLogitsProcessor:
-            return processor
-        allowed = processor._prefix_allowed_tokens_fn
-
-        def of_current_rows(row: int, sent: torch.Tensor) -> list[int]:
-            return allowed(row, sent) if is_current(row) else [0]
-
-        return PrefixConstrainedLogitsProcessor(of_current_rows, processor._num_beams)
-
-    return LogitsProcessorList(map(restricted, processors))
 
 
 def load_part(

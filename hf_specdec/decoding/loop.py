@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.accept import PREFIX_FREE, Acceptor, Verdict, check_rows
+from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.host import pad_token_id
@@ -28,6 +28,7 @@ from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts, RoundState
+from hf_specdec.decoding.stateless import PREFIX_FREE, user_code
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -59,9 +60,6 @@ class SpeculativeDecoding:
         observers: called after every round.
         streamer: receives tokens in order, as soon as no later round can change them.
         networks: that draft with fixed weights.
-
-    Raises:
-        ValueError: a processor keeps state from call to call, and the batch has several rows.
     """
 
     def __init__(
@@ -81,15 +79,19 @@ class SpeculativeDecoding:
         streamer: BaseStreamer | None = None,
         networks: Sequence[nn.Module] = (),
     ) -> None:
-        check_rows(logits_processor, len(input_ids))
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
         self.started = time.perf_counter()
         stats.begin(input_ids)
-        self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id(generation_config), streamer)
+        lockstep = bool(user_code(logits_processor, stopping_criteria))
+        self.sequences = Sequences(
+            input_ids, stopping_criteria, pad_token_id(generation_config), streamer, lockstep=lockstep
+        )
         self.records, self.policy = records, policy
         self.observers = (stats, records, policy, *observers)
         do_sample = generation_config.do_sample
-        self.acceptor = Acceptor(logits_processor, do_sample=do_sample, keep_scores=records.keeps_scores)
+        self.acceptor = Acceptor(
+            logits_processor, do_sample=do_sample, keep_scores=records.keeps_scores, lockstep=lockstep
+        )
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
@@ -192,6 +194,8 @@ class SpeculativeDecoding:
         device_only = self.generator.drafts_early and self.target.static is not None and self.acceptor.prefix_free
         if not device_only or self.nan_rows is not None or any(each.waits for each in self.observers):
             return 0
+        if self.sequences.lockstep:
+            return 0
         if self.may_drop_rows and self.sequences.finished_indices:
             return 0
         return 2 if abilities(self.sequences.ids.device).works_ahead and self.sequences.can_defer_read else 1
@@ -246,7 +250,11 @@ class SpeculativeDecoding:
         host = verified.verdict.read()
         self.stats.count_target(self.target)
         self.nan_rows = host.nan if any(host.nan) else None
-        self.kept = kept = self.sequences.append(host.tokens, self.records.scores_including(verified.verdict.scores))
+        if self.sequences.lockstep:  # acceptance has appended them
+            self.kept = kept = self.sequences.of_batch([len(tokens) for tokens in host.tokens])
+        else:
+            scores = self.records.scores_including(verified.verdict.scores)
+            self.kept = kept = self.sequences.append(host.tokens, scores)
         each = Round(
             verified.tree, verified.output, verified.verdict, host, self.sequences, kept, self.target.cache,
             self.generator.describe,
@@ -274,6 +282,7 @@ class SpeculativeDecoding:
         self.sequences.keep_rows(kept)
         self.target.keep_rows(kept)
         self.generator.keep_rows(kept)
+        self.acceptor.keep_rows(kept)
         self.policy.keep_rows()
         self.state = self.state.of_rows(kept)
         self.nan_rows = None if self.nan_rows is None else [self.nan_rows[index] for index in kept]

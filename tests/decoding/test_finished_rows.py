@@ -15,7 +15,7 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.base import Drafter
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
-from tests.targets import make_target
+from tests.targets import make_target, tiny_tokenizer
 
 NEW = 24
 
@@ -130,13 +130,13 @@ def test_rows_stay_in_the_batch_if_an_observer_needs_all_rows(extra: dict[str, A
 @pytest.mark.parametrize("method", METHODS)
 def test_inactive_row_can_continue_alone(method: str, batches: list[int]) -> None:
     # Without an end of text, a row that stops waits while another one goes on, and then says as much as that one.
-    class StopsFirstRow(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
-            return torch.tensor([input_ids.shape[1] == 9 + 4, False])
-
     target = make_target("llama", "sdpa")
     pair = {name: values[:2] for name, values in prompts().items()}
-    settings = {"max_new_tokens": 5, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopsFirstRow()])}
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    first, second = tiny_tokenizer().batch_decode(target.generate(**pair, **settings)[:, 9 : 9 + 4])
+    assert first[-3:] not in first[:-1]
+    assert first[-3:] not in second
+    settings |= {"stop_strings": [first[-3:]], "tokenizer": tiny_tokenizer()}
     alone = target.generate(**pair, **settings)
     assisted = target.generate(**pair, **settings, assistant_model=drafter_of(method, target))
     assert assisted.tolist() == alone.tolist()
