@@ -60,10 +60,9 @@ def apply_head(head: nn.Module, states: Tensor) -> Tensor:
     a batch of products and copies the whole weight first.
     """
     rows = states.reshape(-1, states.shape[-1])
-    if rows.device.type != "meta":
-        rows = rows.to(device=home_of(head), dtype=_dtype_of(head, rows.dtype))
-    logits: Tensor = head(rows).float()
-    return logits.unflatten(0, states.shape[:-1]) if states.dim() != 2 else logits
+    device = rows.device if rows.is_meta else home_of(head)  # where only shapes are computed, there is no other device
+    logits: Tensor = head(rows.to(device=device, dtype=_dtype_of(head, rows.dtype))).float()
+    return logits.reshape(*states.shape[:-1], logits.shape[-1])
 
 
 def _dtype_of(head: nn.Module, own: torch.dtype) -> torch.dtype:

@@ -255,7 +255,8 @@ class PackedLinears(AbstractContextManager[None]):
         if not self._undecided:
             return 0.0
         started = time.perf_counter()
-        _spent.rounds_s += started - self._since
+        if self._num_rounds:  # the time since the construction includes that of the prompt
+            _spent.rounds_s += started - self._since
         self._num_rounds += 1
         may_pack = self._num_rounds >= FIRST_ROUNDS and tokens_left >= LEAST_TOKENS and _spent.left_s > 0
         if may_pack:
