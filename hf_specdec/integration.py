@@ -28,14 +28,14 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_specdec.decoding.chains import HostChains
+from hf_specdec.decoding.chains import HostChains, continuation_refused
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
-from hf_specdec.decoding.replay import replaying
+from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
@@ -110,9 +110,10 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             return _decode_trees(self, assistant_model, *args, **kwargs)
         except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
-        rows = len(args[0] if args else kwargs["input_ids"])
-        trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
-        trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length) or chains_trouble(self)
+        input_ids = args[0] if args else kwargs["input_ids"]
+        trouble = f"they are verified for one row, and this batch has {len(input_ids)}" if len(input_ids) > 1 else None
+        trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
+        trouble = trouble or continuation_refused(input_ids, kwargs) or chains_trouble(self)
         if trouble is not None:
             return _decode_plainly(
                 self, assistant_model, f"{reason}. Chains cannot be verified either: {trouble}", *args, **kwargs
@@ -159,6 +160,9 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
 
     return load_assistant_model
 
+
+# Arguments of `_assisted_decoding` that are not passed to the model.
+_OF_LOOP = {"synced_gpus", "streamer", "inputs_tensor", "assistant_tokenizer", "tokenizer", CACHE}
 
 _WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
     "_assisted_decoding": _wrap_assisted_decoding,
@@ -318,8 +322,10 @@ def _decode_chains(
     generator = drafter.candidate_generator(target)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
+    if cache.get_seq_length():
+        chains.start_after(cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP})
     try:
-        with target.tapping(), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
+        with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
             output = run(assistant_model=generator, **{CACHE: cache})
         generator.count(stats)
         return output

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from hf_specdec.decoding.accept import PREFIX_FREE, STATEFUL
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.host import CACHE
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
@@ -37,6 +39,33 @@ def best_path(tree: DraftTree) -> list[int]:
         if valid[node] and parents[node] == path[-1]:
             path.append(node)
     return path
+
+
+def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | None:
+    """Why the host's loop cannot continue the cache that its caller has passed; None if it can, or there is none.
+
+    Args:
+        input_ids: [1, seq] int64.
+        arguments: of `_assisted_decoding`.
+    """
+    cache = arguments.get(CACHE)
+    if cache is None:
+        return None
+    if any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ())):
+        return "past_key_values records its past (activate_past_recording), and that loop cuts it to its window"
+    if not cache.get_seq_length():
+        return None
+    if arguments.get("inputs_embeds") is not None:
+        return "past_key_values holds tokens already, and the others are passed as inputs_embeds"
+    mask = arguments.get("attention_mask")
+    # Without padding, `generate` drops the mask and notes its length, which tells whether all ids were passed.
+    length = getattr(arguments["generation_config"], "_mask_length", -1) if mask is None else mask.shape[1]
+    if length != input_ids.shape[1] or length <= cache.get_seq_length():
+        return (
+            f"past_key_values holds {cache.get_seq_length()} tokens, and that loop needs the ids of all tokens, these "
+            f"included, but input_ids has {input_ids.shape[1]}, for a text of {length}"
+        )
+    return None
 
 
 class HostChains:
@@ -86,6 +115,22 @@ class HostChains:
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
         self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
         self.started = False
+        self.first_inputs: dict[str, Any] = {}  # override those that the host prepares for the prompt
+
+    def start_after(self, cache: Cache, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Lets the first forward run only the tokens that a cache of the caller lacks, as in plain decoding.
+
+        The host's assisted loop would run the whole prompt again. Call it before that loop.
+
+        Args:
+            cache: of the caller, not empty.
+            input_ids: [1, seq] int64, the whole text, including the tokens in the cache.
+            model_kwargs: of the call.
+        """
+        new = input_ids.shape[1] - cache.get_seq_length()
+        self.first_inputs = self.target.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=new, is_first_iteration=True, **model_kwargs, **{CACHE: cache}
+        )
 
     def candidates(
         self,
@@ -96,6 +141,7 @@ class HostChains:
         num_matches: int,
     ) -> tuple[Tensor, Tensor | None]:
         """See `TreeCandidateGenerator.get_candidates`."""
+        generator.model_kwargs_overrides, self.first_inputs = self.first_inputs, {}
         if not self.drafts:
             return input_ids, None
         if not self.started:  # first the prompt without drafts: the drafter reads its features
