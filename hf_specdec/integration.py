@@ -101,19 +101,19 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if not isinstance(assistant_model, Drafter):
             return original(self, *args, assistant_model=assistant_model, **kwargs)
-        assistant_model.check_pairing(self, args[0] if args else kwargs["input_ids"])
+        input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
+        assistant_model.check_pairing(self, input_ids)
         try:
             if _IN_HOSTS_LOOP.get():
                 raise TreesRefusedError("hosts_loop() asks for chains")
             check_supported(self)
-            check_trees(self)
+            check_trees(self, padded=padded)
             return _decode_trees(self, assistant_model, *args, **kwargs)
         except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
-        input_ids = args[0] if args else kwargs["input_ids"]
         trouble = f"they are verified for one row, and this batch has {len(input_ids)}" if len(input_ids) > 1 else None
         trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
-        trouble = trouble or continuation_refused(input_ids, kwargs) or chains_trouble(self)
+        trouble = trouble or continuation_refused(input_ids, kwargs) or chains_trouble(self, padded=padded)
         if trouble is not None:
             return _decode_plainly(
                 self, assistant_model, f"{reason}. Chains cannot be verified either: {trouble}", *args, **kwargs
@@ -221,6 +221,10 @@ def _check_call(
         check_supported(model)
     drafter.check_options()
     drafter.check_target(model)
+
+
+def _is_padded(mask: Any) -> bool:
+    return mask is not None and not bool(mask.all())
 
 
 def _decode_trees(
