@@ -320,17 +320,24 @@ def _decode_chains(
         observers=_OBSERVERS.get(),
     )
     how = f"{drafter.method!r} drafts chains, which transformers' own loop verifies"
+    generator = drafter.candidate_generator(target)
+    embeddings = others.get("inputs_embeds")
     if not chains.drafts:
         how = "nothing is drafted, because that loop calls these stopping criteria or logits processors too late"
+    elif generator.reads_cache and embeddings is not None and embeddings.shape[1] > input_ids.shape[1]:
+        chains.drafts = False
+        how = f"nothing is drafted, because {drafter.method!r} needs the ids of the prompt, given as inputs_embeds only"
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
-    generator = drafter.candidate_generator(target)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
+    arguments = {CACHE: cache}
+    if embeddings is not None and others.get("attention_mask") is not None:  # has no padding, and would be cut
+        arguments["attention_mask"] = None
     if cache.get_seq_length():
         chains.start_after(cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP})
     try:
         with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = run(assistant_model=generator, **{CACHE: cache})
+            output = run(assistant_model=generator, **arguments)
         generator.count(stats)
         return output
     finally:

@@ -48,6 +48,9 @@ def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | 
         input_ids: [1, seq] int64.
         arguments: of `_assisted_decoding`.
     """
+    embeddings, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
+    if embeddings is not None and embeddings.shape[1] > input_ids.shape[1] and not (mask is None or bool(mask.all())):
+        return "the prompt is given as inputs_embeds with padding, and that loop cuts the mask to the number of ids"
     cache = arguments.get(CACHE)
     if cache is None:
         return None
@@ -55,9 +58,8 @@ def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | 
         return "past_key_values records its past (activate_past_recording), and that loop cuts it to its window"
     if not cache.get_seq_length():
         return None
-    if arguments.get("inputs_embeds") is not None:
+    if embeddings is not None:
         return "past_key_values holds tokens already, and the others are passed as inputs_embeds"
-    mask = arguments.get("attention_mask")
     # Without padding, `generate` drops the mask and notes its length, which tells whether all ids were passed.
     length = getattr(arguments["generation_config"], "_mask_length", -1) if mask is None else mask.shape[1]
     if length != input_ids.shape[1] or length <= cache.get_seq_length():
@@ -110,7 +112,7 @@ class HostChains:
             int(token) for rule in stopping_criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id
         }
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
-        self.padding = 0  # tokens before the prompt
+        self.padding = 0  # tokens before the prompt; less than 0 for a prompt of embeddings without ids
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
         self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
@@ -187,6 +189,10 @@ class HostChains:
     ) -> None:
         """Reports the prompt to the drafter; the last of `input_ids` is the first root."""
         prompt, mask = input_ids[:, :-1], model_kwargs.get("attention_mask")
+        embeddings = model_kwargs.get("inputs_embeds")
+        if embeddings is not None:  # a prompt given as embeddings has unknown tokens, zeros for the drafter
+            self.padding = prompt.shape[1] - embeddings.shape[1]
+            prompt = torch.nn.functional.pad(prompt, (-self.padding, 0))
         valid = None
         if mask is not None and not bool(mask[:, : prompt.shape[1]].all()):
             valid = mask[:, : prompt.shape[1]].to(device=prompt.device, dtype=torch.bool)

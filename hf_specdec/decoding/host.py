@@ -184,6 +184,17 @@ def cache_layers(model: PreTrainedModel) -> list[Any]:
     return list(DynamicCache(config=model.config).layers)
 
 
+def is_callers(cache: Cache) -> bool:
+    """Whether `generate` was given this cache, which its caller then sees afterwards."""
+    return bool(getattr(cache, "_is_user_defined", False))  # `generate` sets the attribute in this case only
+
+
+@once_per_model
+def takes_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether a forward can compute the logits of the last tokens only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 def pad_token_id(config: GenerationConfig) -> int | None:
     """The pad token that `generate` has prepared."""
     pad_token: Tensor | None = config._pad_token_tensor

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.decoding import host
 from hf_specdec.decoding.accept import PREFIX_FREE, Acceptor, Verdict, check_rows
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.host import pad_token_id
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
@@ -82,7 +82,7 @@ class SpeculativeDecoding:
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
         self.started = time.perf_counter()
         stats.begin(input_ids)
-        self.sequences = Sequences(input_ids, stopping_criteria, pad_token_id(generation_config), streamer)
+        self.sequences = Sequences(input_ids, stopping_criteria, host.pad_token_id(generation_config), streamer)
         self.records, self.policy = records, policy
         self.observers = (stats, records, policy, *observers)
         do_sample = generation_config.do_sample
@@ -96,6 +96,8 @@ class SpeculativeDecoding:
         root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may consist of embeddings only
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
+        cache = model_kwargs.get(target.cache_name)
+        self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
 
     @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
@@ -114,7 +116,7 @@ class SpeculativeDecoding:
                             self.round()
                     output_ids = self.sequences.finish()
                     self.stats.count_target(self.target)
-                    self.target.hand_back(self.model_kwargs[self.target.cache_name], output_ids, self.sequences.lengths)
+                    self.hand_back(output_ids)
                     self.generator.count(self.stats)
                     self.stats.report_fallback_rounds()
             finally:
@@ -128,6 +130,14 @@ class SpeculativeDecoding:
             speculation=self.stats,
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
+
+    def hand_back(self, output_ids: Tensor) -> None:
+        """Fills the caller's cache, if the caller can see it: it takes a forward where rows ended early."""
+        if self.returns_cache:
+            cache = self.model_kwargs[self.target.cache_name]
+            self.target.hand_back(cache, output_ids, self.sequences.lengths)
+        else:
+            self.target.cache.release()
 
     def prefill(self) -> None:
         """Runs the prompt and chooses the first token, as the bonus token of a tree that consists of the root."""
@@ -263,7 +273,7 @@ class SpeculativeDecoding:
             return
         kept = [index for index in range(remaining) if index not in finished]
         self.sequences.keep_rows(kept)
-        self.target.keep_rows(kept)
+        self.target.keep_rows(kept, permanent=not self.returns_cache)
         self.generator.keep_rows(kept)
         self.policy.keep_rows()
         self.state = self.state.of_rows(kept)

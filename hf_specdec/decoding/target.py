@@ -460,7 +460,9 @@ class TargetModel:
         cache.rollback([at])  # the root is run with its tree
         self.cache = cache
 
-    def verify(self, tree: DraftTree, root_positions: Tensor, *, first: int = 0, lead: int = 0) -> TargetOutput:
+    def verify(
+        self, tree: DraftTree, root_positions: Tensor, *, first: int = 0, lead: int = 0, logits: bool = True
+    ) -> TargetOutput:
         """One forward over all nodes of a tree; each attends to the committed prefix and its ancestors.
 
         Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
@@ -472,6 +474,7 @@ class TargetModel:
                 whose entries are in the cache (`TreeCache.continue_round`).
             lead: number of first nodes that are committed next; the round then continues from the following node
                 (`TreeCache.commit_and_continue`), which a captured forward writes to the position of roots.
+            logits: False if only the cache is needed; then there may be logits of fewer nodes.
         """
         nodes, padding = tree.num_nodes - first, 0
         if nodes == 1 and self.cache.keeps_states:  # for a single token, the host's own code would change the states
@@ -489,6 +492,8 @@ class TargetModel:
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
+        if not logits and host.takes_logits_to_keep(self.model):
+            extra["logits_to_keep"] = 1
         if self.takes_positions:
             extra["position_ids"] = position_ids
         node_context = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
@@ -574,6 +579,6 @@ class TargetModel:
             columns = torch.arange(max(missing), device=output_ids.device)
             starts = torch.tensor(cache.row_lengths, device=output_ids.device).unsqueeze(1) - entry_offset
             token_ids = output_ids.gather(1, (starts + columns).clamp(max=output_ids.shape[1] - 1))
-            self.verify(DraftTree.chain(token_ids), self.root_positions())
+            self.verify(DraftTree.chain(token_ids), self.root_positions(), logits=False)
             cache.commit_first(Counts.of(missing, cache.device))
         cache.hand_back(like, entries)

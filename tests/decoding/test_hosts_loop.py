@@ -42,6 +42,8 @@ CHAINS = ["dflash", "causal_lm_chain", "specbound", "specbranch"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies"),
     pytest.mark.filterwarnings("ignore:.*needs the ids of all tokens"),
+    pytest.mark.filterwarnings("ignore:.*(records its past|inputs_embeds).*nothing is drafted:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(records its past|inputs_embeds).*Nothing is drafted:UserWarning"),
 ]
 
 
@@ -456,3 +458,34 @@ def test_new_ids_alone_on_a_continued_cache_are_decoded_plainly() -> None:
             ).tolist()
         )
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "causal_lm_chain", "ngram", "specbound"])
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*nothing is drafted, because 'specbound' needs the ids of the prompt")
+def test_prompts_given_as_embeddings_equal_plain_decoding(method: str, padding: int) -> None:
+    target, ids = make_target("llama", "sdpa"), PROMPTS["batch of one"]()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    settings = {**GREEDY, "inputs_embeds": target.get_input_embeddings()(ids), "attention_mask": mask}
+    alone, drafter = target.generate(**settings), drafter_of(method, target)
+    with hosts_loop():
+        assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert (drafter.stats.num_draft_tokens > 0) == (padding == 0 and method != "specbound")
+
+
+def test_a_cache_that_records_its_past_is_left_as_plain_decoding_leaves_it() -> None:
+    found = []
+    for make in (lambda: no_trees("mistral-sliding"), lambda: make_target("mistral-sliding", "sdpa")):
+        target, prompts = make(), PROMPTS["batch of one"]()
+        script = target.generate(**prompts, **GREEDY)
+        for drafter in (None, right_for(2, script, siblings=0)):
+            cache = DynamicCache(config=target.config)
+            cache.activate_past_recording()
+            first = target.generate(**prompts, **GREEDY, past_key_values=cache, assistant_model=drafter)
+            found.append([first.tolist(), *contents(cache)])
+            cache.crop(-15)
+            again = target.generate(first[:, :-8], **GREEDY, past_key_values=cache, assistant_model=drafter)
+            found[-1] += [again.tolist(), *contents(cache)]
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
