@@ -34,28 +34,36 @@ class NextStep:
     """Arguments of the step after the prefill; later steps differ only in their positions.
 
     Attributes:
-        positions: [batch] int64, of the first generated token; None if the host passes none.
+        positions: [batch] int64, of the first generated token, on the first axis; None if the host passes none.
         token_types: by argument name [batch, 1] int64, the same for all generated tokens.
         switches: other arguments, which are not tensors.
+        axes: [axes, batch, 1] int64, what each axis of the positions adds to the first one; None if there are no axes.
+            After a prompt with pictures the axes of a row differ, but from then on each grows by 1 per token.
     """
 
     positions: Tensor | None
     token_types: dict[str, Tensor]
     switches: dict[str, Any]
+    axes: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether a step needs no other arguments."""
-        return not self.token_types and not self.switches
+        return not self.token_types and not self.switches and self.axes is None
 
     def arguments(self, nodes: int) -> dict[str, Any]:
         """The arguments of a forward over `nodes` nodes per row."""
         types = {name: value.expand(-1, nodes) for name, value in self.token_types.items()}
         return types | self.switches
 
+    def on_axes(self, position_ids: Tensor) -> Tensor:
+        """Positions [batch, nodes] on the first axis -> [axes, batch, nodes]; unchanged if there are no axes."""
+        return position_ids if self.axes is None else position_ids + self.axes
+
     def of_rows(self, rows: Tensor) -> NextStep:
         """Selects rows, [rows] int64. Positions are no longer needed when rows are dropped."""
-        return NextStep(None, {name: value[rows] for name, value in self.token_types.items()}, self.switches)
+        types = {name: value[rows] for name, value in self.token_types.items()}
+        return NextStep(None, types, self.switches, None if self.axes is None else self.axes[:, rows])
 
 
 def next_step(
@@ -81,8 +89,12 @@ def next_step(
     types = {name: value for name, value in others.items() if name.endswith("token_type_ids")}
     switches = {name: value for name, value in others.items() if isinstance(value, (bool, int, float, str))}
     unknown = sorted(others.keys() - types.keys() - switches.keys())
-    if positions is not None and positions.dim() != 2:
-        unknown.append("position_ids of several axes")
+    axes = None
+    if positions is not None and positions.dim() == 3:
+        last = positions[..., -1:].expand(-1, batch, 1)
+        axes, positions = last - last[:1], positions[0]
+    elif positions is not None and positions.dim() != 2:
+        unknown.append(f"position_ids of shape {list(positions.shape)}")
     if unknown:
         raise TreesRefusedError(
             f"Target {type(model).__name__} gets {unknown} in every decoding step, and it is not known what the nodes "
@@ -92,6 +104,7 @@ def next_step(
         None if positions is None else positions[:, -1].expand(batch),
         {name: value[:, -1:].expand(batch, 1) for name, value in types.items()},
         switches,
+        axes,
     )
 
 

@@ -149,7 +149,8 @@ class TargetModel:
         # Entry e of the cache holds token e - entry_offset of a row; not 0 if only new tokens were passed with a cache.
         self.entry_offset = 0
         self.last_entry = 0  # of output tokens; drafted nodes may have larger indices
-        # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
+        # A node's position id is its row's entry index plus this offset: left padding shifts a row down. Of positions
+        # with several axes it is the first one; `step` has the others.
         self.position_offset = torch.zeros(0, dtype=torch.int64)
         self.prompt_mask: Tensor | None = None  # which entries are visible; None for all
         self.prompt_starts: Tensor | None = None  # first entry of each row's prompt; None if the mask has gaps
@@ -227,8 +228,8 @@ class TargetModel:
             model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are used here.
 
         Raises:
-            TreesRefusedError: trees cannot be verified with this target or input: positions of several axes, a cache
-                that cannot be continued, cross-attention, a per-step tensor that nodes cannot share.
+            TreesRefusedError: trees cannot be verified with this target or input: a cache that cannot be continued,
+                cross-attention, a per-step tensor that nodes cannot share.
             ValueError: the target is not a decoder, or its cache is not supported.
         """
         check_supported(self.model)
@@ -244,12 +245,6 @@ class TargetModel:
                 )
                 self.compiles, self.forward = False, run
         attention_mask = model_kwargs.get("attention_mask")
-        position_ids = model_kwargs.get("position_ids")
-        if position_ids is not None and position_ids.dim() != 2:
-            raise TreesRefusedError(
-                f"position_ids have shape {list(position_ids.shape)}, with several axes (images, video), but draft "
-                "trees need [batch, seq] positions"
-            )
         if len(input_ids) > 1 and standins.names_of(self.model) & standins.OF_ONE_ROW:
             raise TreesRefusedError(
                 f"Target {type(self.model).__name__} supports position biases only for one row, and the batch has "
@@ -495,7 +490,7 @@ class TargetModel:
         if not logits and host.takes_logits_to_keep(self.model):
             extra["logits_to_keep"] = 1
         if self.takes_positions:
-            extra["position_ids"] = position_ids
+            extra["position_ids"] = self.step.on_axes(position_ids)
         node_context = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
         with inference_on_cpu(position_ids.device), self.own_attention, self.packed, node_context:
             outputs = self.forward(

@@ -1,0 +1,98 @@
+"""Targets with pictures: draft trees give the tokens of plain decoding, positions of several axes included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specdec.drafters.lookup import NGramDrafter
+from hf_specdec.integration import hosts_loop
+from tests.multimodal import prompt, tiny_model
+from tests.scripted import right_for
+
+NEW = 16
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+AXES = ["glm46v", "glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"]
+PICTURES = {"text": [None], "picture": [0], "padded batch": [1, None, 0], "pictures of two sizes": [0, 1]}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
+@pytest.mark.parametrize("pictures", PICTURES)
+@pytest.mark.parametrize("family", [*AXES, "llava"])
+def test_trees_give_the_tokens_of_plain_decoding(family: str, pictures: str, right: Any) -> None:
+    target = tiny_model(family)
+    inputs = prompt(target, PICTURES[pictures])
+    alone = target.generate(**inputs, **GREEDY)
+    drafter = right_for(right, alone)
+    assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert (drafter.stats.num_accepted_draft_tokens > 0) == (right != 0)
+
+
+def test_the_axes_of_a_prompt_with_a_picture_differ() -> None:
+    """Or else the other tests could not fail."""
+    for family in AXES:
+        target = tiny_model(family)
+        target.generate(**prompt(target, [1, None]), **GREEDY)
+        first, second = target.model.rope_deltas.flatten().tolist()
+        assert first != second
+
+
+def in_turns(target: PreTrainedModel, drafters: list[Any]) -> list[torch.Tensor]:
+    """The texts of turns on one cache, the first with a picture."""
+    cache, texts = DynamicCache(config=target.config), []
+    for drafter in drafters:
+        said = prompt(target, [None if texts else 0])
+        if texts:
+            said["input_ids"] = torch.cat([texts[-1], said["input_ids"]], 1)
+            said["attention_mask"] = torch.ones_like(said["input_ids"])
+        texts.append(target.generate(**said, past_key_values=cache, assistant_model=drafter, **GREEDY))
+    return texts
+
+
+@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_turns_on_one_cache_give_the_tokens_of_plain_decoding(family: str, chains: bool) -> None:
+    target = tiny_model(family)
+    alone = in_turns(target, [None] * 3)
+    drafters = [right_for(3, text, siblings=0) for text in alone]
+    if chains:
+        with hosts_loop(), pytest.warns(UserWarning, match="own loop verifies"):
+            assisted = in_turns(target, drafters)
+    else:
+        assisted = in_turns(target, drafters)
+    assert [text.tolist() for text in assisted] == [text.tolist() for text in alone]
+    assert all(drafter.stats.num_accepted_draft_tokens > 0 for drafter in drafters)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_rows_keep_their_positions_when_others_leave(family: str) -> None:
+    target = tiny_model(family)
+    inputs = prompt(target, [1, None, 0, 2], lengths=(9, 4, 7, 5))
+    alone = target.generate(**inputs, **GREEDY)
+    start = inputs["input_ids"].shape[1]
+    ends = {**GREEDY, "eos_token_id": [int(alone[0, start + 2]), int(alone[2, start + 4])]}
+    alone = target.generate(**inputs, **ends)
+    assert 0 in alone[0, start:].tolist(), "a row ends early"
+    rows: list[int] = []
+    hook = target.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    assert target.generate(**inputs, **ends, assistant_model=NGramDrafter()).tolist() == alone.tolist()
+    hook.remove()
+    assert rows[-1] < max(rows)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_prompts_in_chunks_give_the_tokens_of_plain_decoding(family: str) -> None:
+    target = tiny_model(family)
+    for pictures in ([None], [None, None]):
+        inputs = prompt(target, pictures)
+        alone = target.generate(**inputs, **GREEDY, prefill_chunk_size=4)
+        drafter = right_for(3, alone)
+        assisted = target.generate(**inputs, **GREEDY, prefill_chunk_size=4, assistant_model=drafter)
+        assert assisted.tolist() == alone.tolist()
+        assert drafter.stats.num_accepted_draft_tokens > 0
