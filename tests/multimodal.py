@@ -50,7 +50,10 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"text_config": _AXES} for name in _WITH_AXES},
     **{name: {"text_config": {**_AXES, "model_type": "glm4v_text"}} for name in ("glm46v", "glmga")},
     "gemma3": {"": {"mm_tokens_per_image": 4}},
+    "kosmos-2": {"": {"latent_query_num": 4}},
 }
+# How many tokens of the prompt a picture or sound replaces, where no method of the model tells.
+ENTRIES = {"git": 0, "idefics": 0, "kosmos-2": 4, "qwen2_audio": 4}
 
 
 def families() -> list[str]:
@@ -139,15 +142,23 @@ def picture(model: PreTrainedModel, number: int = 0) -> dict[str, Tensor]:
         depth = getattr(vision, "temporal_patch_size", 1) or 1
         values = noise(height * width, 3 * depth * PATCH * PATCH)
         return {"pixel_values": values, "image_grid_thw": torch.tensor([[1, height, width]])}
+    if model.config.model_type == "idefics":
+        return {"pixel_values": noise(1, 1, 3, SIDE, SIDE)}
     if "pixel_values" in parameters:
         return {"pixel_values": noise(1, 3, SIDE, SIDE)}
     if "input_features" in parameters:
-        return {"input_features": noise(1, MELS, FRAMES)}
+        given = {"input_features": noise(1, MELS, FRAMES)}
+        for name in ("feature_attention_mask", "input_features_mask"):
+            if name in parameters:
+                given[name] = torch.ones(1, FRAMES, dtype=torch.int64)
+        return given
     raise NotImplementedError("no input of a known name")
 
 
 def num_entries(model: PreTrainedModel, given: dict[str, Tensor]) -> int:
     """How many tokens of the prompt the features of a picture or sound replace."""
+    if model.config.model_type in ENTRIES:
+        return ENTRIES[model.config.model_type]
     name = "get_image_features" if "pixel_values" in given else "get_audio_features"
     owner = model if hasattr(model, name) else model.model
     found = getattr(owner, name)(**given)
@@ -181,4 +192,8 @@ def prompt(
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in parameters and given:
             inputs[name] = (ids == MARK).long()
+    if "image_embeds_position_mask" in parameters and given:
+        inputs["image_embeds_position_mask"] = (ids == MARK).long()
+    if "image_attention_mask" in parameters and given:
+        inputs["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.int64)
     return inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -96,3 +97,30 @@ def test_prompts_in_chunks_give_the_tokens_of_plain_decoding(family: str) -> Non
         assisted = target.generate(**inputs, **GREEDY, prefill_chunk_size=4, assistant_model=drafter)
         assert assisted.tolist() == alone.tolist()
         assert drafter.stats.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
+def test_tensors_of_every_step_without_effect_do_not_hinder_trees(right: Any) -> None:
+    """Qwen2-Audio gets the mask of the sound at every step, and ignores it after the prompt."""
+    target = tiny_model("qwen2_audio")
+    for sounds in ([0], [1, None, 0]):
+        inputs = prompt(target, sounds)
+        alone = target.generate(**inputs, **GREEDY)
+        drafter = right_for(right, alone)
+        assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        assert (drafter.stats.num_accepted_draft_tokens > 0) == (right != 0)
+
+
+@pytest.mark.parametrize("pictures", [[0], [0, 1]], ids=str)
+@pytest.mark.parametrize("family", ["idefics", "kosmos-2", "git"])
+def test_families_that_trees_cannot_serve_equal_plain_decoding(family: str, pictures: list[int]) -> None:
+    target = tiny_model(family, torch.float32)  # Kosmos-2 does not run in float64
+    inputs = prompt(target, pictures)
+    alone = target.generate(**inputs, **GREEDY)
+    for right in (0, 3, [2, 0, 5, 1]):
+        drafter = right_for(right, alone, siblings=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        said = [str(each.message) for each in caught if "the output is not affected" in str(each.message)]
+        assert bool(said) == (family != "git" or len(pictures) > 1), "drafted, or said why not"
