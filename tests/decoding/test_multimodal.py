@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.integration import hosts_loop
+from tests.methods import METHODS
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import right_for
+from tests.targets import make_target
 
 NEW = 16
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
@@ -124,3 +127,49 @@ def test_families_that_trees_cannot_serve_equal_plain_decoding(family: str, pict
             assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
         said = [str(each.message) for each in caught if "the output is not affected" in str(each.message)]
         assert bool(said) == (family != "git" or len(pictures) > 1), "drafted, or said why not"
+
+
+def two_classes(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The image-text class and the text class of the same weights."""
+    both = tiny_model(family)
+    name = {"gemma3": "Gemma3ForCausalLM", "llava": "LlamaForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM"}[family]
+    text = getattr(transformers, name)._from_config(both.config.get_text_config(), dtype=both.dtype).eval()
+    text.model.load_state_dict(both.model.language_model.state_dict())
+    text.lm_head.load_state_dict(both.lm_head.state_dict())
+    text.generation_config.update(pad_token_id=0, eos_token_id=None, bos_token_id=None)
+    return both, text
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "method", ["dflash", "dspark", "eagle3", "medusa", "specblock", "specbound", "causal_lm_chain"]
+)
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen3_5"])
+def test_a_drafter_serves_both_classes_of_the_same_weights(family: str, method: str) -> None:
+    if (family, method) == ("qwen3_5", "specbound"):
+        pytest.skip("its layers do not run in slices")
+    both, text = two_classes(family)
+    drafter = METHODS[method](text)
+    if isinstance(drafter, torch.nn.Module):
+        drafter = drafter.to(torch.float64)
+    inputs = prompt(text, [None])
+    assert text.generate(**inputs, **GREEDY).equal(both.generate(**inputs, **GREEDY))
+    drafted = []
+    for target in (text, both):
+        alone = target.generate(**inputs, **GREEDY)
+        assert target.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+        drafted.append(drafter.stats.per_step_accepted)
+    assert drafted[0] == drafted[1], "the same drafts, from the same features"
+    inputs = prompt(both, [0])
+    alone = both.generate(**inputs, **GREEDY)
+    assert both.generate(**inputs, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
+    assert drafter.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_the_pair_is_checked_for_image_text_classes_too(family: str) -> None:
+    both, text = two_classes(family)
+    drafter = METHODS["dflash"](make_target("llama", "sdpa", hidden_size=64))
+    for target in (both, text):
+        with pytest.raises(ValueError, match="hidden"):
+            target.generate(**prompt(text, [None]), **GREEDY, assistant_model=drafter)
