@@ -28,7 +28,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_specdec.decoding.chains import HostChains, OneByOne, other_calls
+from hf_specdec.decoding.chains import HostChains, OneByOne, continuation_refused, other_calls
 from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
@@ -36,7 +36,7 @@ from hf_specdec.decoding.loop import SpeculativeDecoding
 from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.records import TokenRecords
-from hf_specdec.decoding.replay import replaying
+from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
@@ -103,21 +103,23 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
         if not isinstance(assistant_model, Drafter):
             return original(self, *args, assistant_model=assistant_model, **kwargs)
-        assistant_model.check_pairing(self, args[0] if args else kwargs["input_ids"])
+        input_ids, padded = args[0] if args else kwargs["input_ids"], _is_padded(kwargs.get("attention_mask"))
+        assistant_model.check_pairing(self, input_ids)
         try:
             if _IN_HOSTS_LOOP.get():
                 raise TreesRefusedError("hosts_loop() asks for chains")
             check_supported(self)
-            check_trees(self)
+            check_trees(self, padded=padded)
             return _decode_trees(self, assistant_model, *args, **kwargs)
         except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
-        rows = len(args[0] if args else kwargs["input_ids"])
+        rows = len(input_ids)
         calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
         if rows == 1 and calls is not None:
             return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
         trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
-        trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length) or chains_trouble(self)
+        trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
+        trouble = trouble or continuation_refused(input_ids, kwargs) or chains_trouble(self, padded=padded)
         if trouble is not None:
             why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
             return _decode_plainly(self, assistant_model, why, *args, **kwargs)
@@ -163,6 +165,9 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
 
     return load_assistant_model
 
+
+# Arguments of `_assisted_decoding` that are not passed to the model.
+_OF_LOOP = {"synced_gpus", "streamer", "inputs_tensor", "assistant_tokenizer", "tokenizer", CACHE}
 
 _WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
     "_assisted_decoding": _wrap_assisted_decoding,
@@ -228,6 +233,10 @@ def _check_call(
     drafter.check_options()
     drafter.check_target(model)
     report_unused(config, mode_kwargs, drafter)
+
+
+def _is_padded(mask: Any) -> bool:
+    return mask is not None and not bool(mask.all())
 
 
 def _decode_trees(
@@ -324,16 +333,24 @@ def _decode_chains(
         observers=_OBSERVERS.get(),
     )
     how = f"{drafter.method!r} drafts chains, which transformers' own loop verifies"
-    warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator = drafter.candidate_generator(target)
+    embeddings = others.get("inputs_embeds")
+    if generator.reads_cache and embeddings is not None and embeddings.shape[1] > input_ids.shape[1]:
+        chains.drafts = False
+        how = f"nothing is drafted, because {drafter.method!r} needs the ids of the prompt, given as inputs_embeds only"
+    warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
-    changed: dict[str, Any] = {CACHE: cache}
+    arguments: dict[str, Any] = {CACHE: cache}
     if others.get("streamer") is not None:
-        changed["streamer"] = OneByOne(others["streamer"])
+        arguments["streamer"] = OneByOne(others["streamer"])
+    if embeddings is not None and others.get("attention_mask") is not None:  # has no padding, and would be cut
+        arguments["attention_mask"] = None
+    if cache.get_seq_length():
+        chains.start_after(cache, input_ids, {name: value for name, value in others.items() if name not in _OF_LOOP})
     try:
-        with target.tapping(), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
-            output = run(assistant_model=generator, **changed)
+        with target.tapping(), recording(cache), nullcontext() if can_be_cut_back(model) else replaying(model, cache):
+            output = run(assistant_model=generator, **arguments)
         generator.count(stats)
         return output
     finally:

@@ -12,7 +12,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
-from tests.methods import make_ddtree, make_dflash
+from tests.methods import METHODS, make_ddtree, make_dflash
 from tests.scripted import fixed_tree
 from tests.targets import PROMPTS, fresh_target, make_target
 
@@ -95,6 +95,20 @@ def test_quantized_cache_object_is_refused(target: PreTrainedModel) -> None:
     cache = QuantizedCache.__new__(QuantizedCache)
     cache.layers, cache.offloading, cache.layer_class_to_replicate = [], False, None
     assert_refused(target, r"past_key_values is a QuantizedCache", past_key_values=cache)
+
+
+@pytest.mark.parametrize("method", ["ngram", "dflash"])
+def test_an_encoder_decoder_with_a_generate_of_its_own_is_refused(method: str) -> None:
+    config = transformers.WhisperConfig(
+        vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=8,
+        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    drafter = METHODS[method](make_target("llama", "sdpa"))
+    with pytest.raises(ValueError, match=r"WhisperForConditionalGeneration is an encoder-decoder; .* decoder-only"):
+        transformers.WhisperForConditionalGeneration(config).eval().generate(
+            torch.zeros(1, 8, 16), assistant_model=drafter
+        )
 
 
 def test_encoder_decoder_target_is_refused() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicIndexedLayer, LinearAttentionLayer
 
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.host import DummyLayer
@@ -57,7 +57,7 @@ class TreeCache(Cache):
 
         Raises:
             ValueError: the content of this class of cache cannot be loaded exactly.
-            TreesRefusedError: it is offloaded.
+            TreesRefusedError: it is offloaded, or records the past of convolutions.
         """
         kinds = {type(layer) for layer in getattr(cache, "layers", ())}
         if not isinstance(cache, DynamicCache) or kinds - set(KINDS):
@@ -68,6 +68,10 @@ class TreeCache(Cache):
             )
         if cache.offloading:
             raise TreesRefusedError("past_key_values is a DynamicCache with offloading, which draft trees do not allow")
+        if any(isinstance(layer, LinearAttentionLayer) and layer.record_past for layer in cache.layers):
+            raise TreesRefusedError(
+                "past_key_values records the past of convolutions (activate_past_recording), and draft trees do not"
+            )
         own = cls(num_layers, cache.layers)
         for layer, source in zip(own.layers, cache.layers, strict=False):
             if not isinstance(layer, DummyLayer):

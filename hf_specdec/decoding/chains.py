@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.host import CACHE
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
@@ -69,6 +71,35 @@ class OneByOne(BaseStreamer):
         self.streamer.end()
 
 
+def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | None:
+    """Why the host's loop cannot continue the cache that its caller has passed; None if it can, or there is none.
+
+    Args:
+        input_ids: [1, seq] int64.
+        arguments: of `_assisted_decoding`.
+    """
+    embeddings, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
+    if embeddings is not None and embeddings.shape[1] > input_ids.shape[1] and not (mask is None or bool(mask.all())):
+        return "the prompt is given as inputs_embeds with padding, and that loop cuts the mask to the number of ids"
+    cache = arguments.get(CACHE)
+    if cache is None:
+        return None
+    if any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ())):
+        return "past_key_values records its past (activate_past_recording), and that loop cuts it to its window"
+    if not cache.get_seq_length():
+        return None
+    if embeddings is not None:
+        return "past_key_values holds tokens already, and the others are passed as inputs_embeds"
+    # Without padding, `generate` drops the mask and notes its length, which tells whether all ids were passed.
+    length = getattr(arguments["generation_config"], "_mask_length", -1) if mask is None else mask.shape[1]
+    if length != input_ids.shape[1] or length <= cache.get_seq_length():
+        return (
+            f"past_key_values holds {cache.get_seq_length()} tokens, and that loop needs the ids of all tokens, these "
+            f"included, but input_ids has {input_ids.shape[1]}, for a text of {length}"
+        )
+    return None
+
+
 class HostChains:
     """The state of one call of the host's loop.
 
@@ -81,6 +112,9 @@ class HostChains:
         do_sample: whether the call samples.
         max_length: of the call.
         observers: see what every round but the last commits (`Observer.on_commit`).
+
+    Attributes:
+        drafts: False for a drafter that cannot read the prompt of this call.
     """
 
     def __init__(
@@ -103,11 +137,27 @@ class HostChains:
             int(token) for rule in stopping_criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id
         }
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
-        self.padding = 0  # tokens before the prompt
+        self.padding = 0  # tokens before the prompt; less than 0 for a prompt of embeddings without ids
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
         self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
-        self.started = False
+        self.started, self.drafts = False, True
+        self.first_inputs: dict[str, Any] = {}  # override those that the host prepares for the prompt
+
+    def start_after(self, cache: Cache, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Lets the first forward run only the tokens that a cache of the caller lacks, as in plain decoding.
+
+        The host's assisted loop would run the whole prompt again. Call it before that loop.
+
+        Args:
+            cache: of the caller, not empty.
+            input_ids: [1, seq] int64, the whole text, including the tokens in the cache.
+            model_kwargs: of the call.
+        """
+        new = input_ids.shape[1] - cache.get_seq_length()
+        self.first_inputs = self.target.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=new, is_first_iteration=True, **model_kwargs, **{CACHE: cache}
+        )
 
     def candidates(
         self,
@@ -118,6 +168,9 @@ class HostChains:
         num_matches: int,
     ) -> tuple[Tensor, Tensor | None]:
         """See `TreeCandidateGenerator.get_candidates`."""
+        generator.model_kwargs_overrides, self.first_inputs = self.first_inputs, {}
+        if not self.drafts:
+            return input_ids, None
         if not self.started:  # first the prompt without drafts: the drafter reads its features
             self.started = True
             return input_ids, None
@@ -161,6 +214,10 @@ class HostChains:
     ) -> None:
         """Reports the prompt to the drafter; the last of `input_ids` is the first root."""
         prompt, mask = input_ids[:, :-1], model_kwargs.get("attention_mask")
+        embeddings = model_kwargs.get("inputs_embeds")
+        if embeddings is not None:  # a prompt given as embeddings has unknown tokens, zeros for the drafter
+            self.padding = prompt.shape[1] - embeddings.shape[1]
+            prompt = torch.nn.functional.pad(prompt, (-self.padding, 0))
         valid = None
         if mask is not None and not bool(mask[:, : prompt.shape[1]].all()):
             valid = mask[:, : prompt.shape[1]].to(device=prompt.device, dtype=torch.bool)

@@ -21,13 +21,13 @@ from transformers import (
     core_model_loading,
 )
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model
+from hf_specdec.decoding.once import once_per_model, undisturbed
 
 # A layer of the host's cache that stores nothing; transformers 5.17 does not have it.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", type("DummyLayer", (), {}))
@@ -47,6 +47,7 @@ EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
             "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"),
             "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+            "_prepare_position_ids_for_generation": ("inputs_tensor", "model_kwargs"),
             "_update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder"),
             "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
         }.items()
@@ -87,6 +88,46 @@ def sample(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     for name in ("assistant_tokenizer", "inputs_tensor", "tokenizer"):  # for assisted decoding only
         kwargs.pop(name, None)
     return model._sample(*args, **kwargs)
+
+
+def assist(model: PreTrainedModel, input_ids: Tensor, generator: CandidateGenerator, **kwargs: Any) -> Any:
+    """The host's own assisted decoding, with the arguments of `_assisted_decoding`."""
+    return model._assisted_decoding(input_ids, assistant_model=generator, **kwargs)
+
+
+def arguments_of_prompt(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The arguments besides ids that `generate` passes to its decoding function for a prompt of text.
+
+    Args:
+        model: the target.
+        input_ids: [batch, seq] int64.
+        mask: [batch, seq] int64, 0 at padding.
+    """
+    arguments: dict[str, Any] = {cache_name(model): new_cache(model), "use_cache": True}
+    parameters = inspect.signature(model.forward).parameters
+    if "attention_mask" in parameters:
+        arguments["attention_mask"] = mask
+    if "position_ids" in parameters:
+        arguments["position_ids"] = model._prepare_position_ids_for_generation(input_ids, arguments)
+    return arguments
+
+
+def config_of_trial(max_length: int) -> GenerationConfig:
+    """The settings of a greedy call that returns logits, as `generate` would have prepared them."""
+    config = GenerationConfig(max_length=max_length, return_dict_in_generate=True, output_logits=True)
+    config._pad_token_tensor = config._eos_token_tensor = None
+    return config
+
+
+@once_per_model
+def position_axes(model: PreTrainedModel) -> int:
+    """Axes of the position_ids that plain decoding passes: 1 for [batch, seq]; 0 if it passes none."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    with undisturbed(model):
+        arguments = arguments_of_prompt(model, ids, torch.ones_like(ids))
+        inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **arguments)
+    position_ids = inputs.get("position_ids")
+    return 0 if position_ids is None else 1 if position_ids.dim() == 2 else len(position_ids)
 
 
 def next_inputs(model: PreTrainedModel, outputs: Any, longer: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +184,8 @@ def new_cache(model: PreTrainedModel) -> Cache:
 def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
     """The class of the cache that a model makes itself, found by running one token."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=home_of(model.get_input_embeddings()))
-    made = model(input_ids=token, use_cache=True).get(CACHE)
+    with undisturbed(model):
+        made = model(input_ids=token, use_cache=True).get(CACHE)
     return type(made) if isinstance(made, Cache) else None
 
 
@@ -151,6 +193,17 @@ def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
 def cache_layers(model: PreTrainedModel) -> list[Any]:
     """The layers of the cache that the host would make for a model; only for inspection."""
     return list(DynamicCache(config=model.config).layers)
+
+
+def is_callers(cache: Cache) -> bool:
+    """Whether `generate` was given this cache, which its caller then sees afterwards."""
+    return bool(getattr(cache, "_is_user_defined", False))  # `generate` sets the attribute in this case only
+
+
+@once_per_model
+def takes_logits_to_keep(model: PreTrainedModel) -> bool:
+    """Whether a forward can compute the logits of the last tokens only."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def pad_token_id(config: GenerationConfig) -> int | None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specdec.decoding import host
 from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.host import pad_token_id
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import Always
@@ -84,7 +84,7 @@ class SpeculativeDecoding:
         stats.begin(input_ids)
         lockstep = bool(user_code(logits_processor, stopping_criteria))
         self.sequences = Sequences(
-            input_ids, stopping_criteria, pad_token_id(generation_config), streamer, lockstep=lockstep
+            input_ids, stopping_criteria, host.pad_token_id(generation_config), streamer, lockstep=lockstep
         )
         self.records, self.policy = records, policy
         self.observers = (stats, records, policy, *observers)
@@ -102,6 +102,8 @@ class SpeculativeDecoding:
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
         self.packed = PackedLinears(networks if target.is_compiled else (target.model, *networks))
+        cache = model_kwargs.get(target.cache_name)
+        self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
 
     @torch.no_grad()
     def run(self) -> SpeculativeOutput | Tensor:
@@ -120,7 +122,7 @@ class SpeculativeDecoding:
                             self.round()
                     output_ids = self.sequences.finish()
                     self.stats.count_target(self.target)
-                    self.target.hand_back(self.model_kwargs[self.target.cache_name], output_ids, self.sequences.lengths)
+                    self.hand_back(output_ids)
                     self.generator.count(self.stats)
                     self.stats.report_fallback_rounds()
             finally:
@@ -135,6 +137,14 @@ class SpeculativeDecoding:
             speculation=self.stats,
             **self.records.finish(output_ids.shape[1] - self.sequences.prompt_length),
         )
+
+    def hand_back(self, output_ids: Tensor) -> None:
+        """Fills the caller's cache, if the caller can see it: it takes a forward where rows ended early."""
+        if self.returns_cache:
+            cache = self.model_kwargs[self.target.cache_name]
+            self.target.hand_back(cache, output_ids, self.sequences.lengths)
+        else:
+            self.target.cache.release()
 
     def prefill(self) -> None:
         """Runs the prompt and chooses the first token, as the bonus token of a tree that consists of the root."""
@@ -280,7 +290,7 @@ class SpeculativeDecoding:
             return
         kept = [index for index in range(remaining) if index not in finished]
         self.sequences.keep_rows(kept)
-        self.target.keep_rows(kept)
+        self.target.keep_rows(kept, permanent=not self.returns_cache)
         self.generator.keep_rows(kept)
         self.acceptor.keep_rows(kept)
         self.policy.keep_rows()

@@ -7,17 +7,19 @@ the arguments that the host would have passed in that step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_specdec.decoding.host import cache_name, next_inputs
-from hf_specdec.decoding.support import TreesRefusedError
+from hf_specdec.decoding.host import arguments_of_prompt, cache_name, next_inputs, prefill
+from hf_specdec.decoding.once import once_per_model, undisturbed
+from hf_specdec.decoding.support import TreesRefusedError, bound_rows
 
 # Arguments that rounds set themselves.
 _SET_BY_ROUNDS = frozenset(
@@ -34,28 +36,36 @@ class NextStep:
     """Arguments of the step after the prefill; later steps differ only in their positions.
 
     Attributes:
-        positions: [batch] int64, of the first generated token; None if the host passes none.
+        positions: [batch] int64, of the first generated token, on the first axis; None if the host passes none.
         token_types: by argument name [batch, 1] int64, the same for all generated tokens.
         switches: other arguments, which are not tensors.
+        axes: [axes, batch, 1] int64, what each axis of the positions adds to the first one; None if there are no axes.
+            After a prompt with pictures the axes of a row differ, but from then on each grows by 1 per token.
     """
 
     positions: Tensor | None
     token_types: dict[str, Tensor]
     switches: dict[str, Any]
+    axes: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether a step needs no other arguments."""
-        return not self.token_types and not self.switches
+        return not self.token_types and not self.switches and self.axes is None
 
     def arguments(self, nodes: int) -> dict[str, Any]:
         """The arguments of a forward over `nodes` nodes per row."""
         types = {name: value.expand(-1, nodes) for name, value in self.token_types.items()}
         return types | self.switches
 
+    def on_axes(self, position_ids: Tensor) -> Tensor:
+        """Positions [batch, nodes] on the first axis -> [axes, batch, nodes]; unchanged if there are no axes."""
+        return position_ids if self.axes is None else position_ids + self.axes
+
     def of_rows(self, rows: Tensor) -> NextStep:
         """Selects rows, [rows] int64. Positions are no longer needed when rows are dropped."""
-        return NextStep(None, {name: value[rows] for name, value in self.token_types.items()}, self.switches)
+        types = {name: value[rows] for name, value in self.token_types.items()}
+        return NextStep(None, types, self.switches, None if self.axes is None else self.axes[:, rows])
 
 
 def next_step(
@@ -71,7 +81,7 @@ def next_step(
         model_kwargs: of the `generate` call; not changed.
 
     Raises:
-        TreesRefusedError: an argument is a tensor for which it is unknown what the nodes of a tree need.
+        TreesRefusedError: an argument is a tensor that has an effect, and it is unknown what the nodes of a tree need.
     """
     batch = len(input_ids)
     longer = torch.cat([input_ids, input_ids.new_zeros(batch, 1)], dim=1)  # any token in place of the first new one
@@ -80,9 +90,15 @@ def next_step(
     others = {name: value for name, value in inputs.items() if name not in _SET_BY_ROUNDS and value is not None}
     types = {name: value for name, value in others.items() if name.endswith("token_type_ids")}
     switches = {name: value for name, value in others.items() if isinstance(value, (bool, int, float, str))}
-    unknown = sorted(others.keys() - types.keys() - switches.keys())
-    if positions is not None and positions.dim() != 2:
-        unknown.append("position_ids of several axes")
+    unknown = sorted(
+        name for name in others.keys() - types.keys() - switches.keys() if not _is_ignored(model, name, others[name])
+    )
+    axes = None
+    if positions is not None and positions.dim() == 3:
+        last = positions[..., -1:].expand(-1, batch, 1)
+        axes, positions = last - last[:1], positions[0]
+    elif positions is not None and positions.dim() != 2:
+        unknown.append(f"position_ids of shape {list(positions.shape)}")
     if unknown:
         raise TreesRefusedError(
             f"Target {type(model).__name__} gets {unknown} in every decoding step, and it is not known what the nodes "
@@ -92,7 +108,54 @@ def next_step(
         None if positions is None else positions[:, -1].expand(batch),
         {name: value[:, -1:].expand(batch, 1) for name, value in types.items()},
         switches,
+        axes,
     )
+
+
+def _is_ignored(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an argument changes nothing in a decoding step, such as the mask of sound in the prompt."""
+    found = _ignored_arguments(model)
+    if name not in found:
+        try:
+            found[name] = isinstance(value, Tensor) and _has_no_effect(model, name, value)
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # no step without the others
+            found[name] = False
+    return found[name]
+
+
+@once_per_model
+def _ignored_arguments(model: PreTrainedModel) -> dict[str, bool]:
+    """By name, filled by `_is_ignored`."""
+    return {}
+
+
+@torch.no_grad()
+def _has_no_effect(model: PreTrainedModel, name: str, value: Tensor) -> bool:
+    """Runs a step after a short text with this value, with others of its shape, and without: the same bits or not."""
+    embeddings = model.get_input_embeddings()
+    ids = (3 + torch.arange(5, device=embeddings.weight.device)) % embeddings.num_embeddings
+    ids = ids.expand(bound_rows(model) or 1, -1)
+    with undisturbed(model):
+        arguments = arguments_of_prompt(model, ids, torch.ones_like(ids))
+        outputs = prefill(model, ids, GenerationConfig(), dict(arguments))
+        inputs = next_inputs(model, outputs, torch.cat([ids, ids[:, :1]], 1), arguments)
+
+        def logits(**more: Tensor) -> Tensor:
+            own = {cache_name(model): copy.deepcopy(inputs[cache_name(model)])}
+            found: Tensor = model(**{**inputs, **own, **more}, return_dict=True).logits
+            return found
+
+        some = torch.rand(value.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+        others = [value, torch.zeros_like(value), some.to(value)]
+        without = logits()
+        return all(logits(**{name: other}).equal(without) for other in others)
 
 
 def check_attended(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:

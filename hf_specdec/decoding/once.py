@@ -1,11 +1,17 @@
-"""Facts about a model that are computed once, because computing them takes as long as a round."""
+"""Facts about a model that are computed once, because computing them takes as long as a round.
+
+Some are found by running the model: `undisturbed` keeps such a run from changing what later calls find.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from torch import nn
 
 T = TypeVar("T")
 
@@ -21,3 +27,26 @@ def once_per_model(find: Callable[[Any], T]) -> Callable[[Any], T]:
         return found[model]
 
     return cached
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """In this context, forwards leave no data in the modules of a model, such as the offsets of a prompt's positions.
+
+    Data that a call has left there is restored at the end. Functions are not, because other threads may swap them.
+    """
+    before = [(attributes, dict(attributes)) for module in model.modules() for attributes in _data(module)]
+    try:
+        yield
+    finally:
+        for attributes, earlier in before:
+            for name in attributes.keys() - earlier.keys():
+                if not callable(attributes[name]):
+                    del attributes[name]
+            for name, value in earlier.items():
+                if attributes.get(name, before) is not value and not callable(value):
+                    attributes[name] = value
+
+
+def _data(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module.__dict__, module.__dict__["_buffers"]

@@ -55,6 +55,18 @@ def replaying(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
             del vars(cache)[name]
 
 
+@contextmanager
+def recording(cache: Cache) -> Iterator[None]:
+    """In this context, the host's loop may let layers record their past; later calls find them as they were before."""
+    before = [getattr(layer, "record_past", None) for layer in cache.layers]
+    try:
+        yield
+    finally:
+        for layer, recorded in zip(cache.layers, before, strict=False):  # layers may have been added
+            if recorded is not None:
+                layer.record_past = recorded
+
+
 def _copied(cache: Cache) -> dict[str, Any]:
     """The attributes of a cache, without functions. Keys and values are not copied: updates replace their tensors."""
     attributes = {name: value for name, value in vars(cache).items() if not callable(value)}

@@ -149,7 +149,8 @@ class TargetModel:
         # Entry e of the cache holds token e - entry_offset of a row; not 0 if only new tokens were passed with a cache.
         self.entry_offset = 0
         self.last_entry = 0  # of output tokens; drafted nodes may have larger indices
-        # A node's position id is its row's entry index plus this offset: left padding shifts a row down.
+        # A node's position id is its row's entry index plus this offset: left padding shifts a row down. Of positions
+        # with several axes it is the first one; `step` has the others.
         self.position_offset = torch.zeros(0, dtype=torch.int64)
         self.prompt_mask: Tensor | None = None  # which entries are visible; None for all
         self.prompt_starts: Tensor | None = None  # first entry of each row's prompt; None if the mask has gaps
@@ -236,8 +237,8 @@ class TargetModel:
             model_kwargs: of the `generate` call; attention mask, position ids and a cache to continue are used here.
 
         Raises:
-            TreesRefusedError: trees cannot be verified with this target or input: positions of several axes, a cache
-                that cannot be continued, cross-attention, a per-step tensor that nodes cannot share.
+            TreesRefusedError: trees cannot be verified with this target or input: a cache that cannot be continued,
+                cross-attention, a per-step tensor that nodes cannot share.
             ValueError: the target is not a decoder, or its cache is not supported.
         """
         check_supported(self.model)
@@ -253,12 +254,6 @@ class TargetModel:
                 )
                 self.compiles, self.forward = False, run
         attention_mask = model_kwargs.get("attention_mask")
-        position_ids = model_kwargs.get("position_ids")
-        if position_ids is not None and position_ids.dim() != 2:
-            raise TreesRefusedError(
-                f"position_ids have shape {list(position_ids.shape)}, with several axes (images, video), but draft "
-                "trees need [batch, seq] positions"
-            )
         if len(input_ids) > 1 and standins.names_of(self.model) & standins.OF_ONE_ROW:
             raise TreesRefusedError(
                 f"Target {type(self.model).__name__} supports position biases only for one row, and the batch has "
@@ -467,7 +462,9 @@ class TargetModel:
         cache.rollback([at])  # the root is run with its tree
         self.cache = cache
 
-    def verify(self, tree: DraftTree, root_positions: Tensor, *, first: int = 0, lead: int = 0) -> TargetOutput:
+    def verify(
+        self, tree: DraftTree, root_positions: Tensor, *, first: int = 0, lead: int = 0, logits: bool = True
+    ) -> TargetOutput:
         """One forward over all nodes of a tree; each attends to the committed prefix and its ancestors.
 
         Node i's logits are the target's for the token after node i. DDTree (arXiv 2604.12989), Section 4.4.
@@ -479,6 +476,7 @@ class TargetModel:
                 whose entries are in the cache (`TreeCache.continue_round`).
             lead: number of first nodes that are committed next; the round then continues from the following node
                 (`TreeCache.commit_and_continue`), which a captured forward writes to the position of roots.
+            logits: False if only the cache is needed; then there may be logits of fewer nodes.
         """
         nodes, padding = tree.num_nodes - first, 0
         if nodes == 1 and self.cache.keeps_states:  # for a single token, the host's own code would change the states
@@ -496,8 +494,10 @@ class TargetModel:
         if first:
             token_ids, position_ids = token_ids[:, first:], position_ids[:, first:]
         extra = {} if self.step.is_plain else self.step.arguments(token_ids.shape[1])
+        if not logits and host.takes_logits_to_keep(self.model):
+            extra["logits_to_keep"] = 1
         if self.takes_positions:
-            extra["position_ids"] = position_ids
+            extra["position_ids"] = self.step.on_axes(position_ids)
         node_context = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
         with self.inference_mode(position_ids.device), self.own_attention, node_context:
             outputs = self.forward(
@@ -589,6 +589,6 @@ class TargetModel:
             columns = torch.arange(max(missing), device=output_ids.device)
             starts = torch.tensor(cache.row_lengths, device=output_ids.device).unsqueeze(1) - entry_offset
             token_ids = output_ids.gather(1, (starts + columns).clamp(max=output_ids.shape[1] - 1))
-            self.verify(DraftTree.chain(token_ids), self.root_positions())
+            self.verify(DraftTree.chain(token_ids), self.root_positions(), logits=False)
             cache.commit_first(Counts.of(missing, cache.device))
         cache.hand_back(like, entries)

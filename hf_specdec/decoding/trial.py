@@ -1,47 +1,66 @@
-"""A trial of a target, once per model: compares a small draft tree with decoding token by token.
+"""A trial of a target, once per model: compares draft trees, and chains, with the host's own plain decoding.
 
 How a family counts positions, stores states and masks attention is derived from its modules, not from its name. For
-targets with more than standard attention, a trial checks the result before the first token.
+targets with more than standard attention, a trial checks the result before the first token. The reference is a run of
+the host's decoding on forced tokens, with the arguments that the host passes, not those that rounds would pass.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria
 
 from hf_specdec.decoding import host
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model
-from hf_specdec.decoding.support import TreesRefusedError, bound_rows, keeps_states
+from hf_specdec.decoding.once import once_per_model, undisturbed
+from hf_specdec.decoding.replay import replaying
+from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 
 PROMPT = 5  # tokens
+PADDING = 2  # of them, in trials with left padding
 PARENTS = (-1, 0, 0, 1, 1, 2, 4)
+PATHS = ((0, 1, 3), (0, 2, 5), (0, 1, 4, 6))  # from the root to every leaf
 # The largest difference of logits that rounding can explain, as a share of the largest logit. States are always
 # computed in float32. In low precision single nodes may differ by more if rounding changes which experts run.
 EXACT_SHARE, LOW_SHARE = 1e-3, 0.25
 
 
-def check_trees(model: PreTrainedModel) -> None:
-    """Raises TreesRefusedError if the logits of a tree's nodes differ from those of plain decoding."""
+def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
+    """Raises TreesRefusedError if the logits of a tree's nodes differ from those of plain decoding.
+
+    Args:
+        model: the target.
+        padded: whether prompts have left padding, for which some families have code of their own.
+    """
     trouble = _trees_trouble(model)
+    if trouble is None and padded and not host.looks_attention_up(model):
+        trouble = _padded_trees_trouble(model)
     if trouble is not None:
         raise TreesRefusedError(trouble)
 
 
+def chains_trouble(model: PreTrainedModel, *, padded: bool = False) -> str | None:
+    """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
+    return _chains_trouble(model) or (_padded_chains_trouble(model) if padded else None)
+
+
 def _needs_trial(model: PreTrainedModel) -> bool:
     kinds = {KINDS[type(layer)] for layer in host.cache_layers(model)}
-    return bool(kinds - {EntriesLayer}) or standins.counts_entries(model)
+    if kinds - {EntriesLayer} or standins.counts_entries(model) or not host.looks_attention_up(model):
+        return True
+    return host.takes_positions(model) and host.position_axes(model) != 1
 
 
 @once_per_model
@@ -57,35 +76,46 @@ def _trees_trouble(model: PreTrainedModel) -> str | None:
     return trouble
 
 
-def _tree_trouble(model: PreTrainedModel) -> str | None:
+@once_per_model
+def _padded_trees_trouble(model: PreTrainedModel) -> str | None:
+    return _tree_trouble(model, PADDING)
+
+
+def _tree_trouble(model: PreTrainedModel, padding: int = 0) -> str | None:
     name = type(model).__name__
     try:
-        found, stepped = _tree(model), _steps(model, PARENTS)
+        with undisturbed(model):
+            found, plain = _tree(model, padding), _plain_tree(model, padding)
     except _WRONG as error:
         return f"In a trial, the layers of target {name} could not be run on a draft tree: {error}"
-    apart = _apart(model, found, stepped)
+    apart = _apart(model, found, plain)
     if apart is None:
         return None
     return (
-        f"In a trial, a draft tree got logits from target {name} that differ by {apart:.3g} from those of plain "
-        f"decoding (up to {stepped.abs().max():.3g}), so one of its layers ({', '.join(_layer_classes(model))}) is "
-        "not supported"
+        f"In a trial{' with left padding' if padding else ''}, a draft tree got logits from target {name} that differ "
+        f"by {apart:.3g} from those of plain decoding (up to {plain.abs().max():.3g}), so one of its layers "
+        f"({', '.join(_layer_classes(model))}) is not supported"
     )
 
 
 @once_per_model
-def chains_trouble(model: PreTrainedModel) -> str | None:
-    """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
-    chain = tuple(range(-1, len(PARENTS) - 1))
+def _chains_trouble(model: PreTrainedModel) -> str | None:
+    return _chain_trouble(model)
+
+
+@once_per_model
+def _padded_chains_trouble(model: PreTrainedModel) -> str | None:
+    return _chain_trouble(model, PADDING)
+
+
+def _chain_trouble(model: PreTrainedModel, padding: int = 0) -> str | None:
     try:
-        prompt, drafts = _tokens(model)
-        cache = {host.cache_name(model): host.new_cache(model)}
-        with torch.no_grad():
-            model(input_ids=prompt, use_cache=True, **cache)
-            found = model(input_ids=drafts.expand(len(prompt), -1), use_cache=True, **cache).logits[0]
-        apart = _apart(model, found, _steps(model, chain))
+        with undisturbed(model):
+            tokens = _tokens(model)[1]
+            found, plain = _forced(model, tokens, padding, drafted=True), _forced(model, tokens, padding)
     except _WRONG as error:
         return f"in a trial, several tokens in one forward after cached ones failed: {error}"
+    apart = _apart(model, found, plain)
     if apart is None:
         return None
     return f"in a trial, several tokens in one forward after cached ones got logits that differ by {apart:.3g}"
@@ -94,10 +124,10 @@ def chains_trouble(model: PreTrainedModel) -> str | None:
 _WRONG = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-def _apart(model: PreTrainedModel, found: Tensor, stepped: Tensor) -> float | None:
+def _apart(model: PreTrainedModel, found: Tensor, plain: Tensor) -> float | None:
     """The largest difference of logits [nodes, vocab]; None if rounding explains it."""
-    apart, exact = (found - stepped).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
-    wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * stepped.abs().max())
+    apart, exact = (found - plain).abs().amax(-1), model.dtype in (torch.float32, torch.float64)
+    wrong = ~(apart <= (EXACT_SHARE if exact else LOW_SHARE) * plain.abs().max())
     return float(apart.max()) if (bool(wrong.any()) if exact else 2 * int(wrong.sum()) > len(wrong)) else None
 
 
@@ -106,37 +136,100 @@ def _layer_classes(model: PreTrainedModel) -> list[str]:
     return sorted({type(module).__name__ for module in model.modules() if hasattr(module, "layer_idx")})
 
 
-def _tokens(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """A prompt [rows, PROMPT] and drafts [nodes]."""
+def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """A prompt [rows, PROMPT], drafts [nodes], and the mask of the prompt, 0 at `padding` tokens."""
     embeddings = model.get_input_embeddings()
     ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(embeddings))
     ids = ids % embeddings.num_embeddings
-    return ids[:PROMPT].expand(bound_rows(model) or 1, -1), ids[PROMPT:]
+    prompt = ids[:PROMPT].expand(bound_rows(model) or 1, -1)
+    mask = torch.ones_like(prompt)
+    mask[:, :padding] = 0
+    return prompt, ids[PROMPT:], mask
 
 
 @torch.no_grad()
-def _tree(model: PreTrainedModel) -> Tensor:
+def _tree(model: PreTrainedModel, padding: int) -> Tensor:
     """Logits [nodes, vocab] of the nodes of a tree."""
-    target, (prompt, drafts) = TargetModel(model), _tokens(model)
+    target, (prompt, drafts, mask) = TargetModel(model), _tokens(model, padding)
     tree = DraftTree.from_lists([drafts.tolist()] * len(prompt), [list(PARENTS)] * len(prompt), device=drafts.device)
     length = PROMPT + len(PARENTS)
     with target.tapping():
-        target.prefill_alone(prompt, max_length=length)
+        arguments = host.arguments_of_prompt(model, prompt, mask)
+        del arguments[target.cache_name]
+        target.prefill(prompt, GenerationConfig(max_length=length), arguments)
         target.begin_rounds(length)
         return target.verify(tree, target.root_positions()).logits[0]
 
 
+def _plain_tree(model: PreTrainedModel, padding: int) -> Tensor:
+    """The logits of the same nodes by plain decoding, path by path."""
+    drafts = _tokens(model)[1]
+    logits: dict[int, Tensor] = {}
+    for path in PATHS:
+        logits |= dict(zip(path, _forced(model, drafts[list(path)], padding), strict=True))
+    return torch.stack([logits[node] for node in range(len(PARENTS))])
+
+
 @torch.no_grad()
-def _steps(model: PreTrainedModel, parents: Sequence[int]) -> Tensor:
-    """The logits of the same nodes, one token at a time, each from a copy of its parent's cache."""
-    name, (prompt, drafts) = host.cache_name(model), _tokens(model)
-    caches, depths, logits = {-1: host.new_cache(model)}, {-1: -1}, []
-    model(input_ids=prompt, use_cache=True, **{name: caches[-1]})
-    for node, parent in enumerate(parents):
-        caches[node], depths[node] = copy.deepcopy(caches[parent]), depths[parent] + 1
-        token = drafts[node].expand(len(prompt), 1)
-        given: dict[str, Any] = {name: caches[node]}
-        if host.takes_positions(model):
-            given["position_ids"] = torch.full_like(token, PROMPT + depths[node])
-        logits.append(model(input_ids=token, use_cache=True, **given).logits[0, -1])
-    return torch.stack(logits).float()
+def _forced(model: PreTrainedModel, tokens: Tensor, padding: int, *, drafted: bool = False) -> Tensor:
+    """Logits [tokens, vocab] of the host after each token of a continuation.
+
+    Args:
+        model: the target.
+        tokens: [tokens] int64, to follow the prompt.
+        padding: of the prompt.
+        drafted: in the host's assisted loop, which verifies several tokens at once, beside wrong ones. Else plainly.
+    """
+    prompt, _, mask = _tokens(model, padding)
+    arguments = host.arguments_of_prompt(model, prompt, mask)
+    length = PROMPT + len(tokens) + 1
+    settings: dict[str, Any] = {
+        "logits_processor": LogitsProcessorList([_Forced(tokens)]),
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)]),
+        "generation_config": host.config_of_trial(length),
+    }
+    cache = arguments[host.cache_name(model)]
+    if not drafted:
+        output = host.sample(model, prompt, **settings, **arguments)
+    else:
+        with nullcontext() if can_be_cut_back(model) else replaying(model, cache):
+            output = host.assist(model, prompt, _Script(tokens), **settings, **arguments)
+    return torch.stack([logits[0] for logits in output.logits[1:]])
+
+
+class _Forced(LogitsProcessor):
+    """Lets the text continue with given tokens, and then with any."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens.tolist()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place = input_ids.shape[1] - PROMPT
+        scores = torch.zeros_like(scores)
+        scores[:, self.tokens[place] if place < len(self.tokens) else 0] = 1
+        return scores
+
+
+class _Script(TreeCandidateGenerator):
+    """Drafts what will be forced, three tokens at a time, and a wrong one behind the first three."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def get_candidates(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        place = input_ids.shape[1] - PROMPT
+        if not place:  # as in calls, the prompt is run alone
+            return input_ids, None
+        drafts = self.tokens[place : place + 3].clone()
+        if place == 1:
+            drafts[-1] = self.tokens[0]
+        return torch.cat([input_ids, drafts.unsqueeze(0)], 1), None
+
+    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to learn."""
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        raise NotImplementedError("used in the host's loop only")
+
+    def observe(self, committed: Committed) -> None:
+        """Nothing to observe."""

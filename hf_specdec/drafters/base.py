@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
@@ -42,6 +42,8 @@ class Drafter(ABC):
     options_class: ClassVar[type[DrafterOptions]] = DrafterOptions
     mergeable: ClassVar[bool] = True
 
+    # Classes of the host with a `generate` of their own (Whisper) expect one of every assistant; it has no effect.
+    generation_config = GenerationConfig()
     options: DrafterOptions
     stats: SpeculationStats | None = None
     trace: Trace | None = None

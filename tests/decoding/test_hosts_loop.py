@@ -39,7 +39,12 @@ from tests.targets import PROMPTS, fresh_target, make_target
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
 CHAINS = ["dflash", "causal_lm_chain", "specbound", "specbranch"]
-pytestmark = pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*transformers' own loop verifies"),
+    pytest.mark.filterwarnings("ignore:.*needs the ids of all tokens"),
+    pytest.mark.filterwarnings("ignore:.*(records its past|inputs_embeds).*nothing is drafted:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(records its past|inputs_embeds).*Nothing is drafted:UserWarning"),
+]
 
 
 def drafter_of(method: str, target: PreTrainedModel) -> Any:
@@ -364,3 +369,123 @@ def test_the_bundled_pairs_give_the_tokens_of_plain_decoding_in_both_loops(
     with hosts_loop():
         assert target.generate(**prompt, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     assert drafter.stats.num_accepted_draft_tokens > 0
+
+
+def no_trees(family: str = "llama", **settings: Any) -> PreTrainedModel:
+    """A target whose attention cannot take the masks of trees."""
+    AttentionInterface.register("no_trees", sdpa_attention_forward)
+    AttentionMaskInterface.register("no_trees", sdpa_mask)
+    target = fresh_target(family, "sdpa", **settings)
+    target.config._attn_implementation = "no_trees"
+    return target
+
+
+def contents(cache: Any) -> list[Any]:
+    """All tensors of a cache, and what it knows of its past."""
+    layers = [vars(layer) for layer in cache.layers]
+    tensors = [
+        value for each in layers for _, value in sorted(each.items()) if isinstance(value, Tensor) and value.dim() > 1
+    ]
+    return [*tensors, [each.get("record_past") for each in layers], cache.get_seq_length()]
+
+
+def in_turns(target: PreTrainedModel, drafter_of_turn: Any, **settings: Any) -> list[Any]:
+    """The tokens and the cache after each of three turns on one cache; the user says something in between."""
+    said, cache, found = PROMPTS["batch of one"]()["input_ids"], DynamicCache(config=target.config), []
+    text = said
+    for turn in range(3):
+        text = target.generate(
+            text,
+            attention_mask=torch.ones_like(text),
+            past_key_values=cache,
+            assistant_model=drafter_of_turn(turn, found),
+            max_new_tokens=10,
+            do_sample=False,
+            **settings,
+        )
+        found += [text.tolist(), *contents(cache)]
+        text = torch.cat([text, said[:, turn : turn + 3]], 1)
+    return found
+
+
+CONTINUED = {
+    "gpt_neo": gpt_neo,
+    "no_trees": no_trees,
+    "no_trees_sliding": lambda: no_trees("mistral-sliding"),
+    "deepseek_v4": lambda: tiny_model("deepseek_v4"),
+    "doge": lambda: tiny_model("doge"),
+    "inkling_text": lambda: tiny_model("inkling_text"),
+    "roformer": lambda: tiny_model("roformer"),
+}
+
+
+@pytest.mark.parametrize("right", [0, 3, [2, 0, 5, 1]], ids=str)
+@pytest.mark.parametrize("family", CONTINUED)
+def test_turns_on_one_cache_equal_plain_decoding(family: str, right: Any) -> None:
+    target = CONTINUED[family]()
+    alone = in_turns(target, lambda turn, found: None)
+    texts = [each for each in alone if isinstance(each, list) and isinstance(each[0], list)]
+    drafters = [right_for(right, torch.tensor(text), siblings=0) for text in texts]
+    assisted = in_turns(target, lambda turn, found: drafters[turn])
+    torch.testing.assert_close(assisted, alone, rtol=1e-4, atol=1e-5)  # some compute in float32
+    accepted = [drafter.stats.num_accepted_draft_tokens > 0 for drafter in drafters]
+    assert accepted == [right != 0] * 3
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "ngram", "specbound"])
+def test_turns_on_one_cache_equal_plain_decoding_for_drafters_with_features(method: str) -> None:
+    target = make_target("llama", "sdpa")
+    alone, drafter = in_turns(target, lambda turn, found: None), drafter_of(method, target)
+    with hosts_loop():
+        torch.testing.assert_close(in_turns(target, lambda turn, found: drafter), alone)
+    assert drafter.stats.num_draft_tokens > 0
+
+
+def test_new_ids_alone_on_a_continued_cache_are_decoded_plainly() -> None:
+    target, prompts = no_trees(), PROMPTS["batch of one"]()
+    outputs = []
+    for drafter in (None, right_for(2, torch.zeros(1, 0))):
+        cache = DynamicCache(config=target.config)
+        target.generate(**prompts, **GREEDY, past_key_values=cache)
+        mask = torch.ones(1, cache.get_seq_length() + 4, dtype=torch.int64)
+        outputs.append(
+            target.generate(
+                prompts["input_ids"][:, :4],
+                attention_mask=mask,
+                past_key_values=cache,
+                assistant_model=drafter,
+                **GREEDY,
+            ).tolist()
+        )
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("method", ["dflash", "eagle3", "medusa", "causal_lm_chain", "ngram", "specbound"])
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*nothing is drafted, because 'specbound' needs the ids of the prompt")
+def test_prompts_given_as_embeddings_equal_plain_decoding(method: str, padding: int) -> None:
+    target, ids = make_target("llama", "sdpa"), PROMPTS["batch of one"]()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    settings = {**GREEDY, "inputs_embeds": target.get_input_embeddings()(ids), "attention_mask": mask}
+    alone, drafter = target.generate(**settings), drafter_of(method, target)
+    with hosts_loop():
+        assert target.generate(**settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert (drafter.stats.num_draft_tokens > 0) == (padding == 0 and method != "specbound")
+
+
+def test_a_cache_that_records_its_past_is_left_as_plain_decoding_leaves_it() -> None:
+    found = []
+    for make in (lambda: no_trees("mistral-sliding"), lambda: make_target("mistral-sliding", "sdpa")):
+        target, prompts = make(), PROMPTS["batch of one"]()
+        script = target.generate(**prompts, **GREEDY)
+        for drafter in (None, right_for(2, script, siblings=0)):
+            cache = DynamicCache(config=target.config)
+            cache.activate_past_recording()
+            first = target.generate(**prompts, **GREEDY, past_key_values=cache, assistant_model=drafter)
+            found.append([first.tolist(), *contents(cache)])
+            cache.crop(-15)
+            again = target.generate(first[:, :-8], **GREEDY, past_key_values=cache, assistant_model=drafter)
+            found[-1] += [again.tolist(), *contents(cache)]
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])

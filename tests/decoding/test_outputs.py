@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_specdec.decoding.stats import SpeculationStats
 from tests.methods import METHODS, STEADY
@@ -281,3 +281,35 @@ def test_position_ids_given_by_the_caller_are_kept() -> None:
     settings = {**GREEDY, "return_dict_in_generate": False}
     alone = target.generate(**prompts, **settings)
     assert target.generate(**prompts, **settings, assistant_model=drafter_for(alone)).tolist() == alone.tolist()
+
+
+def forwards_of(target: PreTrainedModel) -> tuple[list[tuple[int, int]], Any]:
+    """The list of (tokens, logits) per row that hooks of `target` fill, and the hook."""
+    seen: list[tuple[int, int]] = []
+
+    def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.append((kwargs["input_ids"].shape[1], output.logits.shape[1]))
+
+    return seen, target.register_forward_hook(note, with_kwargs=True)
+
+
+@pytest.mark.parametrize("sees", ["nothing", "own cache", "output"])
+def test_the_cache_is_completed_only_for_callers_who_see_it(sees: str) -> None:
+    target, inputs = fresh_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    alone = target.generate(**inputs, max_new_tokens=20, do_sample=False)
+    ends = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [int(alone[0, 12])]}
+    alone = target.generate(**inputs, **ends)
+    drafter = right_for(1, alone, siblings=0)
+    settings: dict[str, Any] = {"output": {"return_dict_in_generate": True}}.get(sees, {})
+    if sees == "own cache":
+        settings["past_key_values"] = DynamicCache(config=target.config)
+    seen, hook = forwards_of(target)
+    assisted = target.generate(**inputs, **ends, **settings, assistant_model=drafter)
+    hook.remove()
+    assert (assisted if isinstance(assisted, Tensor) else assisted.sequences).tolist() == alone.tolist()
+    rounds = drafter.stats.num_target_forwards
+    assert len(seen) == 1 + rounds + (sees != "nothing")
+    if sees != "nothing":
+        tokens, logits = seen[-1]
+        assert tokens > 4
+        assert logits == 1

@@ -31,6 +31,7 @@ class EntriesLayer(CacheLayerMixin):
         super().__init__()
         self.extent = extent
         self.window: int | None = None  # entries that the host's own cache would give a query, its own included
+        self.dropped = 0  # entries that the caller's cache had dropped before this call
         self.contiguous = False  # whether a forward gets contiguous copies of the entries
 
     @property
@@ -63,7 +64,8 @@ class EntriesLayer(CacheLayerMixin):
         """Loads the entries of a DynamicCache layer; entries that its window has dropped become zeros."""
         self.window = source.sliding_window if isinstance(source, DynamicSlidingWindowLayer) else None
         if source.is_initialized and source.keys is not None and source.keys.numel():
-            padding = (0, 0, source.get_seq_length() - source.keys.shape[2], 0)
+            self.dropped = source.get_seq_length() - source.keys.shape[2]
+            padding = (0, 0, self.dropped, 0)
             self.lazy_initialization(source.keys, source.values)
             self.keys = torch.nn.functional.pad(source.keys, padding)
             self.values = torch.nn.functional.pad(source.values, padding)
@@ -256,7 +258,7 @@ class Entries(LayerStates):
         self._allocate(longest, max(capacity, longest))
 
     def hand_back(self, like: Cache, length: int) -> None:
-        """Sliding layers get only their window.
+        """Sliding layers get only their window, unless they record their past.
 
         If the buffers are at least half full, the caller gets views, and the buffers must not be written to afterwards.
         Otherwise the caller gets copies, so that the buffers can be freed. Buffers of a workspace are always copied,
@@ -271,7 +273,7 @@ class Entries(LayerStates):
                 continue
             start = 0
             if isinstance(layer, DynamicSlidingWindowLayer):
-                start = max(0, length - layer.sliding_window + 1)
+                start = own.dropped if layer.record_past else max(0, length - layer.sliding_window + 1)
                 layer.cumulative_length = length
             layer.lazy_initialization(own.keys, own.values)
             layer.keys, layer.values = own.keys[:, :, start:length], own.values[:, :, start:length]

@@ -23,7 +23,7 @@ from hf_specdec.decoding.host import cache_name
 from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes, on_token_rows
 from hf_specdec.decoding.layers.recurrent import RecurrentLayer, copy_flags
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.once import once_per_model
+from hf_specdec.decoding.once import once_per_model, undisturbed
 
 
 @once_per_model
@@ -62,7 +62,7 @@ def state_modules(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     embeddings = model.get_input_embeddings()
     ids = 3 + torch.arange(5, device=home_of(embeddings)).unsqueeze(0)
     try:
-        with torch.no_grad(), on_token_rows():
+        with torch.no_grad(), on_token_rows(), undisturbed(model):
             model(input_ids=ids % embeddings.num_embeddings, use_cache=True, **{cache_name(model): cache})
     finally:
         for handle in handles:
