@@ -349,7 +349,8 @@ def _decode_trees(
 ) -> Any:
     """Runs our loop, which verifies trees."""
     stats = drafter.stats = SpeculationStats(method=drafter.method)
-    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)))
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)), layer_types)
     target = TargetModel(
         model,
         drafter.feature_layers(model),
