@@ -2,7 +2,7 @@
 
     hf-specdec inspect <repo or folder>                 inspect_drafter(name)
     hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
-    hf-specdec export <drafter> --to vllm or source     export_drafter(load_drafter(name), folder, to="vllm")
+    hf-specdec export <drafter> <folder>                export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec serve <target> <drafter>                 plan_serving(target, drafter), and with --run runs it
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from hf_specdec.drafters.base import Drafter
 
 ASSISTANT = "SmolLM2-135M-Instruct"
+# Instruct models repeat themselves when they are decoded greedily.
+CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+_SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 OWN_PARSERS = {
     "write": "hf_specdec.training.write",
     "train": "hf_specdec.training.command",
@@ -53,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         than lossless (`bench` returns 2); 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not sys.stderr.isatty():  # before huggingface_hub is imported; transformers asks it, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # escapes what a locale such as C cannot print
     try:
@@ -122,8 +127,10 @@ def _parser() -> argparse.ArgumentParser:
         "export_drafter(load_drafter(name), folder, to=layout)",
     )
     export.add_argument("drafter", help="Hub id or folder")
+    export.add_argument(
+        "folder", type=Path, nargs="?", help="folder to write; default: the drafter's name and the layout's"
+    )
     export.add_argument("--to", default="vllm", choices=["vllm", "source"], help="the layout; default: %(default)s")
-    export.add_argument("--output", type=Path, help="folder to write; default: the drafter's name and the layout's")
     export.add_argument(
         "--target-id", help="for vllm: Hub id or folder of the target; default: the one that the drafter names"
     )
@@ -192,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="use the target's chat template; auto (default): if its tokenizer has one",
     )
-    _writing(generate, max_new_tokens=128)
+    _writing(generate, max_new_tokens=128, default_sampling="generation config says")
 
     chat = command(
         "chat",
@@ -201,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
         "model.generate(**tokenizer.apply_chat_template(messages, ...), assistant_model=drafter)",
     )
     _pair(chat, default=f" (default: {ASSISTANT} with the drafter of a checkout)")
-    _writing(chat, max_new_tokens=512)
+    _writing(
+        chat, max_new_tokens=512, default_sampling="generation config says, or 0.7 with top-p 0.9 if it says nothing"
+    )
 
     for name, text in (
         ("write", "generate a target's answers to conversations, as training text"),
@@ -243,11 +252,13 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
     )
 
 
-def _writing(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def _writing(parser: argparse.ArgumentParser, max_new_tokens: int, default_sampling: str) -> None:
     parser.add_argument("--system", help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
     parser.add_argument("--max-new-tokens", type=_number(int, 1), default=max_new_tokens, help="default: %(default)s")
-    parser.add_argument("--temperature", type=_number(float, 0), default=0.0, help="default: 0, greedy")
+    parser.add_argument(
+        "--temperature", type=_number(float, 0), help=f"0 is greedy; default: what the target's {default_sampling}"
+    )
     parser.add_argument("--seed", type=_number(int, 0, 2**64 - 1), default=0, help="default: %(default)s")
     _where(parser)
 
@@ -275,7 +286,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     folder = export_drafter(
         _load(arguments),
-        arguments.output or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
+        arguments.folder or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
         to=arguments.to,
         target_id=arguments.target_id,
         target_architecture=arguments.target_architecture,
@@ -415,6 +426,9 @@ def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation
 
     model = _load_target(arguments)
     drafter = _load(arguments, model)
+    settings = _sampling(arguments)
+    if arguments.run is _chat and arguments.temperature is None and not _says_how_to_sample(model):
+        settings = CHAT_SAMPLING
     torch.manual_seed(arguments.seed)
     return Conversation(
         model,
@@ -423,15 +437,23 @@ def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation
         system=arguments.system,
         thinking=arguments.thinking,
         max_new_tokens=arguments.max_new_tokens,
-        **_sampling(arguments),
+        **settings,
     )
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sampling arguments of `generate`."""
+    """Sampling arguments of `generate`; what they leave out is as the target's generation config says."""
+    if arguments.temperature is None:
+        return {}
     if arguments.temperature:
         return {"do_sample": True, "temperature": arguments.temperature}
-    return {"do_sample": False}
+    # None, because transformers warns about sampling settings of the target that greedy decoding ignores.
+    return {"do_sample": False} | dict.fromkeys(_SAMPLING_SETTINGS)
+
+
+def _says_how_to_sample(model: Any) -> bool:
+    """Whether a model's own generation config says how it is to be decoded."""
+    return any(getattr(model.generation_config, name) is not None for name in ("do_sample", *_SAMPLING_SETTINGS))
 
 
 def _stdin() -> str:
