@@ -4,6 +4,7 @@
     hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
     hf-specdec export <drafter> <folder>                export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec serve <target> <drafter>                 plan_serving(target, drafter), and with --run runs it
+    hf-specdec serve ... --engine transformers          attach(model, drafter) in transformers' own server
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
     hf-specdec chat <target> <drafter>                  the same, with messages in the target's chat template
@@ -141,7 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = command(
         "serve",
         _serve,
-        "print or run the command that serves a target with a drafter in vLLM; exports the drafter if needed",
+        "print or run the command that serves a target with a drafter in vLLM (exports the drafter if needed), or "
+        "serve them in this process with transformers' own server (--engine transformers)",
         "plan_serving(target, drafter)",
     )
     serve.add_argument("target", help="Hub id or folder")
@@ -149,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.epilog = "Options after -- are passed to vLLM: hf-specdec serve <target> <drafter> -- --max-model-len 4096"
     serve.add_argument("--run", action="store_true", dest="start", help="run the command")
     serve.add_argument(
-        "--engine", type=Path, help="the command vllm; default: the one next to this Python, or on the PATH"
+        "--engine",
+        help="transformers, or the command vllm; default: the one next to this Python, or on the PATH",
     )
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, local clients only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
@@ -301,6 +304,19 @@ def _serve(arguments: argparse.Namespace) -> None:
     from hf_specdec.serving.engine import check_port, find_engine, run
     from hf_specdec.serving.plan import plan_serving
 
+    dtype = arguments.dtype or ("float32" if usable_device(None).type == "cpu" else "auto")
+    where = {"revision": arguments.revision, "local_files_only": arguments.local_files_only}
+    if arguments.engine == "transformers":
+        from hf_specdec.serving.transformers_server import serve_with_transformers
+
+        vllms = {"--output": arguments.output, "--num-speculative-tokens": arguments.num_speculative_tokens}
+        for name, value in (vllms | {"--": arguments.engine_options or None}).items():
+            if value is not None:
+                raise ValueError(f"{name} {value} is for vLLM, but --engine is transformers: leave it out.")
+        serve_with_transformers(
+            arguments.target, arguments.drafter, host=arguments.host, port=arguments.port, dtype=dtype, **where
+        )
+        return
     engine = None
     if arguments.start:  # checked before the export
         check_port(arguments.host, arguments.port)
@@ -310,9 +326,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         arguments.drafter,
         export_folder=arguments.output,
         num_speculative_tokens=arguments.num_speculative_tokens,
-        dtype=arguments.dtype or ("float32" if usable_device(None).type == "cpu" else "auto"),
-        revision=arguments.revision,
-        local_files_only=arguments.local_files_only,
+        dtype=dtype,
+        **where,
     )
     notes = plan.notes + ([] if engine is None else engine.check(plan))
     command = ["vllm", "serve", plan.target] if engine is None else engine.server(plan.target)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "training": {"decoding", "drafters"},
     "adaptation": {"decoding", "drafters", "training"},
     "hub": {"decoding", "drafters"},
-    "serving": {"drafters", "hub"},
+    "serving": {"drafters", "hub", "integration"},
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }
