@@ -11,7 +11,7 @@ assistants use the original functions. If trees cannot be verified, the host's o
 
 The constructor of a pipeline compares the config of `assistant_model` with the target's, to decide whether text must be
 translated between two tokenizers. A `Drafter` drafts the target's own tokens and has no such config, so our wrapper of
-`load_assistant_model` returns it as it is.
+`load_assistant_model` returns it as it is, and loads one by its name.
 
 After `attach(model, drafter)`, our wrapper of `generate` passes the drafter as `assistant_model`.
 """
@@ -256,6 +256,13 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
 def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
+        from hf_specdec.hub.loading import is_drafter, load_drafter  # which import the drafters
+
+        ours = False
+        with contextlib.suppress(OSError, ValueError):  # the host says what is wrong with the name
+            ours = isinstance(assistant_model, str) and is_drafter(assistant_model)
+        if ours:
+            assistant_model = load_drafter(assistant_model, model)
         if not isinstance(assistant_model, Drafter):
             return original(model, assistant_model, assistant_tokenizer)
         return assistant_model, None

@@ -26,7 +26,7 @@ PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "
 MAY_IMPORT = {
     "decoding": set(),
     "drafters": {"decoding"},
-    "integration": {"decoding", "drafters"},
+    "integration": {"decoding", "drafters", "hub"},
     "training": {"decoding", "drafters"},
     "adaptation": {"decoding", "drafters", "training"},
     "hub": {"decoding", "drafters"},
