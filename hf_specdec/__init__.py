@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_specdec.hub.export import export_drafter
     from hf_specdec.hub.inspection import inspect_drafter
     from hf_specdec.hub.loading import load_drafter
-    from hf_specdec.integration import disable, enable
+    from hf_specdec.integration import attach, detach, disable, enable
     from hf_specdec.verification import verify_lossless
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "MergedDrafter",
     "TargetModel",
     "TreeCandidateGenerator",
+    "attach",
+    "detach",
     "disable",
     "enable",
     "export_drafter",
@@ -48,6 +50,8 @@ _HOMES = {
     "MergedDrafter": "drafters.merged",
     "TargetModel": "decoding.target",
     "TreeCandidateGenerator": "decoding.generator",
+    "attach": "integration",
+    "detach": "integration",
     "disable": "integration",
     "enable": "integration",
     "export_drafter": "hub.export",

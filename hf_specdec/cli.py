@@ -2,8 +2,9 @@
 
     hf-specdec inspect <repo or folder>                 inspect_drafter(name)
     hf-specdec convert <drafter> <folder>               load_drafter(name).save_pretrained(folder)
-    hf-specdec export <drafter> --to vllm or source     export_drafter(load_drafter(name), folder, to="vllm")
+    hf-specdec export <drafter> <folder>                export_drafter(load_drafter(name), folder, to="vllm")
     hf-specdec serve <target> <drafter>                 plan_serving(target, drafter), and with --run runs it
+    hf-specdec serve ... --engine transformers          attach(model, drafter) in transformers' own server
     hf-specdec verify <target> <drafter>                verify_lossless(model, load_drafter(name, target=model))
     hf-specdec generate <target> <drafter> --prompt ... model.generate(..., assistant_model=drafter)
     hf-specdec chat <target> <drafter>                  the same, with messages in the target's chat template
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from hf_specdec.drafters.base import Drafter
 
 ASSISTANT = "SmolLM2-135M-Instruct"
+# Instruct models repeat themselves when they are decoded greedily.
+CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+_SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 OWN_PARSERS = {
     "write": "hf_specdec.training.write",
     "train": "hf_specdec.training.command",
@@ -53,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         than lossless (`bench` returns 2); 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if not sys.stderr.isatty():  # before huggingface_hub is imported; transformers asks it, too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # escapes what a locale such as C cannot print
     try:
@@ -122,8 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         "export_drafter(load_drafter(name), folder, to=layout)",
     )
     export.add_argument("drafter", help="Hub id or folder")
+    export.add_argument(
+        "folder", type=Path, nargs="?", help="folder to write; default: the drafter's name and the layout's"
+    )
     export.add_argument("--to", default="vllm", choices=["vllm", "source"], help="the layout; default: %(default)s")
-    export.add_argument("--output", type=Path, help="folder to write; default: the drafter's name and the layout's")
     export.add_argument(
         "--target-id", help="for vllm: Hub id or folder of the target; default: the one that the drafter names"
     )
@@ -134,7 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = command(
         "serve",
         _serve,
-        "print or run the command that serves a target with a drafter in vLLM; exports the drafter if needed",
+        "print or run the command that serves a target with a drafter in vLLM (exports the drafter if needed), or "
+        "serve them in this process with transformers' own server (--engine transformers)",
         "plan_serving(target, drafter)",
     )
     serve.add_argument("target", help="Hub id or folder")
@@ -142,7 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.epilog = "Options after -- are passed to vLLM: hf-specdec serve <target> <drafter> -- --max-model-len 4096"
     serve.add_argument("--run", action="store_true", dest="start", help="run the command")
     serve.add_argument(
-        "--engine", type=Path, help="the command vllm; default: the one next to this Python, or on the PATH"
+        "--engine",
+        help="transformers, or the command vllm; default: the one next to this Python, or on the PATH",
     )
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, local clients only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
@@ -192,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="use the target's chat template; auto (default): if its tokenizer has one",
     )
-    _writing(generate, max_new_tokens=128)
+    _writing(generate, max_new_tokens=128, default_sampling="generation config says")
 
     chat = command(
         "chat",
@@ -201,7 +211,9 @@ def _parser() -> argparse.ArgumentParser:
         "model.generate(**tokenizer.apply_chat_template(messages, ...), assistant_model=drafter)",
     )
     _pair(chat, default=f" (default: {ASSISTANT} with the drafter of a checkout)")
-    _writing(chat, max_new_tokens=512)
+    _writing(
+        chat, max_new_tokens=512, default_sampling="generation config says, or 0.7 with top-p 0.9 if it says nothing"
+    )
 
     for name, text in (
         ("write", "generate a target's answers to conversations, as training text"),
@@ -243,11 +255,13 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
     )
 
 
-def _writing(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def _writing(parser: argparse.ArgumentParser, max_new_tokens: int, default_sampling: str) -> None:
     parser.add_argument("--system", help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
     parser.add_argument("--max-new-tokens", type=_number(int, 1), default=max_new_tokens, help="default: %(default)s")
-    parser.add_argument("--temperature", type=_number(float, 0), default=0.0, help="default: 0, greedy")
+    parser.add_argument(
+        "--temperature", type=_number(float, 0), help=f"0 is greedy; default: what the target's {default_sampling}"
+    )
     parser.add_argument("--seed", type=_number(int, 0, 2**64 - 1), default=0, help="default: %(default)s")
     _where(parser)
 
@@ -275,7 +289,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     folder = export_drafter(
         _load(arguments),
-        arguments.output or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
+        arguments.folder or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
         to=arguments.to,
         target_id=arguments.target_id,
         target_architecture=arguments.target_architecture,
@@ -290,6 +304,19 @@ def _serve(arguments: argparse.Namespace) -> None:
     from hf_specdec.serving.engine import check_port, find_engine, run
     from hf_specdec.serving.plan import plan_serving
 
+    dtype = arguments.dtype or ("float32" if usable_device(None).type == "cpu" else "auto")
+    where = {"revision": arguments.revision, "local_files_only": arguments.local_files_only}
+    if arguments.engine == "transformers":
+        from hf_specdec.serving.transformers_server import serve_with_transformers
+
+        vllms = {"--output": arguments.output, "--num-speculative-tokens": arguments.num_speculative_tokens}
+        for name, value in (vllms | {"--": arguments.engine_options or None}).items():
+            if value is not None:
+                raise ValueError(f"{name} {value} is for vLLM, but --engine is transformers: leave it out.")
+        serve_with_transformers(
+            arguments.target, arguments.drafter, host=arguments.host, port=arguments.port, dtype=dtype, **where
+        )
+        return
     engine = None
     if arguments.start:  # checked before the export
         check_port(arguments.host, arguments.port)
@@ -299,9 +326,8 @@ def _serve(arguments: argparse.Namespace) -> None:
         arguments.drafter,
         export_folder=arguments.output,
         num_speculative_tokens=arguments.num_speculative_tokens,
-        dtype=arguments.dtype or ("float32" if usable_device(None).type == "cpu" else "auto"),
-        revision=arguments.revision,
-        local_files_only=arguments.local_files_only,
+        dtype=dtype,
+        **where,
     )
     notes = plan.notes + ([] if engine is None else engine.check(plan))
     command = ["vllm", "serve", plan.target] if engine is None else engine.server(plan.target)
@@ -415,6 +441,9 @@ def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation
 
     model = _load_target(arguments)
     drafter = _load(arguments, model)
+    settings = _sampling(arguments)
+    if arguments.run is _chat and arguments.temperature is None and not _says_how_to_sample(model):
+        settings = CHAT_SAMPLING
     torch.manual_seed(arguments.seed)
     return Conversation(
         model,
@@ -423,15 +452,23 @@ def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation
         system=arguments.system,
         thinking=arguments.thinking,
         max_new_tokens=arguments.max_new_tokens,
-        **_sampling(arguments),
+        **settings,
     )
 
 
 def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Sampling arguments of `generate`."""
+    """Sampling arguments of `generate`; what they leave out is as the target's generation config says."""
+    if arguments.temperature is None:
+        return {}
     if arguments.temperature:
         return {"do_sample": True, "temperature": arguments.temperature}
-    return {"do_sample": False}
+    # None, because transformers warns about sampling settings of the target that greedy decoding ignores.
+    return {"do_sample": False} | dict.fromkeys(_SAMPLING_SETTINGS)
+
+
+def _says_how_to_sample(model: Any) -> bool:
+    """Whether a model's own generation config says how it is to be decoded."""
+    return any(getattr(model.generation_config, name) is not None for name in ("do_sample", *_SAMPLING_SETTINGS))
 
 
 def _stdin() -> str:

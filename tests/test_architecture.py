@@ -26,11 +26,11 @@ PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "
 MAY_IMPORT = {
     "decoding": set(),
     "drafters": {"decoding"},
-    "integration": {"decoding", "drafters"},
+    "integration": {"decoding", "drafters", "hub"},
     "training": {"decoding", "drafters"},
     "adaptation": {"decoding", "drafters", "training"},
     "hub": {"decoding", "drafters"},
-    "serving": {"drafters", "hub"},
+    "serving": {"drafters", "hub", "integration"},
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }

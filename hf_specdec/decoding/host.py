@@ -42,6 +42,7 @@ EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     **{
         name: (GenerationMixin, ("self", *parameters))
         for name, parameters in {
+            "generate": ("inputs", "generation_config"),
             "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
             "_get_candidate_generator": ("generation_config", "input_ids", "inputs_tensor", "logits_processor"),
             "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),

@@ -71,7 +71,7 @@ class TargetOutput:
             self.logits[:, :nodes],
             None if self.features is None else self.features[:, :nodes],
             self.attentions and tuple(each[:, :, :nodes, : each.shape[-1] - surplus] for each in self.attentions),
-            self.hidden_states and tuple(each[:, :nodes] for each in self.hidden_states),
+            self.hidden_states and tuple(each[..., :nodes, :] for each in self.hidden_states),
             self.drawn,
         )
 

@@ -10,9 +10,10 @@ import dataclasses
 import math
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,31 @@ from hf_specdec.hub.files import (
 )
 from hf_specdec.hub.formats.base import Format, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
-from hf_specdec.hub.mtp import load_mtp
+from hf_specdec.hub.mtp import MTP, load_mtp
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.source_layout import source_layout
 from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
 from hf_specdec.hub.wording import printable
 
 MAX_TABLE_BYTES = 2**30  # for buffers of a language model, such as rotary tables and masks
+
+
+def is_drafter(name: str) -> bool:
+    """Whether a name is that of a drafter, supported or not, rather than of a language model.
+
+    Raises:
+        OSError: there is no such folder or repo.
+        ValueError: the name is neither a folder nor a Hub id.
+    """
+    if is_weightless(name) or name == MTP:
+        return True
+    source = Source(name)
+    folder = source.locate([CONFIG_FILE])
+    found: list[Format] = []
+    with warnings.catch_warnings(), suppress(ValueError):  # loading it says what is wrong
+        warnings.simplefilter("ignore")
+        read_config(folder, source, registered_formats(), recognised=found.append)
+    return bool(found) and found[0].family != LANGUAGE_MODEL.family
 
 
 def load_drafter(
