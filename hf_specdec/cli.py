@@ -398,7 +398,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 def _assistant() -> tuple[str, str]:
     """The default target, downloaded once, and its drafter, which is in the repository."""
     examples = Path(__file__).parents[1] / "examples"
-    drafter = examples / "smollm2-135m" / "dflash"
+    drafter = examples / "smollm2-135m/dflash"
     if not drafter.is_dir():
         raise ValueError(
             f"The default target is {ASSISTANT}; its drafter is in a checkout of the repository, but not in the "
@@ -476,15 +476,15 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _check_names(arguments: argparse.Namespace) -> None:
     """Raises ValueError for a wrong target, drafter or option; called before the slow loading of weights."""
-    from hf_specdec.drafters.registry import is_weightless
+    from hf_specdec.drafters.registry import check_has_checkpoint, named_method
     from hf_specdec.hub.checkpoint import check_is_target
     from hf_specdec.hub.files import CONFIG_FILE, Source
-    from hf_specdec.hub.mtp import MTP
 
     for text in arguments.option:
         _option(text)
+    check_has_checkpoint(arguments.target)
     check_is_target(arguments.target, arguments.drafter)
-    if not is_weightless(arguments.drafter) and arguments.drafter != MTP:  # MTP is in the target's files
+    if named_method(arguments.drafter) is None:
         source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
         source.locate([CONFIG_FILE])
 
@@ -504,7 +504,7 @@ def _load_tokenizer(arguments: argparse.Namespace) -> Any:
 
 
 def _load_target(arguments: argparse.Namespace) -> Any:
-    from hf_specdec.drafters.causal_lm.loading import whole_target
+    from hf_specdec.drafters.targets import whole_target
     from hf_specdec.hub.loading import floating_dtype, usable_device
 
     device = usable_device(arguments.device)

@@ -15,21 +15,29 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
-from hf_specdec.drafters.registry import FAMILIES, MARGINAL_METHODS
+from hf_specdec.drafters import registry
+from hf_specdec.drafters.registry import FAMILIES, MARGINAL_METHODS, WEIGHTLESS, method_of
+from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.formats.published import PUBLISHED
+from tests.count_lines import total
 from tests.methods import METHODS
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration", "serving")
+PARTS = (
+    "decoding", "formats", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration",
+    "serving",
+)  # fmt: skip
 
 # What each part may import of the others; its own files always.
 MAY_IMPORT = {
     "decoding": set(),
-    "drafters": {"decoding"},
+    "formats": set(),  # `hub/formats/`, which methods name when they register themselves
+    "drafters": {"decoding", "formats"},
     "integration": {"decoding", "drafters"},
     "training": {"decoding", "drafters"},
     "adaptation": {"decoding", "drafters", "training"},
-    "hub": {"decoding", "drafters"},
+    "hub": {"decoding", "formats", "drafters"},
     "serving": {"drafters", "hub"},
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
@@ -41,9 +49,19 @@ def identifier(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def module_parts(path: Path) -> list[str]:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
 def part_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+    return part_of_module(".".join(["hf_specdec", *module_parts(path)]))
+
+
+def part_of_module(name: str) -> str:
+    """The part of the house that a module, or a name in it, belongs to; empty for the package itself."""
+    _, *parts = name.split(".")
+    return "formats" if parts[:2] == ["hub", "formats"] else parts[0] if parts else ""
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -63,7 +81,7 @@ def imported_modules(path: Path) -> set[str]:
 def test_imports_run_one_way(path: Path) -> None:
     part = part_of(path)
     for name in imported_modules(path):
-        other = name.split(".")[1] if "." in name else ""
+        other = part_of_module(name)
         if other in PARTS:
             assert other == part or other in MAY_IMPORT[part], f"{part} must not import {name}"
 
@@ -102,11 +120,6 @@ def test_lists_of_public_names_are_sorted_and_true(path: Path) -> None:
             assert all(hasattr(module, name) for name in names)
 
 
-def module_parts(path: Path) -> list[str]:
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    return parts[:-1] if parts[-1] == "__init__" else parts
-
-
 @pytest.mark.parametrize("path", FILES, ids=identifier)
 def test_modules_and_what_they_offer_are_documented(path: Path) -> None:
     tree = ast.parse(path.read_text())
@@ -135,6 +148,56 @@ def test_every_registered_method_takes_the_shared_tests() -> None:
     # A new method adds a row to METHODS in tests/methods.py, or several that begin with its name.
     for name in {*MARGINAL_METHODS, *FAMILIES}:
         assert any(row.startswith(name) for row in METHODS), name
+
+
+# What other parts ask about a method is in the registry: they import no method, and compare with no method's name.
+ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize", "integration", "cli", "commands")
+EXCEPTIONS = {
+    "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
+    "hub/loading.py": {"merged"},  # a list of drafters means a merged one
+    "benchmark/variants.py": {"causal_lm"},  # for transformers' own assisted generation, with a draft model
+}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) in ROOMS], ids=identifier)
+def test_other_parts_ask_for_no_method_by_name(path: Path) -> None:
+    classes = {kind.__name__: method.name for kind, method in registry._BY_CLASS.items()}
+    names = {*METHOD_FOLDERS, *FAMILIES, *WEIGHTLESS, *MARGINAL_METHODS}
+    found = {name for module in imported_modules(path) for name in names if f".drafters.{name}." in f"{module}."}
+    for node in ast.walk(without_docstrings(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
+            found.add(node.value)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            word = node.id if isinstance(node, ast.Name) else node.attr
+            found.update(classes[each] for each in (word,) if each in classes)
+    assert found == EXCEPTIONS.get(identifier(path), set())
+
+
+@pytest.mark.parametrize("layout", [layout for layout in PUBLISHED if isinstance(layout, Format)], ids=lambda x: x.name)
+def test_published_layouts_are_named_by_their_method(layout: Format) -> None:
+    assert layout in FAMILIES[layout.family].layouts
+    assert layout.keys is not None
+
+
+def test_methods_either_have_a_layout_for_the_engine_or_say_why_not() -> None:
+    for method in registry._BY_CLASS.values():
+        written = [layout for layout in method.layouts if layout.write is not None]
+        assert bool(written) != bool(method.serving.not_exported), method.name
+
+
+def test_drafters_of_derived_classes_are_of_the_method_of_their_base() -> None:
+    for kind, method in list(registry._BY_CLASS.items()):
+        derived = type("Derived", (kind,), {})
+        assert method_of(object.__new__(derived)) is method
+    assert method_of(object()) is None
+
+
+# A change may lower it; a feature that needs more says so in its commit.
+MOST_CODE_LINES = 25_740
+
+
+def test_the_package_does_not_grow_unnoticed() -> None:
+    assert total(PACKAGE) <= MOST_CODE_LINES
 
 
 def test_all_modules_can_be_imported_by_themselves() -> None:

@@ -30,7 +30,7 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import uses_template
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.drafters.causal_lm.loading import whole_target
+from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import floating_dtype, usable_device
 from hf_specdec.visualize.page import pictures
