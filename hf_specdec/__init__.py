@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_specdec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
     from hf_specdec.decoding.target import TargetModel
@@ -37,7 +39,6 @@ __all__ = [
     "load_drafter",
     "verify_lossless",
 ]
-__version__ = "0.1.0"
 
 # The module of each public name; type checkers read the imports above.
 _HOMES = {
