@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }
+METHOD_NAMES = {method.name for method in registry._BY_CLASS.values()}  # before tests register others
 METHOD_FOLDERS = sorted(path.name for path in (PACKAGE / "drafters").iterdir() if (path / "__init__.py").exists())
 
 
@@ -180,8 +181,9 @@ def test_published_layouts_are_named_by_their_method(layout: Format) -> None:
 
 
 def test_methods_either_have_a_layout_for_the_engine_or_say_why_not() -> None:
-    for method in registry._BY_CLASS.values():
+    for method in {each.name: each for each in registry._BY_CLASS.values() if each.name in METHOD_NAMES}.values():
         written = [layout for layout in method.layouts if layout.write is not None]
+        assert method.serving is not None
         assert bool(written) != bool(method.serving.not_exported), method.name
 
 
@@ -261,7 +263,7 @@ def test_only_optional_packages_are_imported_inside_functions(path: Path) -> Non
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 25_740
+MOST_CODE_LINES = 25_750
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Method:
         own_keys: the keys of the layout of this library (`Section`), where they do not follow from the config class.
         own_files: see `Format.own_files`.
         missing: see `Format.missing`.
-        serving: how vLLM runs its drafters.
+        serving: how vLLM runs its drafters; None if it does not.
         replays: makes a generator that drafts recorded trees as this method drafts, for `verify_lossless`, from
             drafter, target and `draft(context) -> DraftTree`; None for methods that run no layers of the target.
     """
@@ -83,7 +83,7 @@ class Method:
     own_keys: Any = None
     own_files: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda fields: {}
     missing: Callable[..., list[str]] = lambda fields, folder: []
-    serving: Serving = field(default_factory=Serving)
+    serving: Serving | None = None
     replays: Callable[[Any, Any, Any], TreeCandidateGenerator] | None = None
 
 
@@ -131,9 +131,9 @@ def method_of(drafter: object) -> Method | None:
 
 
 def serving_of(drafter: object) -> Serving:
-    """How vLLM runs a drafter; not at all if its class is not registered."""
+    """How vLLM runs a drafter; not at all if its method does not say."""
     method = method_of(drafter)
-    if method is None:
+    if method is None or method.serving is None:
         return Serving(not_exported=f"vLLM does not support the kind {type(drafter).__name__!r}")
     return method.serving
 

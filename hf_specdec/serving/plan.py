@@ -88,11 +88,12 @@ def plan_serving(
                 f"The checkpoint of target {target!r} has no multi-token-prediction layer of a known layout: name "
                 "another drafter, such as ngram."
             )
-        number = num_speculative_tokens or named.serving.default_tokens
-        own = {"method": named.serving.method, "num_speculative_tokens": number}
+        serving = _checked(named.serving or Serving(not_exported="vLLM has no such method"), drafter, target)
+        number = num_speculative_tokens or serving.default_tokens
+        own = {"method": serving.method, "num_speculative_tokens": number}
         if named.origin == "name":
-            own |= named.serving.settings(named.drafter())
-        return Plan(location, architectures, dtype, own, [named.serving.note])
+            own |= serving.settings(named.drafter())
+        return Plan(location, architectures, dtype, own, [serving.note])
     source = Source(drafter, revision, local_files_only=local_files_only)
     loaded: Drafter = load_drafter(drafter, revision=revision, local_files_only=local_files_only)
     serving = serving_of(loaded)
@@ -103,11 +104,7 @@ def plan_serving(
         source = Source(drafter, local_files_only=local_files_only)
         loaded = load_drafter(drafter, local_files_only=local_files_only)
         serving = serving_of(loaded)
-    if serving.method is None:
-        raise ValueError(
-            f"vLLM cannot run {drafter!r}: {serving.not_exported}. It can run this target without a trained drafter: "
-            f"`hf-specdec serve {target} ngram`."
-        )
+    _checked(serving, drafter, target)
     tokens = num_speculative_tokens
     if tokens is None:
         tokens, why = _default_tokens(loaded, serving, getattr(loaded, "measurements", None))
@@ -144,6 +141,16 @@ def tokens_worth_drafting(mean_acceptance_length: float, most: int) -> int:
     while tokens < most and rate ** (tokens + 1) >= LEAST_ACCEPTANCE:
         tokens += 1
     return tokens
+
+
+def _checked(serving: Serving, name: str, target: str) -> Serving:
+    """Raises ValueError if vLLM has no method for a drafter of this name."""
+    if serving.method is None:
+        raise ValueError(
+            f"vLLM cannot run {name!r}: {serving.not_exported}. It can run this target without a trained drafter: "
+            f"`hf-specdec serve {target} ngram`."
+        )
+    return serving
 
 
 def _default_tokens(drafter: Drafter, serving: Serving, measurements: Any) -> tuple[int, str]:
