@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--device", help="device of the target (default: the accelerator that torch finds, else the CPU)")
     how.add_argument("--dtype", help="of the target (default: bfloat16 on cuda, else float32)")
     how.add_argument("--attention", help="implementation of the target's attention (default: the model's own)")
-    out = options.add_argument_group("what comes out")
+    out = options.add_argument_group("output")
     out.add_argument(
         "--output",
         type=Path,
