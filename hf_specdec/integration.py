@@ -345,6 +345,7 @@ def _check_call(
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
     _check_pair(model, drafter)
+    report_unused(config, mode_kwargs, drafter)
 
 
 def _check_pair(model: PreTrainedModel, drafter: Drafter) -> None:
@@ -353,7 +354,6 @@ def _check_pair(model: PreTrainedModel, drafter: Drafter) -> None:
         check_supported(model)
     drafter.check_options()
     drafter.check_target(model)
-    report_unused(config, mode_kwargs, drafter)
 
 
 def _is_padded(mask: Any) -> bool:

@@ -25,7 +25,7 @@ from hf_specdec.training.chat import (
 from hf_specdec.training.data import datasets_package, documents_hash
 from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.recipe import Rows
+from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
 
 MODE_DOCUMENTS = 200  # documents from which the kind of text is determined

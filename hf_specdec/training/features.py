@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,9 +30,7 @@ from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows
 from hf_specdec.training.progress import token_progress
-
-if TYPE_CHECKING:
-    from hf_specdec.training.recipe import Rows
+from hf_specdec.training.rows import Rows
 
 
 @dataclass(frozen=True)
