@@ -18,16 +18,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.devices import abilities, in_inference_mode
+from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import path_notes
-from hf_specdec.drafters.ddtree.candidates import ranked_logprobs
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
-from hf_specdec.drafters.dspark.modeling import ConditionalDrafter, Slots
+from hf_specdec.drafters.dspark.modeling import ConditionalDrafter
+from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes
 
 
 class DSparkGenerator(TreeCandidateGenerator):
@@ -93,72 +92,6 @@ class TreeGenerator(DSparkGenerator):
     def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
         budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
         return conditional_tree(context.root_ids, slots, self.target_ids, budget)
-
-
-def conditional_tree(root_ids: Tensor, slots: Slots, target_ids: Tensor, budget: int) -> DraftTree:
-    """The root and the `budget` likeliest paths, where a slot's distribution is conditioned on the previous token.
-
-    No path is likelier than its prefix, so only the best `budget` of a level are extended; in host memory only those
-    among the best `budget` of all levels so far.
-
-    Args:
-        root_ids: [batch] int64.
-        slots: of the round.
-        target_ids: [draft_vocab] int64.
-        budget: most drafted nodes.
-
-    Returns:
-        A tree with `path_logprobs`. A row with NaN, +inf or only -inf in a slot is not `finite`.
-    """
-    if budget == 0:
-        return DraftTree.root_only(root_ids)
-    device = slots.logits.device
-    token_ids, state = root_ids.to(device).unsqueeze(1), slots.state
-    finite = slots.logits.amax(-1).isfinite().all(1)
-    scores = torch.zeros(token_ids.shape, device=device).masked_fill(~finite.unsqueeze(1), -torch.inf)
-    # Per level: the tokens, the indices of their parents in the concatenation of all levels, and the paths' scores.
-    tokens, parents = [token_ids], [torch.full_like(token_ids, -1)]
-    paths = [torch.full_like(scores, torch.inf)]  # so that the root is sorted first
-    start = 0  # of the previous level
-    for slot in range(slots.depth):
-        logits, state = slots.step(slot, token_ids, state)
-        logprobs, ids = ranked_logprobs(logits, min(budget, logits.shape[-1]))
-        reached = scores.unsqueeze(-1) + logprobs
-        reached = reached.masked_fill(reached.isnan(), -torch.inf)
-        best, order = (part[:, :budget] for part in reached.flatten(1).sort(dim=1, descending=True, stable=True))
-        above = order // ids.shape[-1]
-        level = target_ids[ids.flatten(1).gather(1, order)]
-        tokens.append(level)
-        parents.append(start + above)
-        paths.append(best)
-        start += tokens[-2].shape[1]
-        width = best.shape[1]
-        if abilities(device).host_memory:
-            so_far = torch.cat(paths, 1)
-            least = so_far.topk(min(1 + budget, so_far.shape[1])).values[:, -1:]
-            width = int(((best >= least) & best.isfinite()).sum(1).max())
-            if not width:
-                break
-        token_ids, scores = level[:, :width], best[:, :width]
-        if state is not None:
-            state = state.gather(1, above[:, :width, None].expand(-1, -1, state.shape[-1]))
-    chosen, order = torch.cat(paths, 1).sort(dim=1, descending=True, stable=True)
-    chosen, order = chosen[:, : 1 + budget], order[:, : 1 + budget]
-    # The index of each selected node in the tree. Stable sorting places parents before children with equal scores.
-    node_of = torch.zeros(len(root_ids), start + tokens[-1].shape[1], dtype=torch.int64, device=device)
-    node_of.scatter_(1, order, torch.arange(order.shape[1], device=device).expand_as(order))
-    nodes = torch.cat(parents, 1).gather(1, order)
-    nodes = node_of.gather(1, nodes.clamp(min=0)).masked_fill(nodes < 0, -1)
-    chosen[:, 0] = 0
-    device = root_ids.device
-    return DraftTree.from_parents(
-        torch.cat(tokens, 1).gather(1, order).to(device),
-        nodes.to(device),
-        len(tokens) - 1,
-        valid=(chosen > -torch.inf).to(device),
-        finite=finite.to(device),
-        path_logprobs=chosen.to(device),
-    )
 
 
 class ChainGenerator(DSparkGenerator):

@@ -7,7 +7,7 @@ formats of 2026, section 2.4. The state of a `generate` call is in `candidates.p
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
@@ -18,37 +18,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.dflash.modeling import DFlashDrafter
 from hf_specdec.drafters.dspark.configuration import DSparkConfig, DSparkOptions
 from hf_specdec.drafters.dspark.heads import ConfidenceHead, MarkovHead
-
-
-class Slots(Protocol):
-    """The slots of one round's block, for use in order.
-
-    Attributes:
-        depth: number of slots that draft.
-        logits: [batch, depth, draft_vocab] float32, before the correction by the previous token.
-        state: [batch, 1, rank], the recurrent state before the first slot; None if there is none.
-    """
-
-    depth: int
-    logits: Tensor
-    state: Tensor | None
-
-    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The distributions of a slot after given tokens.
-
-        Args:
-            slot: from 0, among those that draft.
-            token_ids: [batch, nodes] int64, of the target; the tokens before the slot.
-            state: [batch, nodes, rank], the recurrent states before the slot.
-
-        Returns:
-            [batch, nodes, draft_vocab] float32 logits, and the recurrent states after the slot.
-        """
-        ...
-
-    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
-        """[batch] float32, log-probability that a slot is accepted after `token_ids` [batch]; None without a head."""
-        ...
+from hf_specdec.drafters.growth import Slots
 
 
 class ConditionalDrafter(DFlashDrafter):

@@ -7,7 +7,6 @@ tree construction).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 
@@ -99,29 +98,3 @@ class StaticTreeGenerator(MarginalsGenerator):
             finite=finite,
             path_logprobs=self.path_logprobs.expand(batch, -1),
         )
-
-
-def static_tree(accuracies: Sequence[Sequence[float]], budget: int) -> list[tuple[int, ...]]:
-    """The tree with the most expected accepted tokens, assuming that predictions are correct independently.
-
-    A path's probability is the product of its predictions' accuracies. The tree is the likeliest `budget` paths, found
-    by adding the likeliest extension of the tree repeatedly. Medusa, Section 2.3.3.
-
-    Args:
-        accuracies: [heads][ranks], how often prediction number `rank` (from 0) of a head is correct; falls with `rank`.
-        budget: nodes, root not counted.
-
-    Example:
-        >>> static_tree([[0.6, 0.3], [0.5, 0.1]], 4)
-        [(0,), (0, 0), (1,), (1, 0)]
-    """
-    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][rank], (rank,)) for rank in range(len(accuracies[0]))]
-    heapq.heapify(heap)
-    paths: list[tuple[int, ...]] = []
-    while heap and len(paths) < budget:
-        chance, path = heapq.heappop(heap)
-        paths.append(path)
-        if len(path) < len(accuracies):
-            for rank, accuracy in enumerate(accuracies[len(path)]):
-                heapq.heappush(heap, (chance * accuracy, (*path, rank)))
-    return paths

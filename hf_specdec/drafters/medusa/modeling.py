@@ -16,6 +16,7 @@ from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.growth import static_tree
 from hf_specdec.drafters.medusa.configuration import STATIC_TREE, MedusaConfig, MedusaOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import MARGINAL_METHODS
@@ -96,7 +97,7 @@ class MedusaDrafter(PretrainedDrafter):
         return tuple(MARGINAL_METHODS)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, static_tree
+        from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator
 
         if self.method == STATIC_TREE:
             heads = range(self.config.medusa_num_heads)
