@@ -24,7 +24,7 @@ from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.eagle3 import candidates as eagle3
 from hf_specdec.drafters.eagle3 import pairs as eagle3_pairs
 from hf_specdec.drafters.growth import best_tree, level_tree
-from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, _guesses
+from hf_specdec.drafters.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.drafters.specblock import static as specblock
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock

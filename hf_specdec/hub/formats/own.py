@@ -15,7 +15,7 @@ from hf_specdec.hub.formats.gemma4_assistant import GEMMA4_ROPES
 from hf_specdec.hub.formats.keys import HOST, OURS, Section, decoder
 
 PREFIX = "hf_specdec_"
-_DRAFTERS = Path(__file__).parents[2] / "drafters"  # a folder for each family
+_DRAFTERS = Path(__file__).parents[2] / "drafters"  # a file or folder for each family
 
 
 def specbound_files(fields: Config) -> dict[str, Shapes]:
@@ -97,7 +97,8 @@ def own_format(config: Config, name: str) -> Format | None:
     if not model_type.startswith(PREFIX):
         return None
     family = model_type.removeprefix(PREFIX)
-    known = sorted(file.parent.name for file in _DRAFTERS.glob("*/__init__.py"))  # their registry would need torch
+    sources = (file.read_text(encoding="utf-8") for file in _DRAFTERS.rglob("*.py"))  # the registry would need torch
+    known = sorted(name for text in sources for name in re.findall(r'^register_family\("(\w+)"', text, re.MULTILINE))
     if family not in known:
         nearest = difflib.get_close_matches(family, known, n=1)
         raise ValueError(
