@@ -23,9 +23,9 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
-from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
+from hf_specdec.drafters.growth import path_notes
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.base import path_notes
+from hf_specdec.drafters.growth import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
 from hf_specdec.drafters.specblock.tree import (

@@ -1,27 +1,125 @@
-"""Merged drafting in one `generate` call: the union of the sources' trees, likeliest paths first.
+"""MergedDrafter: several drafters for one target, merged into one tree with one budget, likeliest paths first.
 
 A node of the union is a prefix; several sources may have proposed it. Its probability is estimated from their stated
-probabilities and from earlier acceptance (`calibration.py`). Cheap sources draft first. Each further one drafts only if
-it has added more tokens to the expected ones than could be decoded in its time.
+probabilities and from earlier acceptance (`Calibration`). Cheap sources draft first. Each further one drafts only if it
+has added more tokens to the expected ones than could be decoded in its time. What is measured affects only the speed.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+import statistics
 import time
-from collections.abc import Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import GREEDY, Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.merged.calibration import Calibration
-from hf_specdec.drafters.merged.drafter import MergedDrafter
+from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.options import TreeOptions
+from hf_specdec.drafters.registry import Serving, register
+
+__all__ = ["MergedDrafter", "MergedOptions"]
+
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)  # of stated probabilities
+DEEPEST = 6  # larger depths are counted as this one
+PRIOR = 3.0  # number of cases that the coarser estimate counts as
+MEMORY = 0.99  # decay of each count per case, since texts change
+EXPECTED_EDGES = (0.3, 1.0, 2.0, 4.0)  # of the expected number of accepted tokens of cheaper sources
+PROBING = 0.01  # share of the time for trying a source again that does not gain
+
+
+class Calibration:
+    """The probability that the target follows a node, given its sources, depth and stated probability.
+
+    Every estimate shrinks towards a coarser one. The prior of a bin of stated probabilities is the stated probability,
+    corrected by the ratio of followed to stated at this depth.
+    """
+
+    def __init__(self) -> None:
+        self._cases: dict[Hashable, list[float]] = {}  # [followed, weight]: of bins; [followed, stated]: of depths
+
+    def probability(self, sources: Hashable, depth: int, stated: float) -> float:
+        """The probability that the target follows a node, given that it follows its parent.
+
+        Args:
+            sources: that proposed it.
+            depth: of the node.
+            stated: the largest probability that they stated for it.
+        """
+        depth = min(depth, DEEPEST)
+        followed, expected = self._cases.get((sources, depth), (0.0, 0.0))
+        prior = min(1.0, stated * (followed + PRIOR) / (expected + PRIOR))
+        followed, seen = self._cases.get((sources, depth, _bin(stated, EDGES)), (0.0, 0.0))
+        return (followed + PRIOR * prior) / (seen + PRIOR)
+
+    def note(self, sources: Hashable, depth: int, stated: float, followed: bool) -> None:
+        """Counts a node whose parent the target has followed."""
+        depth = min(depth, DEEPEST)
+        for case, weight in (((sources, depth), stated), ((sources, depth, _bin(stated, EDGES)), 1.0)):
+            counts = self._cases.setdefault(case, [0.0, 0.0])
+            counts[0] = MEMORY * counts[0] + followed
+            counts[1] = MEMORY * counts[1] + weight
+
+
+class SourceGain:
+    """Whether a source gains more than its drafts cost, given the expected accepted tokens of cheaper sources."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=9)
+        self._gains: dict[int, float] = {}  # running mean of the expected tokens that it adds per round
+        self._rounds_to_skip: dict[int, int] = {}
+
+    def should_draft(self, expected: float) -> bool:
+        """Whether it drafts in this round, after sources with `expected` accepted tokens; counts skipped rounds."""
+        bin_index = _bin(expected, EXPECTED_EDGES)
+        if self._rounds_to_skip.get(bin_index, 0) > 0:
+            self._rounds_to_skip[bin_index] -= 1
+            return False
+        return True
+
+    def add_time(self, seconds: float) -> None:
+        """Records the seconds of a draft."""
+        self._seconds.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Median time of its latest drafts; 0 before the first. A call's first draft is slow: it reads the prompt."""
+        return statistics.median_low(self._seconds) if self._seconds else 0.0
+
+    def note(self, expected: float, gain: float, seconds_per_token: float, seconds_per_round: float) -> None:
+        """Records how many expected tokens a draft has added.
+
+        A source that adds fewer tokens than could be decoded in its time is skipped for so many rounds that trying it
+        again takes `PROBING` of the time.
+
+        Args:
+            expected: accepted tokens before it drafted.
+            gain: expected tokens that it added.
+            seconds_per_token: of a row.
+            seconds_per_round: of the call.
+        """
+        bin_index = _bin(expected, EXPECTED_EDGES)
+        mean = self._gains.get(bin_index)
+        self._gains[bin_index] = mean = max(1.0, gain) if mean is None else 0.8 * mean + 0.2 * gain
+        if mean * seconds_per_token < self.seconds:
+            self._rounds_to_skip[bin_index] = int(self.seconds / (PROBING * seconds_per_round))
+
+
+def _bin(value: float, edges: tuple[float, ...]) -> int:
+    return bisect.bisect_right(edges, value)
+
 
 UNSTATED = 0.8  # assumed probability of each node after its parent, for sources that state none
 LEAST = 0.01  # less likely paths are not verified
@@ -265,3 +363,137 @@ class MergedGenerator(TreeCandidateGenerator):
             ]
             rows.append((proposed + [""] * tree.num_nodes)[: tree.num_nodes])
         return NodeNotes((tree.path_logprobs - above).exp(), sources=rows)
+
+
+@dataclass(slots=True, kw_only=True)
+class MergedOptions(TreeOptions):
+    """Drafting options of a merged drafter; the sources have their own options.
+
+    Attributes:
+        tree_budget: see `TreeOptions`; of the whole tree. Default: the first source's.
+    """
+
+    method = "merged"
+    tree_budget: int | Literal["auto"] = 16
+
+
+class Knowledge:
+    """What calls on one target have measured, for later ones."""
+
+    def __init__(self, num_sources: int) -> None:
+        self.calibration = Calibration()
+        self.gains = [SourceGain() for _ in range(num_sources)]
+        self._rounds: deque[tuple[float, float]] = deque(maxlen=32)  # seconds, and tokens per row, of the latest rounds
+
+    def note_round(self, seconds: float, tokens: float) -> None:
+        """Records the seconds of a round and its mean number of tokens per row."""
+        self._rounds.append((seconds, tokens))
+
+    @property
+    def pace(self) -> tuple[float, float]:
+        """Seconds per token of a row, and per round, of the latest rounds."""
+        seconds, tokens = (sum(each) for each in zip(*self._rounds, strict=True))
+        return seconds / tokens, seconds / len(self._rounds)
+
+
+class MergedDrafter(Drafter):
+    """Drafts one tree from the proposals of several drafters: the paths that the target will most likely follow.
+
+    Look-ups and trained drafters are right on different texts. How often each is right is counted while they draft, so
+    a source that is often wrong gets fewer nodes, and one that gains less than its time costs is skipped in most
+    rounds. Drafts therefore depend on measured times; the output does not.
+
+    Args:
+        sources: at least two drafters for the same target. Drafters that run the target's own layers, or draft while it
+            verifies (SpecBound, SpecBranch), are not supported.
+        drafting_options: of `MergedOptions`.
+
+    Raises:
+        TypeError: a source is not a drafter.
+        ValueError: there are fewer than two, one occurs twice or cannot be merged, or an option is out of range.
+
+    Example:
+        >>> from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
+        >>> merged = MergedDrafter(SuffixDrafter(tree_budget=8), NGramDrafter())
+        >>> merged.names, merged.options.tree_budget
+        (('suffix', 'ngram'), 8)
+    """
+
+    options_class = MergedOptions
+    options: MergedOptions
+    mergeable = False
+
+    def __init__(self, *sources: Drafter, **drafting_options: Any) -> None:
+        for source in sources:
+            check_is_drafter(source)
+        if len(sources) < 2 or len(set(map(id, sources))) < len(sources):
+            raise ValueError(f"{len(set(map(id, sources)))} drafters were given; a merged drafter needs two or more.")
+        for source in sources:
+            if not source.mergeable:
+                raise ValueError(
+                    f"A drafter of method {source.method!r} cannot be merged: it runs layers of the target, drafts "
+                    "while the target verifies, or is merged itself. Leave it out, or pass it to generate alone."
+                )
+        self.sources = sources
+        budget = getattr(sources[0].options, "tree_budget", None)
+        self.options = self.options_class(**({} if budget is None else {"tree_budget": budget}))
+        self.set_options(**drafting_options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sources: their methods, numbered if several are equal."""
+        methods = [source.method for source in self.sources]
+        seen: Counter[str] = Counter()
+        names = []
+        for method in methods:
+            seen[method] += 1
+            names.append(f"{method} {seen[method]}" if methods.count(method) > 1 else method)
+        return tuple(names)
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        return tuple(network for source in self.sources for network in source.networks)
+
+    def knowledge(self, model: PreTrainedModel) -> Knowledge:
+        """What was measured of the sources with this target."""
+        by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
+        return by_target.setdefault(model, Knowledge(len(self.sources)))
+
+    def forget(self) -> None:
+        for source in self.sources:
+            source.forget()
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        for source in self.sources:
+            source.check_target(model)
+
+    def check_options(self) -> None:
+        super().check_options()
+        for source in self.sources:
+            source.check_options()
+
+    def check_pairing(self, model: PreTrainedModel, input_ids: Tensor | None = None) -> None:
+        for source in self.sources:
+            source.check_pairing(model, input_ids)
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return tuple(layer for source in self.sources for layer in source.feature_layers(model))
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        return MergedGenerator(self, target)
+
+
+# Not an attribute of the drafters, because it is not copied.
+_KNOWLEDGE: weakref.WeakKeyDictionary[MergedDrafter, weakref.WeakKeyDictionary[PreTrainedModel, Knowledge]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+register(
+    "merged",
+    MergedDrafter,
+    origin="drafters",
+    serving=Serving(
+        not_exported="vLLM runs one drafter at a time; export the merged drafters that it supports one by one"
+    ),
+)
