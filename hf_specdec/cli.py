@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import disable_progress_bars
+
 ASSISTANT = "SmolLM2-135M-Instruct"
 OWN_PARSERS = {
     "write": "hf_specdec.training.write",
@@ -46,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         than lossless (`bench` returns 2); 130 after Ctrl-C; 141 if the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not sys.stderr.isatty():  # before huggingface_hub is imported; transformers asks it, too
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():  # before transformers is imported, which asks huggingface_hub
+        disable_progress_bars()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # escapes what a locale such as C cannot print
     try:

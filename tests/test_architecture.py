@@ -249,14 +249,15 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 # Packages that need not be installed, and what Windows lacks.
-OPTIONAL = {"datasets", "imblearn", "readline", "rich"}
-# Modules of one method that still import each other, and the worker's process, which must start before torch is loaded.
+OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", "rich", "uvicorn"}
+# Modules of one method that still import each other; the worker's process, which must start before torch is loaded;
+# the wraps, which importing a drafter enables; and transformers' server, which needs packages that are optional.
 IMPORT_LATE = {
-    f"drafters/{name}.py"
+    f"{name}.py"
     for name in (
-        "dflash/modeling", "dspark/modeling", "eagle3/modeling", "gemma4_assistant/modeling", "medusa/modeling",
-        "merged/drafter", "mtp/modeling", "peagle/modeling", "specblock/modeling", "specbound/modeling",
-        "specbranch/modeling", "specbranch/serve",
+        "drafters/dflash/modeling", "drafters/eagle3/modeling", "drafters/gemma4_assistant/modeling",
+        "drafters/mtp/modeling", "drafters/specblock/modeling", "drafters/specbound/modeling",
+        "drafters/specbranch/modeling", "drafters/specbranch/serve", "integration", "serving/transformers_server",
     )
 }  # fmt: skip
 
@@ -275,7 +276,7 @@ def test_only_optional_packages_are_imported_inside_functions(path: Path) -> Non
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 25_750
+MOST_CODE_LINES = 26_300
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:
