@@ -27,7 +27,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"pretrained": str(folder / "target"), "drafter": str(folder / "drafter")}
 
 
-def test_answers_are_those_of_the_harness_and_drafted(pair: dict[str, str]) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_answers_are_those_of_the_harness_and_drafted(pair: dict[str, str], batch_size: int) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import get_model
@@ -35,7 +36,7 @@ def test_answers_are_those_of_the_harness_and_drafted(pair: dict[str, str]) -> N
     register()
     register()
     texts = ["hello", "abracadabra", "more", "be"]
-    settings = {"device": "cpu", "dtype": "float32", "batch_size": 1}
+    settings = {"device": "cpu", "dtype": "float32", "batch_size": batch_size}
     answers = []
     for name, others in (("hf", {}), ("hf-specdec", {"drafter": pair["drafter"]})):
         model = get_model(name)(pretrained=pair["pretrained"], **settings, **others)
