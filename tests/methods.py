@@ -18,8 +18,7 @@ from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash2 import DFlash2Config, DFlash2Drafter
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
 from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantDrafter
-from hf_specdec.drafters.gemma4_assistant.modeling import storing_layers
+from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantDrafter, storing_layers
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
 from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter
 from hf_specdec.drafters.merged import MergedDrafter

@@ -255,7 +255,6 @@ OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", 
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "drafters/dflash/modeling", "drafters/eagle3/modeling", "drafters/gemma4_assistant/modeling",
         "drafters/mtp/modeling", "drafters/specblock/modeling", "drafters/specbound/modeling",
         "drafters/specbranch/modeling", "drafters/specbranch/serve", "integration", "serving/transformers_server",
     )

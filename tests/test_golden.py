@@ -22,8 +22,7 @@ from hf_specdec.decoding.accept import follow
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.ddtree import level_tree
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals
 from tests.trees import heap_tree
 from tests.watched import Watched
 

@@ -19,8 +19,7 @@ from unittest.mock import patch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.drafters.dflash import DFlashDrafter, DFlashMarginals
 
 from .reference import reference_ddtree
 

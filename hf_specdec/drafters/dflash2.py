@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head, table_rows
-from hf_specdec.drafters.dflash import BLOCK_SERVING
-from hf_specdec.drafters.dflash.configuration import DFlashConfig
-from hf_specdec.drafters.dflash.modeling import DFlashLayer
+from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer
 from hf_specdec.drafters.dspark import ConditionalDrafter, DSparkOptions
 from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.vocabulary import known_ids

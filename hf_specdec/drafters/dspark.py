@@ -26,10 +26,7 @@ from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.dflash import BLOCK_SERVING
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
-from hf_specdec.drafters.dflash.configuration import DFlashConfig, check_block_option
-from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashDrafter, DFlashMarginals, check_block_option
 from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import register, unknown_name

@@ -19,9 +19,7 @@ from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import BlockMarginals
-from hf_specdec.drafters.eagle3 import Eagle3Config
-from hf_specdec.drafters.eagle3.modeling import Eagle3Network
-from hf_specdec.drafters.eagle3.pairs import PairCache
+from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Network, PairCache
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register, unknown_name
 from hf_specdec.hub.formats.specforge import SPECFORGE_PEAGLE

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.decoding.logits_process import NeverProposedLogitsProcessor
-from hf_specdec.drafters.dflash.configuration import DFlashConfig, default_target_layer_ids
-from hf_specdec.drafters.dflash.modeling import DFlashDrafter, block_embeddings
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, block_embeddings, default_target_layer_ids
 from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights

@@ -19,10 +19,8 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.dflash import static as dflash
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
-from hf_specdec.drafters.eagle3 import candidates as eagle3
-from hf_specdec.drafters.eagle3 import pairs as eagle3_pairs
+from hf_specdec.drafters import dflash, eagle3
+from hf_specdec.drafters.dflash import DFlashMarginals
 from hf_specdec.drafters.growth import best_tree, level_tree
 from hf_specdec.drafters.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.drafters.specblock import static as specblock
@@ -101,7 +99,7 @@ def drafter_of_levels() -> eagle3.Eagle3Generator:
 def pairs() -> Callable[[], object]:
     generator = drafter_of_levels()
     values = (ids(2), ids(2), ids(2), states(2, 32), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, 64))
-    return lambda: eagle3_pairs._pairs(AT, generator, *values)
+    return lambda: eagle3._pairs(AT, generator, *values)
 
 
 def levels() -> Callable[[], object]:

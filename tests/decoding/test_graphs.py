@@ -23,8 +23,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.drafters.dflash import DFlashDrafter, DFlashMarginals
 from hf_specdec.verification import verify_lossless
 from tests.decoding.test_finished_rows import prompts as five_prompts
 from tests.decoding.test_finished_rows import settings_of

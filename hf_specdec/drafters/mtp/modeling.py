@@ -3,7 +3,7 @@
     z_i = projection [norm_e(E[x_(i+1)]); norm_h(h_i)],   a_i = Layer(z_1 .. z_i),   logits of x_(i+2) = head(norm(a_i))
 
 with h_i the target's state, and for drafted tokens the layer's own. These are EAGLE's pairs, so that trees grow as
-EAGLE's do (`eagle3/candidates.py`). Layer, norms and rotary positions are of the target's own classes; embedding and
+EAGLE's do (`growth.py`). Layer, norms and rotary positions are of the target's own classes; embedding and
 head are the target's, but for families with a head in the layer. `layouts.py` says what differs between families.
 Source: shared facts on formats of 2026, section 7.4; DeepSeek-V3, arXiv 2412.19437, Section 2.2.
 """
@@ -167,7 +167,7 @@ class MTPDrafter(Drafter, nn.Module):
             )
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.eagle3.candidates import Eagle3Generator
+        from hf_specdec.drafters.eagle3 import Eagle3Generator
 
         return Eagle3Generator(self, target)
 

@@ -11,9 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
-from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
-from hf_specdec.drafters.dflash.candidates import DFlashMarginals
-from hf_specdec.drafters.dflash.configuration import default_target_layer_ids
+from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashMarginals, default_target_layer_ids
 from tests.methods import make_ddtree, make_dflash
 from tests.targets import PROMPTS, make_target
 from tests.watched import Watched

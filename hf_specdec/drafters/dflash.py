@@ -1,0 +1,839 @@
+"""DFlash: a block-diffusion drafter that fills a whole block of masked slots in one forward, on the target's features.
+
+Each layer's queries come from the block only. Its keys and values come from the target's features of committed tokens
+(fused once, cached across rounds) and from the block. Embedding and head are the target's.
+
+The published z-lab layout of a checkpoint is read and written unchanged: the file has `model_type: "qwen3"` and
+DFlash's own fields under `dflash_config`; older files have a top-level `block_size`.
+
+Source: z-lab/dflash; shared facts on formats, sections 1 and 1.5.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.logits_process import (
+    NeverProposedLogitsProcessor,
+    SoftCapLogitsProcessor,
+    TargetVocabularyLogitsProcessor,
+)
+from hf_specdec.decoding.masks import additive
+from hf_specdec.decoding.modules import apply_head, has_plain_weight, home_of
+from hf_specdec.decoding.static_verify import capacity_for
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.attention import HeadProjections
+from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
+from hf_specdec.drafters.options import TreeOptions
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.registry import (
+    MARGINAL_METHODS,
+    Serving,
+    name_of,
+    register,
+    register_marginal_method,
+    unknown_name,
+)
+from hf_specdec.drafters.shapes import check_shapes, way_out
+from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
+from hf_specdec.hub.formats.deepspec import DEEPSPEC_DFLASH
+from hf_specdec.hub.formats.muse import MUSE
+from hf_specdec.hub.formats.speculators import SPECULATORS
+from hf_specdec.hub.formats.zlab import ZLAB
+
+__all__ = ["BLOCK_SERVING", "DFlashConfig", "DFlashDrafter", "DFlashOptions"]
+
+
+def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
+    """Evenly spaced target layers, for checkpoints that list none.
+
+    Example:
+        >>> default_target_layer_ids(5, 36)
+        [1, 9, 17, 25, 33]
+    """
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + index * span / (num_taps - 1)) for index in range(num_taps)]
+
+
+@strict  # checks the type of vocab_size
+class DFlashConfig(Qwen3Config):
+    """The config of a Qwen3 decoder and what DFlash adds.
+
+    Args:
+        vocab_size: rows of the target's embedding; None if the checkpoint does not state it, and then not compared.
+        dflash_config: `mask_token_id` (id in the target's vocabulary, the input of slots to be filled),
+            `target_layer_ids` (0-based target layers whose outputs are concatenated in this order; -1 is the input of
+            the first) and, in newer checkpoints, `block_size`; also `causal`, JetSpec's `causal_head`, `use_swa`,
+            `swa_window_size`. Fields for drafters of other layouts: `sample_from_anchor`, `own_embeddings`, `own_head`,
+            and `draft_vocab_size`, the number of tokens that can be drafted if not all: rows of the drafter's own head,
+            or selected rows of the target's.
+        block_size: slots of a block, root included, if not in `dflash_config`.
+        num_target_layers: of the target, needed only without `target_layer_ids`.
+        is_causal: whether attention inside a block is causal in every layer; None for the rule of `block_is_causal`.
+        final_logit_softcapping: tanh cap on the logits of the target's head.
+        target_name_or_path: the target it was trained for, if known.
+        target_revision: the commit or branch of that target.
+        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
+    """
+
+    vocab_size: int | None = 151936
+    architecture: ClassVar[str] = "DFlashDraftModel"
+
+    def __init__(
+        self,
+        dflash_config: dict[str, Any] | None = None,
+        block_size: int | None = None,
+        num_target_layers: int | None = None,
+        is_causal: bool | None = None,
+        final_logit_softcapping: float | None = None,
+        target_name_or_path: str | None = None,
+        target_revision: str | None = None,
+        target_tokenizer_sha256: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._as_published: dict[str, Any] | None = None  # the content of the file that was loaded
+        window, layer_types = kwargs.get("sliding_window"), kwargs.get("layer_types")
+        super().__init__(**kwargs)
+        self.dflash_config = dict(dflash_config or {})
+        if self.use_swa and layer_types is None:
+            # Every layer has the window and none is causal. With use_sliding_window Qwen3's rule would change that.
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if "sliding_attention" in self.layer_types or self.use_swa:
+            # Qwen3Config drops the window unless use_sliding_window is set; published drafters set only one of the two.
+            self.sliding_window = window
+        self.block_size = self.dflash_config.get("block_size", block_size)
+        self.num_target_layers = num_target_layers
+        self.is_causal = is_causal
+        self.final_logit_softcapping = final_logit_softcapping
+        self.target_name_or_path = target_name_or_path
+        self.target_revision = target_revision
+        self.target_tokenizer_sha256 = target_tokenizer_sha256
+        self.architectures = [self.architecture]
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field and its section, if the drafter cannot be built from this config."""
+        if not isinstance(self.block_size, int) or self.block_size < 2:
+            raise ValueError(
+                f"block_size is {self.block_size!r} in this DFlash config (top level or dflash_config); it must be an "
+                "integer of at least 2: the root's slot and one to fill."
+            )
+        if not isinstance(self.mask_token_id, int):
+            raise ValueError(
+                f"dflash_config.mask_token_id is {self.mask_token_id!r}; it must be the id that is the input of the "
+                "slots to be filled."
+            )
+        layers = self.dflash_config.get("target_layer_ids") or []
+        if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+            raise ValueError(f"dflash_config.target_layer_ids is {layers!r}; it must be a list of 0-based layers.")
+        if not layers and self.num_target_layers is None:
+            raise ValueError(
+                "This DFlash config has neither dflash_config.target_layer_ids nor num_target_layers, so the target "
+                "layers it reads are unknown; add one of them to its config.json."
+            )
+        for key in ("is_neox_style", "rope_is_neox_style"):
+            if getattr(self, key, True) is False:  # keys of some published files that are not in Qwen3Config
+                raise ValueError(f"{key} is false in this DFlash config: interleaved rotary positions are unsupported.")
+        if self.vocab_size is None:
+            if self.own_embeddings or self.own_head or self.draft_vocab_size is not None:
+                raise ValueError(
+                    "This DFlash config has no vocab_size, which the drafter's own embeddings and head need: add "
+                    "the target's to its config.json."
+                )
+        elif not 1 <= (self.draft_vocab_size or 0) <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size} and vocab_size {self.vocab_size} in this DFlash config; "
+                "a draft vocabulary must be a part of the target's."
+            )
+        if self.use_swa and self.window(0) is None:
+            raise ValueError(
+                "dflash_config.use_swa is set, but neither swa_window_size nor sliding_window gives the window of the "
+                "draft layers: add the one that the drafter was trained with."
+            )
+        if self.dflash_config.get("attention_sink_bias"):
+            raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
+
+    @property
+    def mask_token_id(self) -> Any:
+        """Id that is the input of the slots to be filled."""
+        return self.dflash_config.get("mask_token_id")
+
+    @property
+    def target_layer_ids(self) -> list[int]:
+        """0-based target layers, whose outputs are concatenated in this order."""
+        explicit = self.dflash_config.get("target_layer_ids")
+        if explicit:
+            return explicit
+        assert self.num_target_layers is not None, "check() requires one of the two"
+        return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
+
+    @property
+    def use_swa(self) -> bool:
+        """Whether every layer has a window, independent of `layer_types`."""
+        return bool(self.dflash_config.get("use_swa"))
+
+    @property
+    def sample_from_anchor(self) -> bool:
+        """Whether slot k, from 0, predicts the token k + 1 positions after the root; else slot k, from 1, the k-th."""
+        return bool(self.dflash_config.get("sample_from_anchor"))
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts: the root's own, 0, with `sample_from_anchor`, else 1."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def own_embeddings(self) -> bool:
+        """Whether the checkpoint has token embeddings; if not, the target's are used."""
+        return bool(self.dflash_config.get("own_embeddings"))
+
+    @property
+    def own_head(self) -> bool:
+        """Whether the checkpoint has a head; if not, the target's is used."""
+        return bool(self.dflash_config.get("own_head"))
+
+    @property
+    def draft_vocab_size(self) -> Any:
+        """Number of tokens that can be drafted; None for the target's if the config has no `vocab_size`."""
+        return self.dflash_config.get("draft_vocab_size", self.vocab_size)
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether draft ids differ from target ids."""
+        return self.draft_vocab_size != self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """Window of a draft layer in positions, its own included; None for no limit."""
+        if self.use_swa:
+            return self.dflash_config.get("swa_window_size", self.sliding_window)
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def block_is_causal(self, layer: int) -> bool:
+        """Whether a slot attends only to itself and earlier slots of its block.
+
+        An explicit setting takes precedence. Otherwise sliding layers are causal inside the block and full layers are
+        not, as the drafters were trained; `use_swa` without `layer_types` means sliding and not causal.
+        """
+        for explicit in (self.is_causal, self.dflash_config.get("causal"), self.dflash_config.get("causal_head")):
+            if explicit is not None:
+                return bool(explicit)
+        return self.layer_types[layer] == "sliding_attention"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Reads a `config.json` and stores the original, to write it back unchanged."""
+        as_published = {key: copy.deepcopy(value) for key, value in config_dict.items() if not key.startswith("_")}
+        # transformers completes nested fields in place.
+        read = super().from_dict(copy.deepcopy(config_dict), **kwargs)
+        config = read[0] if isinstance(read, tuple) else read
+        config._as_published = as_published
+        return read
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, in the published layout, for all DFlash loaders."""
+        fields = super().to_dict() | {"model_type": "qwen3", "architectures": [self.architecture]}
+        del fields["_as_published"]
+        if "block_size" in fields["dflash_config"]:
+            fields["dflash_config"]["block_size"] = fields.pop("block_size")
+        return fields
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: the loaded file, unknown keys included, with all changed fields.
+
+        For other loaders the presence of a key has a meaning (`use_swa` without `layer_types`, a top-level
+        `rope_theta`), so no keys are added to a loaded file.
+        """
+        if self._as_published is None:
+            fields = super().to_diff_dict()
+            fields = {key: value for key, value in fields.items() if value is not None or key not in _OPTIONAL}
+            # Loaders older than rope_parameters read the base at the top level, with 10000 as default.
+            return fields | _legacy_rope(fields["rope_parameters"])
+        before = type(self)(**copy.deepcopy(self._as_published)).to_dict()
+        fields = self.to_dict()
+        changed = {key: value for key, value in fields.items() if key not in before or before[key] != value}
+        changed.pop("_name_or_path", None)
+        written = copy.deepcopy(self._as_published)
+        if written.get("block_size") is not None:  # dflash_config may have another one, and both are read
+            written["block_size"] = self.block_size
+        if "dtype" in changed and "torch_dtype" in written:
+            written["torch_dtype"] = changed["dtype"]
+        if "rope_parameters" in changed:
+            written.pop("rope_scaling", None)
+            changed |= _legacy_rope(changed["rope_parameters"])
+        return {"model_type": "qwen3", "architectures": [self.architecture]} | written | changed
+
+
+# Our own fields, which are not written if they are None.
+_OPTIONAL = (
+    "final_logit_softcapping",
+    "is_causal",
+    "num_target_layers",
+    "target_name_or_path",
+    "target_revision",
+    "target_tokenizer_sha256",
+)
+
+
+def _legacy_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_theta": parameters["rope_theta"]} if "rope_theta" in parameters else {}
+
+
+@dataclass(slots=True, kw_only=True)
+class DFlashOptions(TreeOptions):
+    """Drafting options of a DFlash drafter.
+
+    Attributes:
+        method: `"ddtree"` for the best-first tree, `"dflash"` for the greedy chain, or any other method that drafts
+            from per-position marginals.
+        tree_budget: see `TreeOptions`; DDTree's B. An integer does not affect `"dflash"`: its chain always has
+            block_size - 1 tokens, one more with `sample_from_anchor`. `"auto"` shortens chains too.
+        block_size: slots of a block, root included; at most the trained number, which None selects. Shorter blocks
+            draft fewer tokens per forward.
+    """
+
+    method: str = "ddtree"
+    tree_budget: int | Literal["auto"] = 64
+    block_size: int | None = None
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter; `config` is a `DFlashConfig`."""
+        TreeOptions.validate(self, config)
+        if self.method not in tuple(MARGINAL_METHODS):
+            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        check_block_option(self.block_size, config.block_size)
+
+
+def check_block_option(size: object, trained: int) -> None:
+    """Raises ValueError unless the option `block_size` is None or at most the trained size."""
+    if size is not None and (type(size) is not int or not 2 <= size <= trained):
+        raise ValueError(
+            f"block_size={size!r} must be an integer from 2 to {trained}, the block this checkpoint was trained with "
+            "(root included), or None for that size."
+        )
+
+
+def block_embeddings(model: PreTrainedModel) -> nn.Module:
+    """The embedding of block tokens, for drafters that share the target's.
+
+    This is the target's own embedding, with its scale (Gemma) but without a norm after the table (Muse Glimmer's
+    `embed_norm`): all DFlash drafters of that target were trained on the table itself.
+    """
+    embeddings = model.get_input_embeddings()
+    if not hasattr(embeddings, "embed_norm"):
+        return embeddings
+    if not has_plain_weight(embeddings):
+        raise ValueError(
+            f"The drafter reads the table of {type(embeddings).__name__} in target {type(model).__name__} without its "
+            "norm, but that table is offloaded or quantised. Keep the target's embeddings in memory in a "
+            "floating-point type."
+        )
+    return nn.Embedding.from_pretrained(embeddings.weight.detach())  # shares the memory
+
+
+class DFlashAttention(HeadProjections):
+    """Attention of block slots over [cached context ; new context ; block]."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config, config.hidden_size, norms=True)
+
+    def forward(
+        self,
+        block: Tensor,
+        context: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: TreeCache | None,
+        layer: int,
+    ) -> Tensor:
+        """[batch, block, hidden] x [batch, new, hidden] -> [batch, block, hidden]; see `DFlashDrafter.forward`."""
+        batch, slots, _ = block.shape
+        both = torch.cat([context, block], dim=1)
+        queries = self.q_norm(self.q_proj(block).view(batch, slots, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(both).view(batch, both.shape[1], -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(both).view(batch, both.shape[1], -1, self.head_dim).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        queries = queries * cos[:, :, -slots:] + rotate_half(queries) * sin[:, :, -slots:]
+        keys = keys * cos + rotate_half(keys) * sin
+        if cache is not None:
+            keys, values = cache.layers[layer].update(keys, values)
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, slots, -1))
+
+
+class DFlashLayer(nn.Module):
+    """A Qwen3 decoder layer on the block. The context enters the attention directly, without this layer's norm."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block: Tensor, context: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, block, hidden] -> [batch, block, hidden]."""
+        block = block + self.self_attn(self.input_layernorm(block), context, *attention_inputs)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class DFlashDrafter(PretrainedDrafter):
+    """A DFlash checkpoint as a drafter: `method="dflash"` drafts its greedy chain, `"ddtree"` the best-first tree.
+
+    Drafting options: `DFlashOptions`.
+    """
+
+    config_class: type[DFlashConfig] = DFlashConfig
+    config: DFlashConfig
+    options_class: ClassVar[type[TreeOptions]] = DFlashOptions
+    options: DFlashOptions
+    d2t: Tensor
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["DFlashLayer"]
+    layer_class: ClassVar[type[DFlashLayer]] = DFlashLayer
+    # Some savers write this buffer, which is computed from the config.
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
+
+    def __init__(self, config: DFlashConfig) -> None:
+        config.check()
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([self.layer_class(config) for _ in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.own_embeddings:
+            assert config.vocab_size is not None, "check() requires it"
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.maps_vocabulary:
+            # As published: target id = draft id + d2t[draft id].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        # The selected rows of a target's head, reused between calls, with a key that identifies the head's weights.
+        self._head_rows: tuple[Any, HeadRows] | None = None
+        self.post_init()
+
+    def forward(
+        self,
+        block_ids: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        *,
+        embed_tokens: nn.Module,
+        masks: Sequence[Tensor | None] | None = None,
+        cache: TreeCache | None = None,
+        lm_head: nn.Module | None = None,
+    ) -> Tensor:
+        """Predicts the tokens at a block's positions.
+
+        Args:
+            block_ids: [batch, block] int64, root, mask, mask, ..., on the device of `embed_tokens`.
+            features: [batch, new, taps * hidden], target features of the tokens committed since the last forward.
+            position_ids: [batch, new + block] int64, of the new features and then of the block's slots.
+            embed_tokens: the embedding of the block's tokens, usually the target's.
+            masks: per layer None or additive [batch, 1, block, cached + new + block]; None for no masks.
+            cache: holds earlier features' keys and values; those of the new features and of the block are appended.
+            lm_head: the head to apply, from `head()`.
+
+        Returns:
+            [batch, block, hidden] after the final norm, or with `lm_head` [batch, block - 1, vocab] float32 logits of
+            slots 1, 2, ...: slot k predicts the token k positions after the root. With `sample_from_anchor` [batch,
+            block, vocab] logits of all slots: slot k predicts the token k + 1 positions after the root. The mask token
+            gets -inf: a target may be able to emit it, but the drafter was never trained to predict it.
+        """
+        context = self.hidden_norm(self.fc(features))
+        if self.config.own_embeddings:  # the target may have tokens that this table lacks
+            block_ids = known_ids(block_ids, self.embed_tokens.num_embeddings)
+        hidden = self.embed(block_ids, embed_tokens).to(self.norm.weight)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, context, rotary, masks[index] if masks else None, cache, index)
+        hidden = self.norm(hidden)
+        if lm_head is None:
+            return hidden
+        logits = self.draft_logits(hidden[:, self.config.first_slot :], lm_head)
+        if self.config.maps_vocabulary:
+            assert self.config.vocab_size is not None, "check() requires it"
+            logits = TargetVocabularyLogitsProcessor(self.config.vocab_size, self.target_ids.to(logits.device))(
+                None, logits
+            )
+        return NeverProposedLogitsProcessor(self.config.mask_token_id)(None, logits)
+
+    def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
+        """[batch, block] int64 -> [batch, block, hidden], the input of the first draft layer."""
+        embedded: Tensor = embed_tokens(block_ids.to(home_of(embed_tokens)))
+        return embedded
+
+    def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        """[..., hidden] after the final norm -> [..., draft_vocab] float32, in draft ids."""
+        logits = apply_head(lm_head, hidden)
+        return SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
+
+    def head(self, target_head: nn.Module) -> nn.Module:
+        """The head for its slots: its own, the target's, or the rows of the target's in the draft vocabulary."""
+        if self.config.own_head:
+            return self.lm_head
+        if not self.config.maps_vocabulary:
+            return target_head
+        weight: Any = target_head.weight if has_plain_weight(target_head) else self.d2t
+        key = (id(target_head), weight.device, weight.data_ptr(), weight._version, self.d2t._version)
+        if self._head_rows is None or self._head_rows[0] != key:
+            self._head_rows = key, HeadRows(target_head, self.target_ids)
+        return self._head_rows[1]
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab] int64, the target's ids of the tokens that can be drafted."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
+        return ids + self.d2t if self.config.maps_vocabulary else ids
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Sets the draft vocabulary to these ids of the target, see `vocabulary.set_map`."""
+        assert self.config.vocab_size is not None, "check() requires it"
+        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
+
+    def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
+        return tuple(self.config.target_layer_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block, root included: `options.block_size`, or the trained number."""
+        trained: int = self.config.block_size  # type: ignore[assignment]  # check() requires it
+        return self.options.block_size or trained
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        return MARGINAL_METHODS[self.method](DFlashMarginals(self, target), self.options)
+
+    def card_summary(self) -> str:
+        return (
+            "A DFlash drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
+            "and shares the target's embeddings and head. hf_specdec drafts with it either the likeliest tree "
+            '(`method="ddtree"`, the default) or one chain (`method="dflash"`).'
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config = self.config
+        return {
+            "Method": f"{self.loaded_options().method}, on a DFlash drafter",
+            "Layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}",
+            "Block size": f"{config.block_size}, the root's slot included",
+            "Target layers read": ", ".join(map(str, config.target_layer_ids)),
+            "Vocabulary": f"{config.draft_vocab_size or 'of the target'}, mask token id {config.mask_token_id}",
+        }
+
+    def check_target(self, model: PreTrainedModel) -> None:
+        config = self.config
+        check_shapes(
+            self,
+            model,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_target_layers,
+            layers=config.target_layer_ids,
+            first_layer=-1,
+        )
+        name = name_of(self)
+        rows = model.get_input_embeddings().num_embeddings
+        shared = min(config.vocab_size or rows, rows)
+        if config.maps_vocabulary:
+            check_draft_to_target(self.d2t, shared, name)
+        if not 0 <= config.mask_token_id < shared:
+            target_name = name_of(model)
+            raise ValueError(
+                f"Drafter {name!r} uses mask_token_id {config.mask_token_id}, but target {target_name!r} has only "
+                f"{shared} embeddings. {way_out(self)}"
+            )
+
+
+class DFlashMarginals(BlockMarginals):
+    """Per-position logits of one block per round, or the states of its slots.
+
+    Features of tokens committed since the last round are appended to the context cache in the same forward that drafts.
+    The block's own keys and values are written after them and dropped afterwards.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, target: TargetModel) -> None:
+        self.drafter = drafter
+        self.block_size = drafter.num_slots
+        own = drafter.config
+        self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
+        self.lm_head = drafter.head(target.model.get_output_embeddings())
+        self.device, self.dtype = drafter.device, drafter.dtype  # transformers searches the parameters for each access
+        self.slots = torch.arange(self.block_size, device=self.device)
+        # Attributes of a config are slow to read, too slow for every round.
+        self.mask_token_id = own.mask_token_id
+        self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
+        self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
+        self.cache: TreeCache | None = None
+        self.pending: Committed | None = None
+        self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.options.compile_mode)
+        self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
+        self.drafts_early = self.static is not None
+        self.target = target  # the capacity of its cache limits the length of rows
+
+    def observe(self, committed: Committed) -> None:
+        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        if self.cache is not None:
+            self.cache.keep_rows(rows)
+        self.pending = None if self.pending is None else self.pending.of_rows(rows)
+
+    def marginals(self, context: DraftContext) -> Tensor:
+        return self.run_block(context, self.lm_head)
+
+    @in_inference_mode  # cheaper than no_grad; only our own cache outlives the round
+    def run_block(self, context: DraftContext, lm_head: nn.Module | None) -> Tensor:
+        """The round's forward: logits with `lm_head`, else the states of all slots; see `DFlashDrafter.forward`."""
+        device, dtype = self.device, self.dtype
+        pending = self.pending
+        assert pending is not None, "draft() before the prefill was observed"
+        assert pending.features is not None
+        batch, new = pending.token_ids.shape
+        if self.cache is None:
+            config = self.drafter.config
+            capacity = new + self.block_size + 256
+            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
+                capacity = max(self.target.cache.capacity, capacity_for(capacity))
+            self.cache = TreeCache.empty(
+                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
+                device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
+            )  # fmt: skip
+        if self.static is not None and lm_head is not None and self.static.fits(pending):
+            logits = self.static(self.cache, context, pending, self.block_size)
+            self.pending = None
+            return logits
+        self.cache.reserve(new + self.block_size)
+        if pending.valid is None:  # consecutive positions, from the first new one to the block's last
+            steps = torch.arange(new + self.block_size, device=pending.position_ids.device)
+            positions = (pending.position_ids[:, :1] + steps).to(device)
+        else:
+            block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
+            positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
+        output = self.drafter(
+            torch.constant_pad_nd(context.root_ids.unsqueeze(1), (0, self.block_size - 1), self.mask_token_id),
+            pending.features.to(device=device, dtype=dtype),
+            positions,
+            embed_tokens=self.embed_tokens,
+            masks=self._masks(pending),
+            cache=self.cache,
+            lm_head=lm_head,
+        )
+        if pending.tree is None and pending.valid is not None:
+            # Left padding comes first: commit the other entries, in order.
+            padding = (~pending.valid).to(device=device, dtype=torch.int8)
+            self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
+        else:
+            self.cache.commit_first(pending.counts.to(device))
+        self.pending = None
+        return output
+
+    def _masks(self, pending: Committed) -> list[Tensor | None] | None:
+        """Per layer None, or additive [batch, 1, block, cached + new + block]."""
+        cache = self.cache
+        assert cache is not None
+        all_visible = pending.valid is None and cache.is_even
+        if all_visible and self.sees_everything:
+            return None
+        device, batch, slots = self.device, cache.batch, self.slots
+        cached = torch.arange(cache.longest, device=device)
+        new_valid = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid
+        new_valid = new_valid.to(device)
+        visible = torch.cat([cached < cache.lengths.unsqueeze(1), new_valid], dim=1)
+        # Index of each entry in its row's text; the value is arbitrary for padding, which is not visible.
+        new_indices = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
+        indices = torch.cat([cached.expand(batch, -1), new_indices], dim=1)
+        root = cache.lengths + pending.counts.to(device).tensor
+        masks = {}
+        for window, causal in set(self.layer_kinds):
+            context = visible.unsqueeze(1).expand(-1, self.block_size, -1)
+            ahead = slots.unsqueeze(1) - slots
+            block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+            if window is not None:
+                context = context & (root[:, None, None] + slots.unsqueeze(1) - indices.unsqueeze(1) < window)
+                block = block & (ahead.abs() < window)
+            seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
+            masks[window, causal] = additive(seen, self.dtype)
+        return [masks[kind] for kind in self.layer_kinds]
+
+
+class ChainGenerator(MarginalsGenerator):
+    """The drafter's likeliest token at every position, as one chain: DFlash as published."""
+
+    def tree(self, context: DraftContext, logits: Tensor) -> DraftTree:
+        best, token_ids = logits.max(-1)
+        # The maximum is NaN or inf if any logit is; it is -inf if all are, and then nothing is drafted.
+        finite = best.isfinite().all(-1)
+        root_ids = context.root_ids.unsqueeze(1)
+        token_ids = torch.cat([root_ids, token_ids.to(root_ids.device)], 1)
+        return DraftTree.chain(token_ids, finite=finite)
+
+
+class StaticBlocks:
+    """Drafts the blocks of one call.
+
+    Args:
+        calls: of the drafter, claimed for a `DFlashMarginals`.
+        block_size: slots of a block, root included; a round commits no more tokens than that.
+    """
+
+    def __init__(self, calls: StaticCalls, block_size: int) -> None:
+        self.calls = calls
+        self.width = nodes_bucket(block_size)
+
+    def fits(self, pending: Committed) -> bool:
+        """Whether the tokens committed since the last draft are those of one round."""
+        return pending.tree is not None and pending.token_ids.shape[1] <= self.width
+
+    def __call__(self, cache: TreeCache, context: DraftContext, pending: Committed, block_size: int) -> Tensor:
+        """Logits as from `DFlashDrafter.forward`, valid until the next call.
+
+        Args:
+            cache: of the context; new features' keys and values are written at `prefix_bucket(cache.longest)`.
+            context: of the round.
+            pending: tokens committed since the last draft.
+            block_size: slots of a block, root included.
+        """
+        assert pending.features is not None
+        counts = pending.counts.to(cache.device)
+        at = prefix_bucket(cache.longest)
+        cache.place_nodes(at)
+        cache.reserve(self.width + block_size)
+        (logits,) = self.calls(
+            ("block", block_size, at, cache.addresses),
+            functools.partial(_block_logits, at, block_size),
+            context.root_ids,
+            context.root_positions,
+            cache.lengths,
+            counts.tensor,
+            padded=(pending.position_ids, pending.features),
+            width=self.width,
+        )
+        cache.commit_first(counts)
+        return logits
+
+
+def _block_logits(
+    at: int,
+    block_size: int,
+    source: DFlashMarginals,
+    root_ids: Tensor,
+    root_positions: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    position_ids: Tensor,
+    features: Tensor,
+) -> tuple[Tensor]:
+    """The captured forward. The only state of the call that it reads is the cache, whose buffers stay in place.
+
+    Args:
+        at: where the new features' entries begin, after the context.
+        block_size: slots of a block, root included.
+        source: of the call.
+        root_ids: [batch] int64.
+        root_positions: [batch] int64.
+        lengths: [batch] int64, entries of each row's context.
+        counts: [batch] int64, new features of each row, the first of `width`.
+        position_ids: [batch, width] int64, of the new features.
+        features: [batch, width, taps * hidden].
+    """
+    drafter, mask_token_id = source.drafter, source.drafter.config.mask_token_id
+    slots = torch.arange(block_size, device=root_ids.device)
+    block_ids = root_ids.unsqueeze(1).where(slots == 0, mask_token_id)
+    block_positions = root_positions.unsqueeze(1) + slots
+    logits = drafter(
+        block_ids,
+        features.to(source.dtype),
+        torch.cat([position_ids, block_positions], dim=1),
+        embed_tokens=source.embed_tokens,
+        masks=_masks(source, at, slots, lengths, counts, position_ids.shape[1]),
+        cache=source.cache,
+        lm_head=source.lm_head,
+    )
+    return (logits,)
+
+
+def _masks(
+    source: DFlashMarginals, at: int, slots: Tensor, lengths: Tensor, counts: Tensor, width: int
+) -> list[Tensor]:
+    """Per layer additive [batch, 1, block, at + width + block]."""
+    batch, device = len(lengths), lengths.device
+    cached, new = torch.arange(at, device=device), torch.arange(width, device=device)
+    ahead = slots.unsqueeze(1) - slots
+    # Distance of a slot from the first new feature of its row.
+    distance = counts.unsqueeze(1) + slots
+    masks = {}
+    for window, causal in set(source.layer_kinds):
+        first = torch.zeros_like(distance)
+        fresh = (new < counts.unsqueeze(1)).unsqueeze(1).expand(-1, len(slots), -1)
+        block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        if window is not None:
+            first = (lengths.unsqueeze(1) + distance - (window - 1)).clamp(min=0)
+            fresh = fresh & (distance.unsqueeze(-1) - new < window)
+            block = block & (ahead.abs() < window)
+        context = (cached >= first.unsqueeze(-1)) & (cached < lengths[:, None, None])
+        seen = torch.cat([context, fresh, block.expand(batch, -1, -1)], dim=-1)
+        masks[window, causal] = additive(seen, source.dtype)
+    return [masks[kind] for kind in source.layer_kinds]
+
+
+def _fields(drafter: DFlashDrafter) -> dict[str, Any]:
+    """The config's fields, with the window and causality of each layer, which follow from several fields."""
+    config = drafter.config
+    layers = range(config.num_hidden_layers)
+    return config.to_dict() | {
+        "block_size": config.block_size,
+        "target_layer_ids": config.target_layer_ids,
+        "windows": [config.window(layer) for layer in layers],
+        "causal": [config.block_is_causal(layer) for layer in layers],
+    }
+
+
+def _head_ids(drafter: DFlashDrafter) -> Tensor | None:
+    """VLLM would apply the target's whole head, and use its first rows as those of the draft vocabulary."""
+    return drafter.target_ids if drafter.config.maps_vocabulary and not drafter.config.own_head else None
+
+
+# Of this method and those that draft blocks with its network.
+BLOCK_SERVING = Serving(
+    "dflash",
+    tokens=lambda drafter: drafter.config.block_size - drafter.config.first_slot,
+    # Earlier versions mask full layers causally (vllm-project/vllm#47745, #52816).
+    since=((0, 28), "masks the layers of {method} drafters wrongly and accepts few drafts"),
+    fields=_fields,
+    head_ids=_head_ids,
+)
+register(
+    "dflash",
+    DFlashDrafter,
+    layouts=(ZLAB, DEEPSPEC_DFLASH, MUSE, SPECULATORS["dflash"]),
+    serving=BLOCK_SERVING,
+)
+register_marginal_method("dflash", lambda source, options: ChainGenerator(source))
