@@ -47,10 +47,9 @@ def home_of(module: nn.Module) -> torch.device:
             device = getattr(each, "execution_device", None)
             if device is not None:
                 return torch.device(device)
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            return tensor.device
-    return torch.device("cpu")  # weights that are no tensors of the module, as in torch's own quantised layers
+    devices = [tensor.device for tensor in (*module.parameters(), *module.buffers())]
+    # Without any, the weights are no tensors of the module, as in torch's own quantised layers.
+    return next((device for device in devices if device.type != "meta"), devices[0] if devices else torch.device("cpu"))
 
 
 def apply_head(head: nn.Module, states: Tensor) -> Tensor:
