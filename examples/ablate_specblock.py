@@ -82,9 +82,7 @@ def main() -> None:
         started = time.perf_counter()
         set_seed(0)
         drafter = new_drafter(model, vocabulary, warm_start=True, **drafter_options)
-        step = SpecBlockStep(
-            drafter, model, rank_start_step=arguments.steps // 2, slot_weights="by_count", window=128, **step_options
-        )
+        step = SpecBlockStep(drafter, model, rank_start=0.5, slot_weights="by_count", window=128, **step_options)
         DrafterTrainer(
             drafter,
             step,

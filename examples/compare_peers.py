@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdec.benchmark import variants
 from hf_specdec.benchmark.prompts import load_prompts
-from hf_specdec.decoding.packed import packed_linears
+from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 
 # From a prompt [1, seq], new tokens and temperature to the tokens that were written.
@@ -57,7 +57,9 @@ def of_packed(model: Any) -> Decode:
     plain = of_transformers(model)
 
     def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
-        with packed_linears(model, new_tokens):
+        packed = PackedLinears([model])
+        packed.pack_all()
+        with packed:
             return plain(prompt, new_tokens, temperature)
 
     return decode

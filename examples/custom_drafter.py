@@ -1,59 +1,172 @@
-"""A drafting method in one file: it drafts the tokens that followed the previous occurrence of the last token.
+"""A whole drafting method in one file: network, options, drafting, published layout, registration and training.
 
-A method only drafts; the library verifies, accepts and commits. Run it:
+The method is a bigram table: a small network predicts each token from the one before it. A method only drafts; the
+library verifies, accepts and commits. Run it:
 
     python examples/custom_drafter.py examples/tiny-code/target
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from hf_specdec import DraftContext, Drafter, DrafterOptions, DraftTree, TargetModel, TreeCandidateGenerator
+from hf_specdec import (
+    DraftContext,
+    DrafterOptions,
+    DraftTree,
+    Serving,
+    TargetModel,
+    TreeCandidateGenerator,
+    load_drafter,
+    register,
+)
+from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.drafters.shapes import check_shapes
+from hf_specdec.hub.formats.base import Format, Headers, Reading
+from hf_specdec.hub.formats.keys import HOST, Section
+from hf_specdec.training.features import TargetReader
+from hf_specdec.training.options import TrainOptions
+from hf_specdec.training.recipe import Recipe, register_recipe
+from hf_specdec.training.source import Source
+from hf_specdec.training.step import StepOutput, TrainingStep
+
+
+class BigramConfig(PreTrainedConfig):
+    """The size of the table, and its target; `hf_specdec_<name>` is the layout of this library."""
+
+    model_type = "hf_specdec_bigram"
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        rank: int = 32,
+        target_name_or_path: str | None = None,
+        target_revision: str | None = None,
+        target_tokenizer_sha256: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.vocab_size, self.rank, self.architectures = vocab_size, rank, ["BigramDrafter"]
+        self.target_name_or_path, self.target_revision = target_name_or_path, target_revision
+        self.target_tokenizer_sha256 = target_tokenizer_sha256
 
 
 @dataclass(slots=True, kw_only=True)
-class EchoOptions(DrafterOptions):
+class BigramOptions(DrafterOptions):
     """`length`: tokens of a draft."""
 
-    method = "echo"
-    length: int = 6
+    method = "bigram"
+    length: int = 4
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter."""
+        DrafterOptions.validate(self, config)
+        self.check_integers(length=64)
 
 
-class EchoDrafter(Drafter):
+class BigramDrafter(PretrainedDrafter):
     """The object that `generate` gets; it makes a generator per call."""
 
-    options_class = EchoOptions
+    config_class = BigramConfig
+    options_class = BigramOptions
 
-    def __init__(self, **options: Any) -> None:
-        self.options = EchoOptions(**options)
+    def __init__(self, config: BigramConfig) -> None:
+        super().__init__(config)
+        self.inner, self.outer = nn.Embedding(config.vocab_size, config.rank), nn.Linear(config.rank, config.vocab_size)
+        self.post_init()
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., vocab], logits of the next token."""
+        return self.outer(self.inner(token_ids))
 
     def check_target(self, model: PreTrainedModel) -> None:
-        """Fits any target."""
+        """Raises ValueError if the vocabularies have different sizes."""
+        check_shapes(self, model, vocab_size=self.config.vocab_size)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        return EchoGenerator(self.options.length)
+        return BigramGenerator(self)
+
+    def card_summary(self) -> str:
+        return "A bigram table: it predicts each token from the one before it."
 
 
-class EchoGenerator(TreeCandidateGenerator):
+class BigramGenerator(TreeCandidateGenerator):
     """Drafts in one call. Override `observe` to see what each round committed."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, drafter: BigramDrafter) -> None:
+        self.drafter = drafter
 
+    @torch.no_grad()
     def draft(self, context: DraftContext) -> DraftTree:
-        chains = []
-        for row, length in zip(context.sequences.tolist(), context.lengths, strict=True):
-            *text, root = row[:length]
-            place = len(text) - text[::-1].index(root) if root in text else length  # behind its last occurrence
-            chains.append([root, *row[place:length][: self.length]])
-        return DraftTree.from_lists(chains, [list(range(-1, len(chain) - 1)) for chain in chains])
+        chain = [context.root_ids.to(self.drafter.device)]
+        for _ in range(self.drafter.options.length):
+            chain.append(self.drafter(chain[-1]).argmax(-1))
+        return DraftTree.chain(torch.stack(chain, dim=1))
+
+
+def read_published(fields: dict[str, Any], stored: Headers | None) -> Reading:
+    """Converts a published layout, whose keys and tensors have other names than ours."""
+    names = {"table.in": "inner.weight", "table.out": "outer.weight", "table.bias": "outer.bias"}
+    ours = {"vocab_size": fields["tokens"], "rank": fields["bigram_rank"], "target_name_or_path": fields.get("base")}
+    return Reading(ours, {name: names.get(name, name) for name in stored or ()})
+
+
+class BigramStep(TrainingStep):
+    """Cross entropy with the tokens that the target wrote."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self.reader = TargetReader(target, [])
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, training: bool) -> StepOutput:
+        ids, next_ids = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
+        place = torch.arange(1, batch["input_ids"].shape[1], device=ids.device)
+        learned = (place >= batch["first_anchor"].unsqueeze(1)) & (place < batch["length"].unsqueeze(1))
+        logits = model(ids)
+        loss = nn.functional.cross_entropy(logits[learned], next_ids[learned])
+        return StepOutput(loss, (logits.argmax(-1) == next_ids).unsqueeze(-1), learned.unsqueeze(-1))
+
+
+def prepare(options: TrainOptions, target: PreTrainedModel, source: Source) -> tuple[BigramDrafter, BigramStep]:
+    """What `hf-specdec train --method bigram` trains, and how."""
+    return BigramDrafter(BigramConfig(target.get_input_embeddings().num_embeddings)), BigramStep(target)
+
+
+register(
+    "bigram",
+    BigramDrafter,
+    layouts=(
+        Format(
+            "bigram table",
+            "bigram",
+            read_published,
+            Section(frozenset(("tokens", "bigram_rank", "base")), HOST),
+            recognises=lambda config: "bigram_rank" in config,
+        ),
+    ),
+    serving=Serving(not_exported="vLLM has no class for bigram tables"),
+)
+register_recipe(Recipe("bigram", TrainOptions, prepare))
 
 
 if __name__ == "__main__":
     tokenizer, model = (auto.from_pretrained(sys.argv[1]) for auto in (AutoTokenizer, AutoModelForCausalLM))
-    inputs, drafter = tokenizer("def add(a, b):\n", return_tensors="pt"), EchoDrafter()
+    inputs = tokenizer("def add(a, b):\n", return_tensors="pt")
+    text = model.generate(**inputs, max_new_tokens=48)
+    drafter, step = prepare(None, model, None)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
+    rows = {"input_ids": text, "first_anchor": torch.tensor([1]), "length": torch.tensor([text.shape[1]])}
+    for _ in range(20):  # `hf-specdec train` does this with much text
+        optimizer.zero_grad()
+        step(drafter, rows, training=True).loss.backward()
+        optimizer.step()
+    with TemporaryDirectory() as folder:
+        drafter.save_pretrained(folder)
+        drafter = load_drafter(folder, model)
     output = model.generate(**inputs, assistant_model=drafter, max_new_tokens=48)
     print(tokenizer.decode(output[0]), drafter.stats)

@@ -9,50 +9,68 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_specdec.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+    from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+    from hf_specdec.decoding.stats import SpeculationStats
     from hf_specdec.decoding.target import TargetModel
+    from hf_specdec.decoding.trace import Trace
     from hf_specdec.decoding.tree import DraftTree
     from hf_specdec.drafters.base import Drafter
     from hf_specdec.drafters.merged import MergedDrafter
     from hf_specdec.drafters.options import DrafterOptions
+    from hf_specdec.drafters.registry import Serving, register
     from hf_specdec.hub.export import export_drafter
     from hf_specdec.hub.inspection import inspect_drafter
     from hf_specdec.hub.loading import load_drafter
-    from hf_specdec.integration import disable, enable
+    from hf_specdec.integration import attach, detach, disable, enable
     from hf_specdec.verification import verify_lossless
 
 __all__ = [
+    "Committed",
     "DraftContext",
     "DraftTree",
     "Drafter",
     "DrafterOptions",
     "MergedDrafter",
+    "Serving",
+    "SpeculationStats",
     "TargetModel",
+    "Trace",
     "TreeCandidateGenerator",
+    "attach",
+    "detach",
     "disable",
     "enable",
     "export_drafter",
     "inspect_drafter",
     "load_drafter",
+    "register",
     "verify_lossless",
 ]
-__version__ = "0.1.0"
 
 # The module of each public name; type checkers read the imports above.
 _HOMES = {
+    "Committed": "decoding.generator",
     "DraftContext": "decoding.generator",
     "DraftTree": "decoding.tree",
     "Drafter": "drafters.base",
     "DrafterOptions": "drafters.options",
     "MergedDrafter": "drafters.merged",
+    "Serving": "drafters.registry",
+    "SpeculationStats": "decoding.stats",
     "TargetModel": "decoding.target",
+    "Trace": "decoding.trace",
     "TreeCandidateGenerator": "decoding.generator",
+    "attach": "integration",
+    "detach": "integration",
     "disable": "integration",
     "enable": "integration",
     "export_drafter": "hub.export",
     "inspect_drafter": "hub.inspection",
     "load_drafter": "hub.loading",
+    "register": "drafters.registry",
     "verify_lossless": "verification",
 }
 

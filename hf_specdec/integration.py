@@ -1,4 +1,4 @@
-"""Wrappers of four transformers functions: three of GenerationMixin and one of pipelines.
+"""Wrappers of five transformers functions: four of GenerationMixin and one of pipelines.
 
 Enabling is idempotent and reversible.
 
@@ -11,36 +11,43 @@ assistants use the original functions. If trees cannot be verified, the host's o
 
 The constructor of a pipeline compares the config of `assistant_model` with the target's, to decide whether text must be
 translated between two tokenizers. A `Drafter` drafts the target's own tokens and has no such config, so our wrapper of
-`load_assistant_model` returns it as it is.
+`load_assistant_model` returns it as it is, and loads one by its name.
+
+After `attach(model, drafter)`, our wrapper of `generate` passes the drafter as `assistant_model`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+from accelerate.utils import extract_model_from_parallel
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from hf_specdec.decoding.chains import HostChains, continuation_refused
+from hf_specdec.decoding.chains import HostChains, OneByOne, continuation_refused, other_calls
+from hf_specdec.decoding.devices import without_inference_mode
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE, EXPECTED, cache_name, check_host, new_cache, sample
 from hf_specdec.decoding.loop import SpeculativeDecoding
+from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.observers import Observer
-from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.records import TokenRecords
 from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import chains_trouble, check_trees
-from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.base import Drafter, check_is_drafter
+from hf_specdec.drafters.call_settings import CallSettings, report_unused
 
 
 def enable() -> None:
@@ -70,6 +77,65 @@ def disable() -> None:
             setattr(owner, name, original)
 
 
+def attach(model: Any, drafter: Drafter) -> ExitStack:
+    """From now on, the model's own `generate` drafts with `drafter`: for programs that call it without an assistant.
+
+    A call that passes `assistant_model` itself decides for itself; None decodes plainly. So do calls that name another
+    assistant of transformers, or a `custom_generate`. What drafts cannot be used for, such as beam search, is decoded
+    as without a drafter, with a warning.
+
+    The drafter belongs to the model in this process; it is neither saved nor copied with it.
+
+    Args:
+        model: the target; a PEFT, compiled or distributed wrapper stands for the model in it.
+        drafter: replaces one that was attached before.
+
+    Returns:
+        A context manager that restores at its end what was attached before. It need not be used.
+
+    Raises:
+        TypeError: one of the two has another type.
+        ValueError: the drafter is not for this target.
+
+    Example:
+        >>> attach(model, load_drafter("owner/drafter", target=model))  # doctest: +SKIP
+        >>> with attach(model, load_drafter("ngram")):  # doctest: +SKIP
+        ...     trainer.train()
+    """
+    check_is_drafter(drafter, "The order is attach(model, drafter).")
+    target = _wrapped_model(model)
+    _check_pair(target, drafter)
+    drafter.check_pairing(target)
+    enable()
+    before = _ATTACHED.get(target)
+    _ATTACHED[target] = drafter
+    ends = ExitStack()
+    if before is None:
+        ends.callback(detach, target)
+    else:
+        ends.callback(_ATTACHED.__setitem__, target, before)
+    return ends
+
+
+def detach(model: Any) -> None:
+    """Ends what `attach` began; nothing happens if no drafter is attached to the model."""
+    _ATTACHED.pop(_wrapped_model(model), None)
+
+
+# Not an attribute of the models, because it is neither saved nor copied.
+_ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, Drafter] = weakref.WeakKeyDictionary()
+
+
+def _wrapped_model(model: Any) -> PreTrainedModel:
+    """The model whose `generate` runs when that of a PEFT, compiled or distributed wrapper is called."""
+    found = extract_model_from_parallel(model, keep_torch_compile=False)
+    if hasattr(found, "get_base_model"):  # of PEFT
+        found = found.get_base_model()
+    if not isinstance(found, PreTrainedModel):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a model of transformers with `generate`.")
+    return found
+
+
 @contextlib.contextmanager
 def hosts_loop() -> Iterator[None]:
     """In this context, calls verify chains in transformers' own loop, even if trees are supported: for comparisons."""
@@ -96,6 +162,45 @@ def observing(observer: Observer) -> Iterator[None]:
 _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
 
 
+# Settings of a call by which transformers drafts itself, or with which it calls an assistant's `generate`.
+_HOSTS_ASSISTANTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
+
+
+class _CallRefusedError(ValueError):
+    """A call asks for something that drafts cannot be used for; raised before the prompt is run."""
+
+
+def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        drafter = _ATTACHED.get(self)
+        if drafter is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        settings = vars(given.get("generation_config") or GenerationConfig()) | kwargs
+        if (
+            "assistant_model" in given
+            or given.get("custom_generate") is not None
+            or any(settings.get(name) for name in _HOSTS_ASSISTANTS)
+        ):
+            return original(self, *args, **kwargs)
+        try:
+            if kwargs.get("cache_implementation") == "paged":  # the host would decode with another function
+                raise _CallRefusedError("cache_implementation='paged' batches the rows of transformers' own decoding.")
+            return original(self, *args, assistant_model=drafter, **kwargs)
+        except _CallRefusedError as refusal:
+            warnings.warn(
+                f"{refusal} The attached {type(drafter).__name__} drafts nothing in this call; the output is not "
+                "affected.",
+                stacklevel=2,
+            )
+        return original(self, *args, **kwargs)
+
+    return generate
+
+
 def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)  # generate() inspects the signature
     def _assisted_decoding(self: PreTrainedModel, *args: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
@@ -111,13 +216,16 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             return _decode_trees(self, assistant_model, *args, **kwargs)
         except TreesRefusedError as refusal:  # raised before the first token
             reason = str(refusal)
-        trouble = f"they are verified for one row, and this batch has {len(input_ids)}" if len(input_ids) > 1 else None
+        rows = len(input_ids)
+        calls = other_calls(kwargs["logits_processor"], kwargs["stopping_criteria"])
+        if rows == 1 and calls is not None:
+            return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
+        trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
         trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
         trouble = trouble or continuation_refused(input_ids, kwargs) or chains_trouble(self, padded=padded)
         if trouble is not None:
-            return _decode_plainly(
-                self, assistant_model, f"{reason}. Chains cannot be verified either: {trouble}", *args, **kwargs
-            )
+            why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
+            return _decode_plainly(self, assistant_model, why, *args, **kwargs)
         run = functools.partial(original, self, *args, **kwargs)
         return _decode_chains(self, assistant_model, reason, run, *args, **kwargs)
 
@@ -154,6 +262,13 @@ def _wrap_validate_generation_mode(original: Callable[..., Any]) -> Callable[...
 def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> Any:
+        from hf_specdec.hub.loading import is_drafter, load_drafter  # which import the drafters
+
+        ours = False
+        with contextlib.suppress(OSError, ValueError):  # the host says what is wrong with the name
+            ours = isinstance(assistant_model, str) and is_drafter(assistant_model)
+        if ours:
+            assistant_model = load_drafter(assistant_model, model)
         if not isinstance(assistant_model, Drafter):
             return original(model, assistant_model, assistant_tokenizer)
         return assistant_model, None
@@ -165,6 +280,7 @@ def _wrap_load_assistant_model(original: Callable[..., Any]) -> Callable[..., An
 _OF_LOOP = {"synced_gpus", "streamer", "inputs_tensor", "assistant_tokenizer", "tokenizer", CACHE}
 
 _WRAPS: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "generate": _wrap_generate,
     "_assisted_decoding": _wrap_assisted_decoding,
     "_get_candidate_generator": _wrap_get_candidate_generator,
     "_validate_generation_mode": _wrap_validate_generation_mode,
@@ -179,44 +295,61 @@ def _check_call(
     config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Raises ValueError for unsupported settings, targets and drafters, before the prompt is run."""
+    """Raises ValueError for unsupported settings, targets and drafters, before the prompt is run.
+
+    For settings it is a `_CallRefusedError`.
+    """
     if mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
+        raise _CallRefusedError(
             f"assistant_model={type(drafter).__name__} cannot be used with {mode.value!r} decoding "
             f"(num_beams={config.num_beams}); draft trees need greedy decoding or sampling with num_beams=1."
         )
     if config.use_cache is False and model.generation_config.use_cache is False:
         config.use_cache = True  # False is the target's default, not an argument of this call
     if config.use_cache is False:
-        raise ValueError("Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out.")
+        raise _CallRefusedError(
+            "Speculative decoding needs the target's cache, but use_cache=False was passed; leave it out."
+        )
     if config.cache_implementation not in (None, "dynamic"):
-        raise ValueError(
+        raise _CallRefusedError(
             f"cache_implementation={config.cache_implementation!r} does not support draft trees; leave it out, or pass "
             "'dynamic' if it is the target's own default. The cache is preallocated in any case."
         )
     if config.assistant_ensemble_weight is not None:
-        raise ValueError(
+        raise _CallRefusedError(
             f"assistant_ensemble_weight={config.assistant_ensemble_weight} changes the target's output; hf_specdec is "
             "lossless only. Leave it out."
         )
     if config.dola_layers is not None:
-        raise ValueError(
+        raise _CallRefusedError(
             f"dola_layers={config.dola_layers!r} replaces the target's logits by contrasts of layers. Leave it out, or "
             "generate without assistant_model."
         )
     if mode_kwargs.get("synced_gpus"):
-        raise ValueError(
+        raise _CallRefusedError(
             "synced_gpus=True (ZeRO stage 3, FSDP) needs every process to run equally many target forwards, which "
             "speculation does not; generate on a replicated target, or without assistant_model."
+        )
+    if model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise ValueError(
+            f"Target {type(model).__name__} is in training mode with gradient checkpointing on: its layers then ignore "
+            "the cache, and plain generate writes wrong tokens without a warning that it fails. Call model.eval(), or "
+            "model.gradient_checkpointing_disable(), before generate."
         )
     # A PeftModel generates with the model it wraps, and sets this method of it to one of its own.
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     peft_config = getattr(owner, "active_peft_config", None)
     if peft_config is not None and peft_config.is_prompt_learning:
-        raise ValueError(
+        raise _CallRefusedError(
             f"The target has {peft_config.peft_type} virtual tokens, which shift every position; prompt learning is "
             "not supported. Use a LoRA adapter, or the target without an adapter."
         )
+    _check_pair(model, drafter)
+    report_unused(config, mode_kwargs, drafter)
+
+
+def _check_pair(model: PreTrainedModel, drafter: Drafter) -> None:
+    """Raises ValueError if a target cannot be drafted for, or not by this drafter."""
     with contextlib.suppress(TreesRefusedError):  # then chains are verified
         check_supported(model)
     drafter.check_options()
@@ -243,7 +376,8 @@ def _decode_trees(
 ) -> Any:
     """Runs our loop, which verifies trees."""
     stats = drafter.stats = SpeculationStats(method=drafter.method)
-    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)))
+    layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)), layer_types)
     target = TargetModel(
         model,
         drafter.feature_layers(model),
@@ -261,19 +395,20 @@ def _decode_trees(
         model_kwargs=model_kwargs,
         stats=stats,
         records=records,
-        policy=drafter.drafting_policy(model, len(input_ids), stats),
+        policy=CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, len(input_ids), stats)),
         observers=_OBSERVERS.get() if drafter.trace is None else (drafter.trace, *_OBSERVERS.get()),
         streamer=streamer,
+        networks=drafter.networks,
     )
-    with ExitStack() as packed:
-        for network in drafter.networks:
-            packed.enter_context(packed_linears(network, generation_config.max_length - input_ids.shape[1]))
+    if all(runs_in_inference_mode(network) for network in (model, *drafter.networks)):
+        return decoding.run()
+    with without_inference_mode():
         return decoding.run()
 
 
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
     """Runs the host's decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
-    warnings.warn(f"{reason}. Nothing is drafted in this call; the output is not affected.", stacklevel=2)
+    warnings.warn(f"{reason}; the output is not affected.", stacklevel=2)
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     stats.begin(args[0] if args else kwargs["input_ids"])
     started = time.perf_counter()
@@ -311,7 +446,7 @@ def _decode_chains(
     target = TargetModel(model, drafter.feature_layers(model))
     chains = HostChains(
         target,
-        drafter.drafting_policy(model, 1, stats),
+        CallSettings.of(generation_config).restrict(drafter.drafting_policy(model, 1, stats)),
         stats,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
@@ -322,15 +457,15 @@ def _decode_chains(
     how = f"{drafter.method!r} drafts chains, which transformers' own loop verifies"
     generator = drafter.candidate_generator(target)
     embeddings = others.get("inputs_embeds")
-    if not chains.drafts:
-        how = "nothing is drafted, because that loop calls these stopping criteria or logits processors too late"
-    elif generator.reads_cache and embeddings is not None and embeddings.shape[1] > input_ids.shape[1]:
+    if generator.reads_cache and embeddings is not None and embeddings.shape[1] > input_ids.shape[1]:
         chains.drafts = False
         how = f"nothing is drafted, because {drafter.method!r} needs the ids of the prompt, given as inputs_embeds only"
     warnings.warn(f"{reason}. In this call {how}; the output is not affected.", stacklevel=2)
     generator.host_loop = chains
     cache = others[CACHE] if CACHE in others else new_cache(model)
-    arguments = {CACHE: cache}
+    arguments: dict[str, Any] = {CACHE: cache}
+    if others.get("streamer") is not None:
+        arguments["streamer"] = OneByOne(others["streamer"])
     if embeddings is not None and others.get("attention_mask") is not None:  # has no padding, and would be cut
         arguments["attention_mask"] = None
     if cache.get_seq_length():

@@ -15,35 +15,60 @@ from pathlib import Path
 import pytest
 
 import hf_specdec
-from hf_specdec.drafters.registry import FAMILIES, MARGINAL_METHODS
+from hf_specdec.drafters import registry
+from hf_specdec.drafters.registry import FAMILIES, MARGINAL_METHODS, method_of
+from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.formats.published import PUBLISHED
+from tests.count_lines import total
 from tests.methods import METHODS
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PARTS = ("decoding", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration", "serving")
+PARTS = (
+    "decoding", "formats", "drafters", "training", "adaptation", "hub", "benchmark", "visualize", "integration",
+    "serving",
+)  # fmt: skip
 
 # What each part may import of the others; its own files always.
 MAY_IMPORT = {
     "decoding": set(),
-    "drafters": {"decoding"},
-    "integration": {"decoding", "drafters"},
+    "formats": set(),  # `hub/formats/`, which methods name when they register themselves
+    "drafters": {"decoding", "formats"},
+    "integration": {"decoding", "drafters", "hub"},
     "training": {"decoding", "drafters"},
     "adaptation": {"decoding", "drafters", "training"},
-    "hub": {"decoding", "drafters"},
-    "serving": {"drafters", "hub"},
+    "hub": {"decoding", "formats", "drafters"},
+    "serving": {"drafters", "hub", "integration"},
     "visualize": {"decoding"},
     "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
 }
-METHOD_FOLDERS = sorted(path.name for path in (PACKAGE / "drafters").iterdir() if (path / "__init__.py").exists())
+METHOD_NAMES = {method.name for method in registry._BY_CLASS.values()}  # before tests register others
+# The files that register a method: its own file, or the `__init__.py` of its folder.
+METHOD_FILES = [
+    path
+    for path in FILES
+    if path.is_relative_to(PACKAGE / "drafters") and re.search(r"^register\w*\(", path.read_text(), re.MULTILINE)
+]
+METHOD_HOMES = sorted(path.parent.name if path.stem == "__init__" else path.stem for path in METHOD_FILES)
 
 
 def identifier(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def module_parts(path: Path) -> list[str]:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
 def part_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+    return part_of_module(".".join(["hf_specdec", *module_parts(path)]))
+
+
+def part_of_module(name: str) -> str:
+    """The part of the house that a module, or a name in it, belongs to; empty for the package itself."""
+    _, *parts = name.split(".")
+    return "formats" if parts[:2] == ["hub", "formats"] else parts[0] if parts else ""
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -63,7 +88,7 @@ def imported_modules(path: Path) -> set[str]:
 def test_imports_run_one_way(path: Path) -> None:
     part = part_of(path)
     for name in imported_modules(path):
-        other = name.split(".")[1] if "." in name else ""
+        other = part_of_module(name)
         if other in PARTS:
             assert other == part or other in MAY_IMPORT[part], f"{part} must not import {name}"
 
@@ -71,8 +96,8 @@ def test_imports_run_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in FILES if part_of(path) == "drafters"], ids=identifier)
 def test_only_what_methods_share_is_imported_by_another_method(path: Path) -> None:
     inside = path.relative_to(PACKAGE / "drafters").parts
-    if len(inside) == 1:  # base, registry and what else they share: these know no method
-        methods = {name for name in imported_modules(path) for folder in METHOD_FOLDERS if f".{folder}." in f"{name}."}
+    if len(inside) == 1 and path not in METHOD_FILES:  # base, registry and what else they share: these know no method
+        methods = {name for name in imported_modules(path) for method in METHOD_HOMES if f".{method}." in f"{name}."}
         assert not methods
 
 
@@ -80,7 +105,7 @@ def test_only_what_methods_share_is_imported_by_another_method(path: Path) -> No
 def test_the_shared_half_names_no_method_in_its_code(path: Path) -> None:
     code = ast.unparse(without_docstrings(ast.parse(path.read_text()))).lower()
     code = code.replace("merged_adapters", "")  # an attribute of PEFT's layers
-    for name in {*METHOD_FOLDERS, *FAMILIES, *MARGINAL_METHODS}:
+    for name in {*METHOD_HOMES, *FAMILIES, *MARGINAL_METHODS}:
         assert not re.search(rf"\b\w*{name}\w*\b", code), f"{path.name} names {name!r}"
 
 
@@ -100,11 +125,6 @@ def test_lists_of_public_names_are_sorted_and_true(path: Path) -> None:
             assert names == sorted(names)
             module = importlib.import_module(".".join(["hf_specdec", *module_parts(path)]))
             assert all(hasattr(module, name) for name in names)
-
-
-def module_parts(path: Path) -> list[str]:
-    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
-    return parts[:-1] if parts[-1] == "__init__" else parts
 
 
 @pytest.mark.parametrize("path", FILES, ids=identifier)
@@ -135,6 +155,132 @@ def test_every_registered_method_takes_the_shared_tests() -> None:
     # A new method adds a row to METHODS in tests/methods.py, or several that begin with its name.
     for name in {*MARGINAL_METHODS, *FAMILIES}:
         assert any(row.startswith(name) for row in METHODS), name
+
+
+# What other parts ask about a method is in the registry: they import no method, and compare with no method's name.
+ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize", "integration", "cli", "commands")
+EXCEPTIONS = {
+    "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
+    "hub/loading.py": {"merged"},  # a list of drafters means a merged one
+    "benchmark/variants.py": {"causal_lm"},  # for transformers' own assisted generation, with a draft model
+}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) in ROOMS], ids=identifier)
+def test_other_parts_ask_for_no_method_by_name(path: Path) -> None:
+    classes = {kind.__name__: registry._BY_CLASS[kind].name for kind in classes_of_methods()}
+    homes = {kind.__module__.split(".")[2] for kind in classes_of_methods()}
+    names = {*METHOD_HOMES, *homes, *METHOD_NAMES, *MARGINAL_METHODS}
+    found = {name for module in imported_modules(path) for name in names if f".drafters.{name}." in f"{module}."}
+    for node in ast.walk(without_docstrings(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
+            found.add(node.value)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            word = node.id if isinstance(node, ast.Name) else node.attr
+            found.update(classes[each] for each in (word,) if each in classes)
+    assert found == EXCEPTIONS.get(identifier(path), set())
+
+
+def classes_of_methods() -> list[type]:
+    """The registered classes of this library; tests and documents register others."""
+    return [kind for kind in registry._BY_CLASS if kind.__module__.startswith("hf_specdec.drafters.")]
+
+
+@pytest.mark.parametrize("layout", [layout for layout in PUBLISHED if isinstance(layout, Format)], ids=lambda x: x.name)
+def test_published_layouts_are_named_by_their_method(layout: Format) -> None:
+    assert layout in FAMILIES[layout.family].layouts
+    assert layout.keys is not None
+
+
+def test_methods_either_have_a_layout_for_the_engine_or_say_why_not() -> None:
+    for method in map(registry._BY_CLASS.__getitem__, classes_of_methods()):
+        written = [layout for layout in method.layouts if layout.write is not None]
+        assert method.serving is not None
+        assert bool(written) != bool(method.serving.not_exported), method.name
+
+
+def test_drafters_of_derived_classes_are_of_the_method_of_their_base() -> None:
+    for kind, method in list(registry._BY_CLASS.items()):
+        derived = type("Derived", (kind,), {})
+        assert method_of(object.__new__(derived)) is method
+    assert method_of(object()) is None
+
+
+# Circles that are left, each with its modules; the parts of one method's folder are not looked at here.
+CIRCLES = [
+    {"decoding.static_verify", "decoding.target"},
+    {"decoding." + name for name in ("chains", "generator", "observers", "policies", "stats", "trace")},
+]
+
+
+def test_imports_run_in_no_other_circles() -> None:
+    """Every import counts: at the top, inside functions, and for type checkers only; `from a import b` is of a.b."""
+    modules = {".".join(["hf_specdec", *module_parts(path)]): path for path in FILES}
+    graph = {}
+    for name, path in modules.items():
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                imported |= {each if each in modules else str(node.module) for each in full}
+            elif isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+        graph[name] = imported & modules.keys() - {name}
+    reached = {name: reachable(graph, name) for name in graph}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    found = [
+        {name.removeprefix("hf_specdec.") for name in circle}
+        for circle in circles
+        if circle and len({name.split(".")[2] for name in circle if name.split(".")[1] == "drafters"}) != 1
+    ]
+    assert sorted(map(sorted, found)) == sorted(map(sorted, CIRCLES))
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """The modules that a module imports, directly or through others."""
+    found: set[str] = set()
+    waiting = [*graph[start]]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph[name]
+    return found
+
+
+# Packages that need not be installed, and what Windows lacks.
+OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", "rich", "uvicorn"}
+# Modules of one method that still import each other; the worker's process, which must start before torch is loaded;
+# the wraps, which importing a drafter enables; and transformers' server, which needs packages that are optional.
+IMPORT_LATE = {
+    f"{name}.py"
+    for name in (
+        "drafters/dflash/modeling", "drafters/eagle3/modeling", "drafters/gemma4_assistant/modeling",
+        "drafters/mtp/modeling", "drafters/specblock/modeling", "drafters/specbound/modeling",
+        "drafters/specbranch/modeling", "drafters/specbranch/serve", "integration", "serving/transformers_server",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=identifier)
+def test_only_optional_packages_are_imported_inside_functions(path: Path) -> None:
+    late = set()
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import):
+                    late |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    late.add(str(node.module).split(".")[0])
+    assert bool(late - OPTIONAL) == (identifier(path) in IMPORT_LATE), late
+
+
+# A change may lower it; a feature that needs more says so in its commit.
+MOST_CODE_LINES = 26_300
+
+
+def test_the_package_does_not_grow_unnoticed() -> None:
+    assert total(PACKAGE) <= MOST_CODE_LINES
 
 
 def test_all_modules_can_be_imported_by_themselves() -> None:

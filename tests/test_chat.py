@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import re
 import shutil
@@ -199,9 +200,9 @@ class Keyboard(Screen):
 def say(type_in: Callable[[TextIO], None], folder: str) -> Callable[..., int]:
     """Runs the chat on lines of a pipe."""
 
-    def run(text: bytes, *options: str) -> int:
+    def run(text: bytes, *options: str, target: str = folder) -> int:
         type_in(io.TextIOWrapper(io.BytesIO(text), encoding="ascii"))
-        return main(["chat", folder, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW), *options])
+        return main(["chat", target, "ngram", "--device", "cpu", "--max-new-tokens", str(NEW), *options])
 
     return run
 
@@ -209,13 +210,54 @@ def say(type_in: Callable[[TextIO], None], folder: str) -> Callable[..., int]:
 def test_chat_answers_the_lines_of_a_pipe(
     target: PreTrainedModel, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert say(b"hello\n\nmore\n/reset\n/rest\nhello\n/exit\nunread\n") == 0
+    assert say(b"hello\n\nmore\n/reset\n/rest\nhello\n/exit\nunread\n", "--temperature", "0") == 0
     first = plain(target, "uhelloxq")
     second = plain(target, f"uhelloxa{first}xumorexq")
     printed = capsys.readouterr()
     assert printed.out == f"{first}\n\n{second}\n\n{first}\n\n"
     assert len(re.findall(r"^12 tokens in .* tokens/s, mean acceptance length \d", printed.err, re.MULTILINE)) == 3
     assert "Unknown command /rest; the commands are /reset and /exit." in printed.err
+
+
+def test_chat_samples_if_the_generation_config_says_nothing(
+    target: PreTrainedModel, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(b"hello\n", "--seed", "5") == 0
+    written = capsys.readouterr().out.strip()
+    talk = Conversation(
+        target, chat_tokenizer(), NGramDrafter(), max_new_tokens=NEW, do_sample=True, temperature=0.7, top_p=0.9
+    )
+    torch.manual_seed(5)
+    assert written == talk.ask("hello", silent).text
+    assert written != plain(target, "uhelloxq")
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_answers_are_decoded_as_the_generation_config_says(
+    command: str,
+    target: PreTrainedModel,
+    say: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = copy.deepcopy(target)
+    own.generation_config.update(do_sample=True, top_k=1, temperature=0.5, repetition_penalty=1.9)
+    own.save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    inputs = tiny_tokenizer()("uhelloxq", return_tensors="pt")
+    wanted = {}
+    for temperature, settings in {None: {}, "0": {"do_sample": False, "temperature": None, "top_k": None}}.items():
+        output = own.generate(**inputs, **settings, max_new_tokens=NEW)
+        wanted[temperature] = tiny_tokenizer().decode(output[0, 8:])
+    assert wanted[None] != plain(target, "uhelloxq")
+    for temperature, text in wanted.items():
+        options = [] if temperature is None else ["--temperature", temperature]
+        if command == "chat":
+            assert say(b"hello\n", *options, target=str(tmp_path)) == 0
+        else:
+            arguments = [str(tmp_path), "ngram", "--device", "cpu", "--max-new-tokens", str(NEW), "--prompt", "hello"]
+            assert main(["generate", *arguments, *options]) == 0
+        assert capsys.readouterr().out.strip() == text
 
 
 def test_chat_refuses_a_pipe_that_is_not_utf8(say: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +285,8 @@ def test_chat_in_a_terminal_colours_drafted_tokens_and_continues_after_ctrl_c(
     screen, rows = Screen(), shutil.get_terminal_size().lines
     type_in(Keyboard(KeyboardInterrupt, "hello", "a" * 130, "/reset", "hello"))
     with contextlib.redirect_stdout(screen):
-        assert main(["chat", folder, str(tmp_path), "--device", "cpu", "--max-new-tokens", str(NEW)]) == 0
+        options = ["--device", "cpu", "--max-new-tokens", str(NEW), "--temperature", "0"]
+        assert main(["chat", folder, str(tmp_path), *options]) == 0
     answer = plain(target, "uhelloxq")
     shown = screen.getvalue()
     status = re.findall(rf"\x1b7\x1b\[{rows};1H\x1b\[2K\x1b\[2m([^\x1b]+)\x1b\[0m\x1b8", shown)

@@ -51,7 +51,7 @@ def test_inspect_prints_a_report_or_json(drafter: Path, capsys: pytest.CaptureFi
 
 def test_export_and_convert_bring_a_drafter_there_and_back(drafter: Path, tmp_path: Path) -> None:
     vllm, back = tmp_path / "vllm", tmp_path / "back"
-    assert main(["export", str(drafter), "--to", "vllm", "--output", str(vllm), "--target-id", "owner/target"]) == 0
+    assert main(["export", str(drafter), str(vllm), "--to", "vllm", "--target-id", "owner/target"]) == 0
     assert json.loads((vllm / "config.json").read_text())["speculators_model_type"] == "dflash"
     assert main(["convert", str(vllm), str(back)]) == 0
     original, returned = load_drafter(drafter), load_drafter(back)
@@ -209,6 +209,14 @@ def test_target_of_links_is_loaded(target: PreTrainedModel, tmp_path: Path) -> N
         (tmp_path / "links" / file.name).symlink_to(file)
     arguments = ["generate", str(tmp_path / "links"), "ngram", "--prompt", "a b", "--max-new-tokens", "2"]
     assert main([*arguments, "--device", "cpu"]) == 0
+
+
+def test_no_progress_bars_are_written_to_a_pipe(target: PreTrainedModel, drafter: Path) -> None:
+    pair = [str(drafter.parent / "target"), str(drafter), "--prompt", "hello", "--max-new-tokens", "2"]
+    command = [sys.executable, "-m", "hf_specdec.cli", "generate", *pair, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.startswith("ddtree: "), "only the statistics"
 
 
 def test_characters_that_an_ascii_terminal_cannot_print_are_escaped(drafter: Path) -> None:

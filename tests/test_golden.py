@@ -1,4 +1,4 @@
-"""The numbers of the reference implementations: every golden set found beside the repository, and a small copy here.
+"""The numbers of the reference implementations; `tests/data/golden/README.md` says where they come from.
 
 Tolerances are those of the sets' own README: rtol 1e-4 and atol 2e-5 for hidden states, logits, keys and values;
 everything of integer or bool type exact.
@@ -28,17 +28,15 @@ from tests.trees import heap_tree
 from tests.watched import Watched
 
 TESTS = Path(__file__).parent
-FOLDERS = (TESTS.parents[1] / "shared" / "golden", TESTS / "data")
+FOLDERS = (TESTS / "data" / "golden", TESTS / "data")
 TOLERANCES = {"rtol": 1e-4, "atol": 2e-5}
 BUILDERS = {"Algorithm 1 of the tests": heap_tree, "level by level": level_tree}
 
 
-def golden(pattern: str, part: str = "") -> list[Any]:
-    """Parameters: all files that match, in the shared folder and in our own; a skip where there are none."""
+def golden(pattern: str) -> list[Any]:
+    """Parameters: all files that match."""
     files = [file for folder in FOLDERS for file in sorted(folder.glob(pattern))]
-    if not files:
-        reason = f"no {pattern} in ../shared/golden (it is no part of the repository)"
-        return [pytest.param(None, id=f"{part}absent", marks=pytest.mark.skip(reason=reason))]
+    assert files, f"no {pattern} in {FOLDERS}"
     return [pytest.param(file, id=file.stem) for file in files]
 
 
@@ -120,8 +118,6 @@ def tree_cases() -> list[Any]:
     parameters = []
     for entry in golden("ddtree_build_*.safetensors"):
         (file,) = entry.values
-        if file is None:
-            return [entry]
         for case in json.loads(metadata(file)["cases"]):
             key = f"{case['case']}.budget{case['budget']}"
             parameters.append(pytest.param(file, case, id=f"{file.stem}-{key}"))
@@ -139,23 +135,13 @@ def test_tree_and_walk_equal_the_reference_node_for_node(file: Path, case: dict[
     assert tree.token_ids[0, 1:].tolist() == expected["node_token_ids"].tolist()
     assert tree.depths[0, 1:].tolist() == expected["node_depths"].tolist()
     assert tree.parents[0].tolist() == expected["parents"].tolist()
-    torch.testing.assert_close(tree.ancestor_mask[0], expected["visibility"], rtol=0, atol=0)
+    if "visibility" in expected:  # not for the largest tree
+        torch.testing.assert_close(tree.ancestor_mask[0], expected["visibility"], rtol=0, atol=0)
 
     path, num_accepted, bonus_ids = follow(tree, expected["walk_posterior"][None])
     accepted = expected["walk_accepted_indices"].tolist()
     assert path[0, : int(num_accepted) + 1].tolist() == accepted
     assert int(bonus_ids) == int(expected["walk_next_token"])
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("file", golden("ddtree_rounds_*.safetensors"))
-def test_trees_of_a_run_equal_the_reference_node_for_node(file: Path, builder: str) -> None:
-    logits = load_file(file)["draft_logits"]
-    for index, expected in enumerate(json.loads(metadata(file)["rounds"])):
-        tree = BUILDERS[builder](torch.tensor([0]), logits[index : index + 1], json.loads(metadata(file)["budget"]))
-        assert tree.token_ids[0, 1:].tolist() == expected["tree"]["node_token_ids"]
-        assert tree.depths[0, 1:].tolist() == expected["tree"]["node_depths"]
-        assert tree.parents[0].tolist() == expected["tree"]["parents"]
 
 
 def load_pair(file: Path, attention: str) -> tuple[PreTrainedModel, DFlashDrafter, dict[str, Any], dict[str, Tensor]]:
@@ -276,8 +262,6 @@ def speculators_cases(kind: str) -> list[Any]:
     parameters = []
     for entry in golden(f"{kind}_speculators.safetensors"):
         (file,) = entry.values
-        if file is None:
-            return [pytest.param(None, "", id="absent", marks=entry.marks)]
         parameters += [
             pytest.param(file, f"{case}.", id=f"speculators-{kind}-{case}")
             for case in json.loads(metadata(file)["cases"])
@@ -285,7 +269,7 @@ def speculators_cases(kind: str) -> list[Any]:
     return parameters
 
 
-@pytest.mark.parametrize("file", golden("dspark_*.safetensors", "dspark-"))
+@pytest.mark.parametrize("file", golden("dspark_*.safetensors"))
 def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> None:
     """A checkpoint that `speculators` wrote, at 40 places of a text: the drafted tokens, and how likely they are."""
     tensors, target = unpacked(file, tmp_path)
@@ -308,7 +292,7 @@ def test_dspark_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> No
         torch.testing.assert_close(likeliest[0, 1], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("file", golden("dflash2_*.safetensors", "dflash2-"))
+@pytest.mark.parametrize("file", golden("dflash2_*.safetensors"))
 def test_dflash2_drafts_what_the_reference_packages_draft(file: Path, tmp_path: Path) -> None:
     """Checkpoints of `dflash` and of `speculators`, at 40 places of a text: drafted tokens, and how likely they are."""
     tensors, target = unpacked(file, tmp_path)
@@ -328,7 +312,7 @@ def test_dflash2_drafts_what_the_reference_packages_draft(file: Path, tmp_path: 
         torch.testing.assert_close(tree.path_logprobs[0, 1:], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("file", golden("peagle.safetensors", "peagle-"))
+@pytest.mark.parametrize("file", golden("peagle.safetensors"))
 def test_peagle_drafts_what_speculators_drafts(file: Path, tmp_path: Path) -> None:
     """The same for P-EAGLE: the logits of all depths, and the drafted tokens."""
     tensors, target = unpacked(file, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def test_disabling_restores_the_hosts_functions() -> None:
     for function in functions():
         assert function.__module__ in ("transformers.generation.utils", "transformers.pipelines.base")
         assert not hasattr(function, "_hf_specdec_original")
-        assert not hasattr(function, "__wrapped__")
+        assert not function.__globals__["__name__"].startswith("hf_specdec")
     own = functions()
     hf_specdec.disable()
     assert functions() == own
@@ -98,6 +99,35 @@ def test_a_pipeline_takes_a_drafter_when_it_is_made(method: str) -> None:
     assisted = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=drafter)
     assert assisted(text, **settings) == alone
     assert drafter.stats.num_target_forwards > 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "drafter"])
+def test_a_pipeline_takes_a_drafter_by_its_name(name: str, tmp_path: Path, chdir: Callable[[Path], None]) -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    chdir(tmp_path)
+    make_ddtree(target).save_pretrained("drafter")
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_tensors": True}
+    alone = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer())("abacadabra", **settings)
+    assisted = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=name)
+    assert isinstance(assisted.assistant_model, hf_specdec.Drafter)
+    config = transformers.GenerationConfig(max_new_tokens=12, do_sample=False)
+    assert assisted("abacadabra", generation_config=config, return_tensors=True) == alone
+    assert assisted.assistant_model.stats.num_target_forwards > 1
+
+
+def test_a_pipeline_leaves_other_names_to_the_host(tmp_path: Path) -> None:
+    target = make_target("llama", "sdpa", torch.float32)
+    target.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    pipe = pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model=str(tmp_path))
+    assert type(pipe.assistant_model) is LlamaForCausalLM
+    said = []
+    for switch in (hf_specdec.disable, hf_specdec.enable):
+        switch()
+        with pytest.raises(Exception) as error:  # noqa: PT011 - the host's own error, compared below
+            pipeline("text-generation", model=target, tokenizer=tiny_tokenizer(), assistant_model="./absent")
+        said.append((error.type, str(error.value)))
+    assert said[0] == said[1]
 
 
 def test_a_pipeline_of_an_ordinary_assistant_is_unchanged() -> None:

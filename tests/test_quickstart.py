@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
+from hf_specdec.drafters.registry import WEIGHTLESS, register
 from tests.targets import make_target, tiny_tokenizer
 
 
@@ -137,7 +137,7 @@ class InterruptedDrafter(NGramDrafter):
 def test_ctrl_c_ends_the_demo_with_what_it_has_measured(
     demo: ModuleType, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    register_weightless("interrupted", InterruptedDrafter)
+    register("interrupted", InterruptedDrafter, origin="name")
     arguments[arguments.index("ngram")] = "interrupted"
     try:
         assert demo.main(arguments) == 130

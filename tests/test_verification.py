@@ -25,7 +25,7 @@ from tests.faults import FAULTS, SOUND, Relaxed, Warmer, drafting_best_last, dra
 from tests.methods import METHODS
 from tests.scripted import StubDrafter
 from tests.support_table import tiny_model
-from tests.targets import make_target, one_prompt, tiny_tokenizer
+from tests.targets import fresh_target, make_target, one_prompt, tiny_tokenizer
 
 PROMPT = one_prompt()["input_ids"]
 
@@ -355,3 +355,38 @@ def test_chains_in_the_hosts_loop_are_verified_too() -> None:
     assert report.replays
     assert not report.left_out, "the logits of the chains are compared in high precision"
     assert max(share_of_bound(report)) < 1e-2
+
+
+class OneScale(torch.nn.Module):
+    """Quantises the input of a linear layer in 4 bits, with one scale for everything in the forward."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, rows: Tensor) -> Tensor:
+        step = rows.abs().max().clamp(min=1e-6) / 7
+        return self.linear((rows / step).round() * step)
+
+
+def test_a_target_whose_own_forwards_differ_is_not_called_lossless() -> None:
+    target = fresh_target("llama", "sdpa", torch.float32, initializer_range=0.15)
+    for layer in target.model.layers:
+        layer.mlp.down_proj = OneScale(layer.mlp.down_proj)
+    report = check(target, METHODS["ddtree"](target))
+    assert not report.lossless
+    assert report.own_difference is not None
+    assert report.own_difference > 1e-3
+    text = str(report)
+    assert text.startswith("CANNOT BE EXACT: ")
+    assert f"two plain forwards of the target differ by {report.own_difference:.2g}" in text
+    assert "LOSSLESS" not in text
+    assert "near tie" not in text
+
+
+def test_no_difference_is_a_near_tie_where_the_targets_own_forwards_differ() -> None:
+    near = Difference(3, 1, 2, gap=1.0, rounding=1.0)
+    report = LosslessReport("t", "d", differences={0: near}, own_difference=1.0)
+    assert not report.greedy
+    assert "not to be judged, as the target's own forwards differ" in str(report)
+    assert "near tie" not in str(report)

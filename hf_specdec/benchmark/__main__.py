@@ -30,7 +30,7 @@ from hf_specdec.benchmark.run import Settings, device_name, run, tables, tokenis
 from hf_specdec.benchmark.variants import BUNDLED, Variant
 from hf_specdec.chat_template import uses_template
 from hf_specdec.decoding.trace import Trace
-from hf_specdec.drafters.causal_lm.loading import whole_target
+from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import floating_dtype, usable_device
 from hf_specdec.visualize.page import pictures
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--device", help="device of the target (default: the accelerator that torch finds, else the CPU)")
     how.add_argument("--dtype", help="of the target (default: bfloat16 on cuda, else float32)")
     how.add_argument("--attention", help="implementation of the target's attention (default: the model's own)")
-    out = options.add_argument_group("what comes out")
+    out = options.add_argument_group("output")
     out.add_argument(
         "--output",
         type=Path,

@@ -20,9 +20,8 @@ from transformers import CompileConfig, PreTrainedModel
 import hf_specdec
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
-from hf_specdec.drafters.causal_lm.loading import whole_target
-from hf_specdec.drafters.merged import MergedDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS
+from hf_specdec.drafters.registry import WEIGHTLESS, method_of
+from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.loading import load_drafter
 
 BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"
@@ -123,12 +122,18 @@ def load(spec: str, target: PreTrainedModel) -> list[Variant]:
         settings = asdict(drafter.options)
         if "method" in settings:
             settings["method"] = method
-        label = "+".join(drafter.names) if isinstance(drafter, MergedDrafter) else method
+        label = _label(drafter, method)
         label = " ".join([label, *(f"{name}={value}" for name, value in given.items())])
         leads = method == drafter.method
         name = f"{label}\0{Path(path).name}"
         variants.append(Variant(name, "drafter", drafter=drafter, settings=settings, leads=leads))
     return variants
+
+
+def _label(drafter: Any, method: str) -> str:
+    """The method's name; for a drafter made of others, their names."""
+    registered = method_of(drafter)
+    return "+".join(drafter.names) if registered is not None and registered.origin == "drafters" else method
 
 
 def discover(folder: Path, target: PreTrainedModel) -> tuple[list[Variant], dict[str, str]]:

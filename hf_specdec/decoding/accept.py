@@ -3,11 +3,13 @@
 At each node the user's processors are applied to the target's logits with that node's own prefix, and the target
 chooses a token (argmax or sample). The child with that token is accepted; if there is none, the choice is the bonus
 token. Each choice is made exactly as in plain decoding, so the output is the target's for any tree and any processor,
-if drafts were chosen without randomness or drawn independently of the target's choices.
+if drafts were chosen without randomness or drawn independently of the target's choices. A sampled choice depends on the
+seed, the row and the position only, not on the tree (`noise.py`).
 If a tree has `draft_probs`, the distributions that its tokens were drawn from, the target's choice is coupled with the
 draft (`coupled_choices`) instead of drawn independently. Drafts are then accepted more often.
 Processors that depend on the logits only are applied to all nodes at once; the path is then found by `follow` on a
-device, and by `_follow_on_host` in host memory. Processors that read the prefix are called step by step.
+device, and by `_follow_on_host` in host memory. Processors that read the prefix are called step by step. Code of the
+user (`stateless.py`) is called column by column, for all rows together, exactly as plain decoding calls it.
 Sources: DDTree, arXiv 2604.12989, Section 4.1, step 4; for the coupling Leviathan et al., arXiv 2211.17192,
 Section 2.3.
 """
@@ -20,55 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 
 from hf_specdec.decoding.devices import ToHost, abilities
-from hf_specdec.decoding.host import restrict_prefix_function
+from hf_specdec.decoding.noise import PositionNoise
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts
+from hf_specdec.decoding.stateless import PREFIX_FREE
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
-
-# Processors that depend on the logits only, row by row: one call can process all nodes of a tree.
-PREFIX_FREE = frozenset(
-    {
-        EpsilonLogitsWarper,
-        EtaLogitsWarper,
-        InfNanRemoveLogitsProcessor,
-        LogitNormalization,
-        MinPLogitsWarper,
-        SuppressTokensLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        TypicalLogitsWarper,
-    }
-)
-
-# Processors of the host with one state for the whole batch; here the rows of a batch are processed in several calls.
-STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-
-
-def check_rows(logits_processor: LogitsProcessorList, batch: int) -> None:
-    """Raises ValueError if a processor keeps state from call to call, and there are several rows."""
-    stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
-    if stateful and batch > 1:
-        raise ValueError(
-            f"{stateful[0]} keeps state from call to call, for rows of one length, but the {batch} rows of this batch "
-            "accept different numbers of drafted tokens. Generate one row at a time, or without assistant_model."
-        )
 
 
 @dataclass(frozen=True)
@@ -185,13 +145,21 @@ class Acceptor:
         logits_processor: of the call, warpers included.
         do_sample: sample from the processed distribution, or take its argmax.
         keep_scores: whether the output contains processed logits.
+        lockstep: whether processors or criteria are code of the user, which must see the calls of plain decoding.
+            Acceptance then appends the round's tokens to the sequences itself, column by column.
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, *, do_sample: bool, keep_scores: bool) -> None:
-        self.current_rows: list[int] = []  # in a call of the processors, the rows that are not copies of another row
-        self.processors = restrict_prefix_function(logits_processor, lambda row: row in self.current_rows)
+    def __init__(
+        self, logits_processor: LogitsProcessorList, *, do_sample: bool, keep_scores: bool, lockstep: bool = False
+    ) -> None:
+        self.processors = logits_processor
         self.do_sample = do_sample
         self.keep_scores = keep_scores
+        self.lockstep = lockstep
+        self.noise: PositionNoise | None = None  # of a sampling call, from its first choice on
+        self._position: Tensor | None = None  # [batch] int64: tokens that each row has chosen so far
+        self._noise_here: Tensor | None = None  # of the choices that come next
+        self._columns: list[Tensor] = []  # in lockstep, the processed logits of all columns if they are kept
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
 
     def __call__(
@@ -213,8 +181,28 @@ class Acceptor:
         """
         if not self.do_sample:
             drawn = None
-        if not self.prefix_free:
-            return self._step_by_step(tree, logits, sequences, drawn)
+        elif self.noise is None:
+            self.noise = PositionNoise(len(logits), logits.device)
+            self._position = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        if self.lockstep:
+            verdict = self._column_by_column(tree, logits, sequences, drawn)
+        elif self.prefix_free:
+            verdict = self._all_at_once(tree, logits, drawn, active)
+        else:
+            verdict = self._step_by_step(tree, logits, sequences, drawn)
+        if self._position is not None:
+            self._position = self._position + verdict.counts.tensor
+        return verdict
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Continues with these rows."""
+        if self.noise is not None and self._position is not None:
+            self.noise.keep_rows(rows)
+            self._position = self._position[from_host(rows, self._position.device)]
+
+    def _all_at_once(
+        self, tree: DraftTree, logits: Tensor, drawn: DrawnCandidates | None, active: list[bool] | None
+    ) -> Verdict:
         nan, unknown = _nan(tree, logits)
         logits, choices = self._choices(tree, logits, unknown, drawn)
         if abilities(logits.device).host_memory:
@@ -236,6 +224,7 @@ class Acceptor:
         if self.do_sample and tree.draft_probs is not None:
             choices = coupled_choices(logits, *_drafts_after(tree))
         else:
+            self._take_noise(tree, logits.shape[-1])
             choices = self._choose(logits)
         if drawn is not None:
             leaf = (torch.arange(len(choices), device=choices.device), drawn.nodes)
@@ -243,19 +232,38 @@ class Acceptor:
         return logits, choices.masked_fill(unknown, -1)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """[..., vocab] -> [...] int64: the target's choice, as plain decoding makes it."""
+        """[..., vocab] -> [...] int64: the target's choice; with the noise that was taken for it if the call samples.
+
+        Raises:
+            RuntimeError: a distribution has NaN, an infinite logit, or no possible token; plain sampling raises too.
+        """
         if not self.do_sample:
             return scores.argmax(-1)
-        probs = torch.softmax(scores, dim=-1)
-        return torch.multinomial(probs.view(-1, probs.shape[-1]), num_samples=1).view(scores.shape[:-1])
+        noise, self._noise_here = self._noise_here, None  # as large as `scores`
+        assert self.noise is not None
+        assert noise is not None
+        best = (scores + noise).max(-1)
+        self.noise.check(best.values)
+        return best.indices
+
+    def _take_noise(self, tree: DraftTree, vocab: int) -> None:
+        """Takes the noise of all nodes of a tree; those of a row at one depth share it."""
+        if self.noise is None or self._position is None:
+            return
+        batch = torch.arange(tree.token_ids.shape[0], device=self._position.device).unsqueeze(1)
+        steps = torch.arange(tree.max_depth + 1, device=self._position.device)
+        noise = self.noise.at(batch, self._position.unsqueeze(1) + steps, vocab)
+        self._noise_here = noise[batch, tree.depths.clamp(max=tree.max_depth)] if tree.max_depth else noise
+
+    def _take_noise_at(self, rows: Tensor, depth: int, vocab: int) -> None:
+        """Takes the noise of some rows at one depth."""
+        if self.noise is not None and self._position is not None:
+            self._noise_here = self.noise.at(rows, self._position[rows] + depth, vocab)
 
     def _step_by_step(
         self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
     ) -> Verdict:
-        """The same rule for processors that read the prefix: one call per accepted token plus one, in decoding order.
-
-        With one row, a processor with state gets exactly the calls that it gets in plain decoding.
-        """
+        """The same rule for known processors that read the prefix: one call per accepted token plus one, and length."""
         batch, _, vocab = logits.shape
         rows = torch.arange(batch, device=logits.device)
         path = tree.token_ids.new_zeros(batch, tree.max_depth + 1)
@@ -268,7 +276,6 @@ class Acceptor:
         num_accepted -= unknown[:, 0].long()  # these rows are not passed to any processor
         active, failed = sequences.active, unknown[:, 0].tolist()
         remaining = [row for row in range(batch) if active[row] and not failed[row]]
-        drafts = _drafts_after(tree) if self.do_sample and tree.draft_probs is not None else None
         for depth in range(tree.max_depth + 1):
             if not remaining:
                 break
@@ -276,28 +283,18 @@ class Acceptor:
             processed = torch.empty_like(at_node)
 
             def process(length: int, group: list[int], source_rows: list[int], at_node: Tensor = at_node) -> Tensor:
-                self.current_rows = group
                 return self.processors(sequences.prefixes(length, group), at_node[source_rows])
 
             for group, values in sequences.for_each_length(remaining, depth, process):
                 processed = processed.to(values.dtype)  # a processor may return another dtype
                 processed[group] = values[group]
             chosen = torch.empty_like(bonus_ids)
-            if drafts is None:
-                chosen[remaining] = self._choose(processed[remaining])
-            else:
-                here = (remaining, node[remaining])
-                chosen[remaining] = coupled_choices(processed[remaining], *(part[here] for part in drafts))
-            if drawn is not None:
-                at_leaf = [row for row in remaining if int(node[row]) == int(drawn.nodes[row])]
-                if at_leaf:
-                    chosen[at_leaf] = coupled_choices(processed[at_leaf], *drawn.at(at_leaf))
+            chosen[remaining] = self._choices_at(tree, node, remaining, depth, processed[remaining], drawn)
             if scores is not None:
                 scores = scores.to(processed.dtype)
                 scores[remaining, depth] = processed[remaining]
             bonus_ids[remaining] = chosen[remaining]
-            is_child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == chosen.unsqueeze(1)) & tree.valid
-            found, child = is_child.max(-1)
+            found, child = _children(tree, node, chosen, unknown)
             # The next prefix is this one plus the choice. No processor is called for tokens after the end of the text.
             outcome = torch.stack([found.to(chosen.dtype), chosen])[:, remaining].tolist()
             remaining = [
@@ -313,6 +310,113 @@ class Acceptor:
             path[remaining, depth + 1] = child[remaining]
             num_accepted[remaining] += 1
         return Verdict(tree, path, num_accepted, bonus_ids, nan, active, scores)
+
+    def _column_by_column(
+        self, tree: DraftTree, logits: Tensor, sequences: Sequences, drawn: DrawnCandidates | None
+    ) -> Verdict:
+        """The same rule for code of the user: processors, criteria and streamer get the calls of plain decoding.
+
+        All active rows get one token per column. The round ends for all of them with the first column in which one has
+        no child to go on with, and with the last column of the text; what else was accepted is drafted again. Finished
+        rows show the logits after their last token, and padding.
+        """
+        rows = torch.arange(len(logits), device=logits.device)
+        node = torch.zeros_like(tree.token_ids[:, 0])
+        nan, unknown = _nan(tree, logits)
+        active = sequences.of_remaining(sequences.active)
+        failed = [is_nan and is_active for is_nan, is_active in zip(unknown[:, 0].tolist(), active, strict=True)]
+        path: list[list[int]] = [[] for _ in active]
+        tokens: list[list[int]] = [[] for _ in active]
+        columns: list[Tensor] = []
+        going = not any(failed)  # otherwise nothing is appended, and these rows are verified again without drafts
+        while going:
+            running = [row for row, is_active in enumerate(active) if is_active]
+            processed = self.processors(sequences.columns, logits[rows, node])  # they may write into this copy
+            chosen = torch.full_like(node, sequences.padding_id)
+            chosen[running] = self._choices_at(tree, node, running, len(columns), processed[running], drawn)
+            columns.append(processed)
+            found, child = _children(tree, node, chosen, unknown)
+            new, at, has_child = torch.stack([chosen, node, found.to(node.dtype)]).tolist()
+            for row in running:
+                path[row].append(at[row])
+                tokens[row].append(new[row])
+            sequences.append_column(new, self._with_earlier_columns(processed))
+            active = sequences.of_remaining(sequences.active)
+            node = child.where(found, node)
+            going = not sequences.done and all(has_child[row] for row, is_active in enumerate(active) if is_active)
+        steps = max(1, len(columns))
+        host = HostVerdict(
+            tokens=tokens,
+            num_drafted=(tree.valid.sum(1) - 1).tolist(),
+            finite=[True] * len(tokens) if tree.finite is None else tree.finite.tolist(),
+            nan=[is_nan and is_active for is_nan, is_active in zip(nan.tolist(), active, strict=True)],
+            is_prefix=all(nodes == list(range(len(nodes))) for nodes in path),
+        )
+        return Verdict(
+            tree,
+            from_host([nodes + [0] * (steps - len(nodes)) for nodes in path], node.device),
+            from_host([len(nodes) - 1 for nodes in path], node.device),
+            from_host([new[-1] if new else -1 for new in tokens], node.device),
+            nan,
+            scores=torch.stack(columns, 1) if self.keep_scores and columns else None,
+            host=host,
+        )
+
+    def _with_earlier_columns(self, processed: Tensor) -> tuple[Tensor, ...] | None:
+        """The processed logits of all columns of the call so far, if the call keeps them."""
+        if not self.keep_scores:
+            return None
+        self._columns.append(processed)
+        return tuple(self._columns)
+
+    def _choices_at(
+        self,
+        tree: DraftTree,
+        node: Tensor,
+        rows: list[int],
+        depth: int,
+        scores: Tensor,
+        drawn: DrawnCandidates | None,
+    ) -> Tensor:
+        """The choices of some rows at their current nodes, which are at one depth.
+
+        Args:
+            tree: the tree.
+            node: [batch] int64, the current node of each row.
+            rows: the rows that choose.
+            depth: of their nodes.
+            scores: [len(rows), vocab], their processed logits.
+            drawn: see `__call__`.
+
+        Returns:
+            [len(rows)] int64.
+        """
+        index = from_host(rows, node.device)
+        if self.do_sample and tree.draft_probs is not None:
+            here = (index, node[index])
+            chosen = coupled_choices(scores, *(part[here] for part in _drafts_after(tree)))
+        else:
+            self._take_noise_at(index, depth, scores.shape[-1])
+            chosen = self._choose(scores)
+        if drawn is not None:
+            at_leaf = [place for place, row in enumerate(rows) if int(node[row]) == int(drawn.nodes[row])]
+            if at_leaf:
+                chosen[at_leaf] = coupled_choices(scores[at_leaf], *drawn.at([rows[place] for place in at_leaf]))
+        return chosen
+
+
+def _children(tree: DraftTree, node: Tensor, chosen: Tensor, unknown: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each row has a child of `node` with the token `chosen` and a choice of its own, and which: [batch] each.
+
+    Args:
+        tree: the tree.
+        node: [batch] int64.
+        chosen: [batch] int64.
+        unknown: [batch, nodes] bool, see `_nan`.
+    """
+    is_child = (tree.parents == node.unsqueeze(1)) & (tree.token_ids == chosen.unsqueeze(1)) & tree.valid & ~unknown
+    found, child = is_child.max(-1)
+    return found, child
 
 
 def coupled_choices(scores: Tensor, draft_ids: Tensor, draft_probs: Tensor, drafted: Tensor) -> Tensor:

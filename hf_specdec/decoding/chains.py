@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation import EosTokenCriteria
+from transformers.generation.streamers import BaseStreamer
 
-from hf_specdec.decoding.accept import PREFIX_FREE, STATEFUL
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.host import CACHE
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.state import Counts, RoundState
+from hf_specdec.decoding.stateless import PREFIX_FREE, late_criteria, user_code
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, pick
@@ -39,6 +40,35 @@ def best_path(tree: DraftTree) -> list[int]:
         if valid[node] and parents[node] == path[-1]:
             path.append(node)
     return path
+
+
+def other_calls(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> str | None:
+    """Why the host's loop would not decode as plain decoding does with these objects; None if it would.
+
+    It calls criteria only at the end of a round, and processors for drafts that are refused, too.
+    """
+    names = [*user_code(logits_processor, StoppingCriteriaList()), *late_criteria(stopping_criteria)]
+    if not names:
+        return None
+    return (
+        "nothing is drafted, because that loop calls these stopping criteria or logits processors otherwise than plain "
+        f"decoding does: {', '.join(names)}"
+    )
+
+
+class OneByOne(BaseStreamer):
+    """Passes tokens on as plain decoding does, one per call; the host's loop passes all tokens of a round at once."""
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self.streamer = streamer
+
+    def put(self, value: Tensor) -> None:
+        """Receives [1, tokens]."""
+        for token in value[0]:
+            self.streamer.put(token.unsqueeze(0))
+
+    def end(self) -> None:
+        self.streamer.end()
 
 
 def continuation_refused(input_ids: Tensor, arguments: dict[str, Any]) -> str | None:
@@ -84,9 +114,7 @@ class HostChains:
         observers: see what every round but the last commits (`Observer.on_commit`).
 
     Attributes:
-        drafts: whether the host's loop verifies chains exactly in this call. Not with the caller's own stopping
-            criteria, because it calls them only at the end of a round; not with processors that keep state, because
-            it calls them for rejected drafts too.
+        drafts: False for a drafter that cannot read the prompt of this call.
     """
 
     def __init__(
@@ -105,9 +133,6 @@ class HostChains:
         self.observers = observers
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
-        known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
-        self.drafts = all(type(rule) in known for rule in stopping_criteria)
-        self.drafts &= not any(isinstance(processor, STATEFUL) for processor in logits_processor)
         self.eos_ids: Collection[int] = {
             int(token) for rule in stopping_criteria if type(rule) is EosTokenCriteria for token in rule.eos_token_id
         }
@@ -116,7 +141,7 @@ class HostChains:
         self.tree: DraftTree | None = None  # of the current round; None while the prompt is run
         self.path: list[int] = []  # the nodes of `tree` that the host verifies, root first
         self.features: Tensor | None = None  # of its nodes, for generators that read the target's cache
-        self.started = False
+        self.started, self.drafts = False, True
         self.first_inputs: dict[str, Any] = {}  # override those that the host prepares for the prompt
 
     def start_after(self, cache: Cache, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:

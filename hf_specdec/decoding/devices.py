@@ -8,8 +8,9 @@ only if a test succeeds, the host's own attention, no asynchronous work.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -99,6 +100,20 @@ class ToHost:
 
 
 _NOTHING = nullcontext()
+_KEEPS_GRAD_TRACKING: ContextVar[bool] = ContextVar("keeps_grad_tracking", default=False)
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """In this context, `inference_on_cpu` and `in_inference_mode` do nothing; use it under `torch.no_grad`.
+
+    Some quantised weights fail in inference mode, because they make tensors that share memory with others.
+    """
+    before = _KEEPS_GRAD_TRACKING.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_GRAD_TRACKING.reset(before)
 
 
 def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
@@ -107,7 +122,7 @@ def inference_on_cpu(device: torch.device) -> AbstractContextManager[object]:
     No effect on other devices: hooks of modules on several devices may not work in inference mode. Entering and leaving
     takes 40 us, so use it around as much code as possible.
     """
-    if not abilities(device).host_memory or torch.is_inference_mode_enabled():
+    if not abilities(device).host_memory or torch.is_inference_mode_enabled() or _KEEPS_GRAD_TRACKING.get():
         return _NOTHING
     return torch.inference_mode()
 
@@ -117,7 +132,7 @@ def in_inference_mode(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() or _KEEPS_GRAD_TRACKING.get():
             return method(*args, **kwargs)
         with torch.inference_mode():
             return method(*args, **kwargs)

@@ -66,6 +66,8 @@ class DraftContext:
         choice: how the call chooses tokens, the same in every round.
         node_limit: at most this many nodes of the tree will be verified; None for no limit. A smaller tree saves time,
             but a larger one is allowed.
+        least_prob: descendants of a node that is drafted with a lower probability, given the path to its parent, will
+            not be verified; None for no limit. Stopping there saves time, but a larger tree is allowed.
         lap: call `lap("draft")` after the drafter's last forward and `lap("tree")` after building the tree, so that the
             statistics separate the two. Without these calls all of `draft()` counts as drafting. Needs no device sync.
     """
@@ -77,6 +79,7 @@ class DraftContext:
     active: list[bool]
     choice: ChoiceRule = GREEDY
     node_limit: int | None = None
+    least_prob: float | None = None
     lap: Callable[[str], None] = _untimed
 
 
@@ -96,7 +99,8 @@ class Committed:
         path: [batch, steps] int64, the node of each token in `tree`, -1 for a token that this drafter has not drafted;
             None for the prefill.
         tokens: per row the accepted tokens, root excluded, then the bonus token; empty for the prefill, and where the
-            host has not read them yet. The bonus token is the row's next root.
+            host has not read them yet. The bonus token is the row's next root. It may have been drafted: a round may
+            end before its accepted path does.
     """
 
     token_ids: Tensor

@@ -202,9 +202,10 @@ class Workspace:
         slabs = [slab for free in self._slabs.values() for slab in free]
         return {part.untyped_storage().data_ptr() for part in (*inputs, *slabs, *self._taken)} | self._weights
 
-    def release(self) -> None:
-        """Ends the reservation."""
-        self.owner = None
+    def release(self, owner: object = None) -> None:
+        """Ends the reservation; with an `owner` only if it is its own."""
+        if owner is None or (self.owner is not None and self.owner() is owner):
+            self.owner = None
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of zeros for keys and values, reusing one of this shape that was given back, if there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
     cache_utils,
@@ -22,11 +21,12 @@ from transformers import (
     core_model_loading,
 )
 from transformers.cache_utils import Cache
-from transformers.generation import CandidateGenerator, GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers.generation import CandidateGenerator, GenerationMixin
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model, undisturbed
 
 # A layer of the host's cache that stores nothing; transformers 5.17 does not have it.
@@ -42,6 +42,7 @@ EXPECTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     **{
         name: (GenerationMixin, ("self", *parameters))
         for name, parameters in {
+            "generate": ("inputs", "generation_config"),
             "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config"),
             "_get_candidate_generator": ("generation_config", "input_ids", "inputs_tensor", "logits_processor"),
             "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
@@ -70,6 +71,17 @@ def check_host() -> None:
 def prefill(model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
     """The prompt's forward as plain `generate` runs it, chunks and multimodal inputs included."""
     return model._prefill(input_ids, config, model_kwargs)
+
+
+def keep_names(model: PreTrainedModel) -> None:
+    """Lets a model be saved under its own names, and not under those that it was loaded from with a `key_mapping`."""
+    vars(model).pop("_weight_conversions", None)
+
+
+def default_settings() -> dict[str, Any]:
+    """What `generate` sets where neither the caller nor the model's generation config says anything."""
+    defaults: dict[str, Any] = GenerationConfig._get_default_generation_params()
+    return defaults
 
 
 def sample(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +204,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
 @torch.no_grad()
 def _own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
     """The class of the cache that a model makes itself, found by running one token."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=home_of(model.get_input_embeddings()))
     with undisturbed(model):
         made = model(input_ids=token, use_cache=True).get(CACHE)
     return type(made) if isinstance(made, Cache) else None
@@ -257,25 +269,6 @@ def experts_of(config: PreTrainedConfig) -> str | None:
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Whether the host marks a family as having states that cannot be cropped."""
     return bool(model._is_stateful)
-
-
-def restrict_prefix_function(processors: LogitsProcessorList, is_current: Callable[[int], bool]) -> LogitsProcessorList:
-    """The processors, with a `prefix_allowed_tokens_fn` that is called only for rows with `is_current(row)`.
-
-    The function gets the row's index, so it must not be called for a row that is a copy of another row's text.
-    """
-
-    def restricted(processor: Any) -> Any:
-        if type(processor) is not PrefixConstrainedLogitsProcessor:
-            return processor
-        allowed = processor._prefix_allowed_tokens_fn
-
-        def of_current_rows(row: int, sent: torch.Tensor) -> list[int]:
-            return allowed(row, sent) if is_current(row) else [0]
-
-        return PrefixConstrainedLogitsProcessor(of_current_rows, processor._num_beams)
-
-    return LogitsProcessorList(map(restricted, processors))
 
 
 def load_part(

@@ -14,19 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.decoding import host
-from hf_specdec.decoding.accept import PREFIX_FREE, Acceptor, Verdict, check_rows
+from hf_specdec.decoding.accept import Acceptor, Verdict
 from hf_specdec.decoding.devices import abilities, inference_on_cpu
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
+from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.decoding.policies import Always
 from hf_specdec.decoding.records import SpeculativeOutput, TokenRecords
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.state import Counts, RoundState
+from hf_specdec.decoding.stateless import PREFIX_FREE, user_code
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree, from_host
@@ -57,9 +59,7 @@ class SpeculativeDecoding:
         policy: decides how much is drafted.
         observers: called after every round.
         streamer: receives tokens in order, as soon as no later round can change them.
-
-    Raises:
-        ValueError: a processor keeps state from call to call, and the batch has several rows.
+        networks: that draft with fixed weights.
     """
 
     def __init__(
@@ -77,16 +77,21 @@ class SpeculativeDecoding:
         policy: Always,
         observers: Sequence[Observer] = (),
         streamer: BaseStreamer | None = None,
+        networks: Sequence[nn.Module] = (),
     ) -> None:
-        check_rows(logits_processor, len(input_ids))
         self.target, self.config, self.model_kwargs, self.stats = target, generation_config, model_kwargs, stats
         self.started = time.perf_counter()
         stats.begin(input_ids)
-        self.sequences = Sequences(input_ids, stopping_criteria, host.pad_token_id(generation_config), streamer)
+        lockstep = bool(user_code(logits_processor, stopping_criteria))
+        self.sequences = Sequences(
+            input_ids, stopping_criteria, host.pad_token_id(generation_config), streamer, lockstep=lockstep
+        )
         self.records, self.policy = records, policy
         self.observers = (stats, records, policy, *observers)
         do_sample = generation_config.do_sample
-        self.acceptor = Acceptor(logits_processor, do_sample=do_sample, keep_scores=records.keeps_scores)
+        self.acceptor = Acceptor(
+            logits_processor, do_sample=do_sample, keep_scores=records.keeps_scores, lockstep=lockstep
+        )
         warpers = [processor for processor in logits_processor if type(processor) in PREFIX_FREE]
         self.choice = ChoiceRule(do_sample, LogitsProcessorList(warpers))
         self.vocab_size = target.model.get_input_embeddings().num_embeddings
@@ -96,6 +101,7 @@ class SpeculativeDecoding:
         root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may consist of embeddings only
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
+        self.packed = PackedLinears(networks if target.is_compiled else (target.model, *networks))
         cache = model_kwargs.get(target.cache_name)
         self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
 
@@ -121,6 +127,7 @@ class SpeculativeDecoding:
                     self.stats.report_fallback_rounds()
             finally:
                 self.generator.close()
+                self.target.close()
                 self.stats.total_time_s = time.perf_counter() - self.started
         if not self.config.return_dict_in_generate:
             return output_ids
@@ -170,7 +177,7 @@ class SpeculativeDecoding:
         if self.nan_rows is not None:  # verify these roots again, without drafts and without NaN in the cache
             self.target.cache.wipe()
             tree = tree.without_drafts(from_host(self.nan_rows, tree.token_ids.device))
-        with inference_on_cpu(tree.token_ids.device):
+        with inference_on_cpu(tree.token_ids.device), self.packed:
             output = self.generator.verify(self.target, tree, self.state)
         self.stats.lap("verify")
         if lag == 2 and self.read(self.unread):
@@ -183,6 +190,10 @@ class SpeculativeDecoding:
         self.stats.lap("accept")
         self.commit(verified)
         self.stats.lap("commit")
+        packing_s = self.packed.pack(self.config.max_length - max(self.sequences.lengths))
+        if packing_s:
+            self.policy.leave_out(packing_s)
+            self.stats.lap("prefill")  # like all that prepares rounds
 
     def lag(self) -> int:
         """When the host reads the verdict of a round.
@@ -192,6 +203,8 @@ class SpeculativeDecoding:
         """
         device_only = self.generator.drafts_early and self.target.static is not None and self.acceptor.prefix_free
         if not device_only or self.nan_rows is not None or any(each.waits for each in self.observers):
+            return 0
+        if self.sequences.lockstep:
             return 0
         if self.may_drop_rows and self.sequences.finished_indices:
             return 0
@@ -210,7 +223,7 @@ class SpeculativeDecoding:
             lap=self.stats.lap,
         )
         self.target.renew_at_rotary_limit(sequences.ids, sequences.lengths)
-        with inference_on_cpu(sequences.ids.device):
+        with inference_on_cpu(sequences.ids.device), self.packed:
             tree = self.policy.draft(self.generator, context)
             self.stats.lap("draft")
             tree = tree.within_vocabulary(self.vocab_size)
@@ -247,7 +260,11 @@ class SpeculativeDecoding:
         host = verified.verdict.read()
         self.stats.count_target(self.target)
         self.nan_rows = host.nan if any(host.nan) else None
-        self.kept = kept = self.sequences.append(host.tokens, self.records.scores_including(verified.verdict.scores))
+        if self.sequences.lockstep:  # acceptance has appended them
+            self.kept = kept = self.sequences.of_batch([len(tokens) for tokens in host.tokens])
+        else:
+            scores = self.records.scores_including(verified.verdict.scores)
+            self.kept = kept = self.sequences.append(host.tokens, scores)
         each = Round(
             verified.tree, verified.output, verified.verdict, host, self.sequences, kept, self.target.cache,
             self.generator.describe,
@@ -275,6 +292,7 @@ class SpeculativeDecoding:
         self.sequences.keep_rows(kept)
         self.target.keep_rows(kept, permanent=not self.returns_cache)
         self.generator.keep_rows(kept)
+        self.acceptor.keep_rows(kept)
         self.policy.keep_rows()
         self.state = self.state.of_rows(kept)
         self.nan_rows = None if self.nan_rows is None else [self.nan_rows[index] for index in kept]

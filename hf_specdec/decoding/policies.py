@@ -1,6 +1,7 @@
 """Policies: how much of each tree is verified, and whether a round drafts.
 
-`Always` drafts and verifies everything. `AutoBudget` compares the expected tokens of a tree with its time. Drafters
+`Always` drafts and verifies everything. `Limited` restricts the drafts of another policy to what the caller of
+`generate` allows. `AutoBudget` compares the expected tokens of a tree with its time. Drafters
 with path probabilities return the nodes sorted by them, and the first n nodes are verified, for the n with the most
 tokens per second:
 
@@ -20,14 +21,15 @@ import itertools
 import math
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
@@ -183,6 +185,68 @@ class Always(Observer):
     def keep_rows(self) -> None:
         """Called when rows are dropped."""
 
+    def leave_out(self, seconds: float) -> None:
+        """Called with a time since the latest draft that is not a part of its round."""
+
+
+class Limited(Always):
+    """The drafts of another policy, restricted by settings of the call.
+
+    Args:
+        policy: the other one.
+        most_tokens: drafted nodes of a round; None for no limit.
+        least_prob: as `DraftContext.least_prob`.
+    """
+
+    def __init__(self, policy: Always, most_tokens: int | None, least_prob: float | None) -> None:
+        self.policy, self.most_tokens, self.least_prob = policy, most_tokens, least_prob
+        self.waits = policy.waits
+
+    def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
+        limited = replace(context, node_limit=self.most_tokens, least_prob=self.least_prob)
+        tree = self.policy.draft(generator, limited)
+        if self.least_prob is not None and tree.num_nodes > 1:
+            tree = self._up_to_uncertain(tree, generator, self.least_prob)
+        return tree if self.most_tokens is None else tree.first_nodes(self.most_tokens)
+
+    def _up_to_uncertain(self, tree: DraftTree, generator: TreeCandidateGenerator, least_prob: float) -> DraftTree:
+        """Whether a node is dropped depends on its ancestors only, so sampled drafts keep their distributions."""
+        if tree.draft_probs is not None:
+            chosen = tree.draft_probs.gather(-1, tree.token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            probs: Tensor | None = nn.functional.pad(chosen, (1, 0), value=1.0)
+        else:
+            notes = generator.describe(tree)
+            probs = None if notes is None else notes.probs
+        if probs is None:
+            warnings.warn(
+                f"assistant_confidence_threshold={least_prob} was passed, but this drafter states no probability of "
+                "its tokens: the setting has no effect. Leave it out.",
+                stacklevel=2,
+            )
+            self.least_prob = None
+            return tree
+        uncertain = probs.to(tree.valid.device) < least_prob
+        uncertain[:, 0] = False
+        tree = tree.without_descendants(uncertain)
+        if not abilities(tree.valid.device).host_memory:  # finding the last valid node would need a sync
+            return tree
+        return tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))
+
+    def on_prefill(self, prefill: Round) -> None:
+        self.policy.on_prefill(prefill)
+
+    def on_round(self, each: Round) -> None:
+        self.policy.on_round(each)
+
+    def on_commit(self, committed: Committed) -> None:
+        self.policy.on_commit(committed)
+
+    def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
+        self.policy.learn(tree, path, num_accepted)
+
+    def keep_rows(self) -> None:
+        self.policy.keep_rows()
+
 
 class AutoBudget(Always):
     """Chooses the size of every tree of one `generate` call.
@@ -228,7 +292,8 @@ class AutoBudget(Always):
             self.stats.num_undrafted_steps += sum(context.active)
             return DraftTree.root_only(context.root_ids)
         self.stats.num_probe_steps += sum(context.active) if self.probing else 0
-        return self.cut(generator.draft(replace(context, node_limit=self.node_limit)), context.active)
+        limit = self.node_limit if context.node_limit is None else min(self.node_limit, context.node_limit)
+        return self.cut(generator.draft(replace(context, node_limit=limit)), context.active)
 
     def on_round(self, each: Round) -> None:
         self.learn(each.tree, each.verdict.path, [len(tokens) - 1 for tokens in each.host.tokens])
@@ -238,6 +303,9 @@ class AutoBudget(Always):
 
     def keep_rows(self) -> None:
         self._fewer_rows = True
+
+    def leave_out(self, seconds: float) -> None:
+        self._began += seconds
 
     @property
     def node_limit(self) -> int:

@@ -7,6 +7,7 @@ they are the target's outputs for padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +37,16 @@ class TokenRecords(Observer):
         generation_config: of the `generate` call.
         batch: number of rows.
         host_cache: the cache that plain decoding would use. Attention weights omit the entries that its layers drop.
+        layer_types: of the target's layers, because some store nothing and attend to another one of their type.
     """
 
-    def __init__(self, generation_config: GenerationConfig, batch: int, host_cache: Cache | None) -> None:
+    def __init__(
+        self,
+        generation_config: GenerationConfig,
+        batch: int,
+        host_cache: Cache | None,
+        layer_types: Sequence[str] = (),
+    ) -> None:
         requested = generation_config.return_dict_in_generate
         self.keeps_scores = bool(requested and generation_config.output_scores)
         self.keeps_logits = bool(requested and generation_config.output_logits)
@@ -51,6 +59,8 @@ class TokenRecords(Observer):
             for index, layer in enumerate(host_layers)
             if isinstance(layer, DynamicSlidingWindowLayer)
         }
+        windows = {layer_types[index]: window for index, window in self._windows.items() if layer_types}
+        self._windows |= {index: windows[kind] for index, kind in enumerate(layer_types) if kind in windows}
         # [row][token] -> [1, vocab]; for states [row][token][layer] -> [1, ...]
         self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
@@ -89,7 +99,11 @@ class TokenRecords(Observer):
         for row, count in enumerate(each.kept):
             nodes = each.verdict.path[row, :count] if count else None
             if nodes is not None and self.keeps_hidden_states and hidden_states is not None:
-                layers = [states[row, nodes].unsqueeze(1).split(1) for states in hidden_states]
+                # A family with several residual streams has them before the batch: [streams, batch, nodes, hidden].
+                layers = [
+                    states[..., row : row + 1, :, :].index_select(-2, nodes.to(states.device)).split(1, -2)
+                    for states in hidden_states
+                ]
                 self._hidden_states[row] += list(zip(*layers, strict=True))
             if nodes is not None and self.keeps_attentions and attentions is not None:
                 self._attentions[row] += self._own_attentions(attentions, row, nodes, each.tree, each.cache)
@@ -133,22 +147,30 @@ class TokenRecords(Observer):
         if self.keeps_logits:
             fields["logits"] = _join(self._logits, num_tokens)
         if self._prefill_hidden_states is not None:
-            fields["hidden_states"] = (self._prefill_hidden_states, *_join_layers(self._hidden_states, num_tokens - 1))
+            following = _join_layers(self._hidden_states, num_tokens - 1, batch_dim=-3)
+            fields["hidden_states"] = (self._prefill_hidden_states, *following)
         if self._prefill_attentions is not None:
             fields["attentions"] = (self._prefill_attentions, *_join_layers(self._attentions, num_tokens - 1))
         return fields
 
 
-def _join(rows: list[list[Tensor]], num_tokens: int) -> tuple[Tensor, ...]:
+def _join(rows: list[list[Tensor]], num_tokens: int, batch_dim: int = 0) -> tuple[Tensor, ...]:
     filler = [torch.zeros_like(max(rows, key=len)[step]) for step in range(num_tokens)]
     return tuple(
-        torch.cat([row[step] if step < len(row) else filler[step] for row in rows]) for step in range(num_tokens)
+        torch.cat([row[step] if step < len(row) else filler[step] for row in rows], batch_dim)
+        for step in range(num_tokens)
     )
 
 
-def _join_layers(rows: list[list[tuple[Tensor, ...]]], num_tokens: int) -> tuple[tuple[Tensor, ...], ...]:
+def _join_layers(
+    rows: list[list[tuple[Tensor, ...]]], num_tokens: int, batch_dim: int = 0
+) -> tuple[tuple[Tensor, ...], ...]:
     if not num_tokens:
         return ()
     num_layers = len(max(rows, key=len)[0])
-    layers = [_join([[token[layer] for token in row] for row in rows], num_tokens) for layer in range(num_layers)]
+    if not num_layers:  # attentions of kernels that return none
+        return ((),) * num_tokens
+    layers = [
+        _join([[token[layer] for token in row] for row in rows], num_tokens, batch_dim) for layer in range(num_layers)
+    ]
     return tuple(zip(*layers, strict=True))

@@ -1,7 +1,8 @@
 """Sequences: the tokens of every row, where each row stops, which rows remain in the batch, and streaming.
 
 Rows grow by different numbers of tokens per round. Processors and stopping criteria expect rows of one length that grow
-by one token per call. So they get each row with its own prefix, token by token, in the order of plain decoding.
+by one token per call. Those that are known to be stateless get rows of one length together, each with its own prefix.
+For all others the rows grow in lockstep, one column after another, as in plain decoding.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Sequences:
         stopping_criteria: of the `generate` call.
         pad_token_id: fills finished rows, as in plain decoding.
         streamer: of the `generate` call.
+        lockstep: whether all rows grow together, by `append_column`, because code of the user is called in between.
 
     Attributes:
         rows: the remaining rows: indices of the rows of the batch that rounds still compute.
@@ -44,15 +46,18 @@ class Sequences:
         stopping_criteria: StoppingCriteriaList,
         pad_token_id: int | None,
         streamer: BaseStreamer | None,
+        *,
+        lockstep: bool = False,
     ) -> None:
         batch, length = prompt_ids.shape
+        self.lockstep = lockstep
         self.rows = list(range(batch))
         self._row_ids: Tensor | None = None  # `rows` on the device, once rows were dropped
-        self.ids = torch.nn.functional.pad(prompt_ids.long(), (0, GROWTH))
+        self.pad_token_id = pad_token_id
+        self.ids = self._longer(prompt_ids.long(), GROWTH)
         self.prompt_length = length
         self.lengths = [length] * batch
         self.finished_at: list[int | None] = [None] * batch
-        self.pad_token_id = pad_token_id
         # As in plain decoding: with an end-of-text criterion finished rows are padded, without one they continue.
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._streamer = streamer
@@ -86,7 +91,7 @@ class Sequences:
     @property
     def active(self) -> list[bool]:
         """Per row, whether further tokens may become part of the output."""
-        longest = max(self.lengths)
+        longest = max(self.lengths) + self.lockstep  # in lockstep, no row waits for another one
         return [
             stop is None or (not self.pads_finished and length < longest)
             for stop, length in zip(self.finished_at, self.lengths, strict=True)
@@ -95,6 +100,13 @@ class Sequences:
     def of_remaining(self, values: Sequence[T]) -> list[T]:
         """Selects the values of the remaining rows from one value per row of the batch."""
         return [values[row] for row in self.rows]
+
+    def of_batch(self, values: Sequence[int]) -> list[int]:
+        """One number per row of the batch from one per remaining row; 0 for the others."""
+        spread = [0] * self.batch
+        for row, value in zip(self.rows, values, strict=True):
+            spread[row] = value
+        return spread
 
     def in_output(self, kept: Sequence[int]) -> list[int]:
         """How many of the tokens that each row of the batch kept in the last round are within the output.
@@ -157,12 +169,29 @@ class Sequences:
         """Makes room for `columns` tokens after the longest row."""
         missing = max(self.lengths) + columns - self.ids.shape[1]
         if missing > 0:
-            self.ids = torch.nn.functional.pad(self.ids, (0, missing + GROWTH))
+            self.ids = self._longer(self.ids, missing + GROWTH)
+
+    def _longer(self, ids: Tensor, columns: int) -> Tensor:
+        """With room for more columns, which hold padding: in lockstep, that is what follows a finished row."""
+        return torch.nn.functional.pad(ids, (0, columns), value=self.padding_id)
+
+    @property
+    def padding_id(self) -> int:
+        """The pad token, or 0 where the call has none and no row is padded."""
+        return self.pad_token_id or 0
+
+    @property
+    def columns(self) -> Tensor:
+        """[batch, length] int64: all rows up to the longest one's end, in lockstep, with finished rows padded.
+
+        A copy in memory of its own, as plain decoding passes it to processors and criteria, which may keep it.
+        """
+        return self.ids[:, : max(self.lengths)].clone(memory_format=torch.contiguous_format)
 
     def prefixes(self, length: int, rows: list[int]) -> Tensor:
         """[batch, length] int64: the prefixes of `rows`; all other rows are copies of the first of `rows`.
 
-        Processors and criteria may keep state per batch, so they always get the whole batch and never a single row.
+        Processors may look a row's place up, so they always get the whole batch and never a single row.
         """
         prefixes = self.ids[:, :length]
         if len(rows) == self.batch:
@@ -214,6 +243,26 @@ class Sequences:
         for row, count in enumerate(kept):
             self.lengths[row] += count
         return kept
+
+    def append_column(self, new: list[int], scores: tuple[Tensor, ...] | None) -> None:
+        """In lockstep: appends one token to each active row, calls the criteria once, and streams the column.
+
+        Args:
+            new: one token per remaining row; ignored for rows that are not active.
+            scores: of all columns so far, as plain decoding passes them to the criteria; None if the call keeps none.
+        """
+        active, late = self.active, self._late()
+        self.reserve(1)
+        running = [(row, token) for row, token in zip(self.rows, new, strict=True) if active[row]]
+        for row, token in running:
+            self._write(row, [token])
+            self.lengths[row] += 1
+        stops = self._others(self.columns, scores).tolist() if self._others else [False] * self.batch
+        for row, token in running:
+            length = self.lengths[row]
+            if self.finished_at[row] is None and (late or stops[row] or self.ends(token, length)):
+                self.finished_at[row] = length
+        self.stream()
 
     def _keep(self, row: int, tokens: list[int], late: bool) -> int:
         """How many of its new tokens a row keeps if the host evaluates all criteria; records where the row stops."""

@@ -13,8 +13,8 @@ FOLD_AT = 64
 class Stopwatch:
     """Laps without gaps: each adds the time since the previous lap to a stage, so the stages add up to the total time.
 
-    On CUDA laps are events on the current stream, which measure device time and are recorded without a sync. Elsewhere
-    they are host times.
+    On CUDA laps are events on the device's current stream, which measure device time and are recorded without a sync.
+    Elsewhere they are host times.
 
     Args:
         device: runs the work.
@@ -29,7 +29,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device | str) -> None:
         self._seconds: dict[str, float] = {}
-        self._on_cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self._on_cuda = self._device.type == "cuda"
         self._unread: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._event: torch.cuda.Event | None = None
         if self._on_cuda:
@@ -70,5 +71,5 @@ class Stopwatch:
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # another device may be the current one
         return event

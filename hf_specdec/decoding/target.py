@@ -24,14 +24,14 @@ from transformers.cache_utils import Cache
 from hf_specdec.decoding import host
 from hf_specdec.decoding.attention import tree_attention, usable
 from hf_specdec.decoding.cache import TreeCache
-from hf_specdec.decoding.devices import abilities, inference_on_cpu
+from hf_specdec.decoding.devices import inference_on_cpu
 from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forward, run, workspace_of
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
 from hf_specdec.decoding.layers.stepped import STEPPED, stepping
 from hf_specdec.decoding.masks import node_mask, sights_of, whole_prefix_mask
+from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
-from hf_specdec.decoding.packed import packed_linears
 from hf_specdec.decoding.rotary import rotary_limits
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
@@ -71,7 +71,7 @@ class TargetOutput:
             self.logits[:, :nodes],
             None if self.features is None else self.features[:, :nodes],
             self.attentions and tuple(each[:, :, :nodes, : each.shape[-1] - surplus] for each in self.attentions),
-            self.hidden_states and tuple(each[:, :nodes] for each in self.hidden_states),
+            self.hidden_states and tuple(each[..., :nodes, :] for each in self.hidden_states),
             self.drawn,
         )
 
@@ -140,7 +140,7 @@ class TargetModel:
         # A family's own attention code may need contiguous keys; a product over several rows copies them anyway.
         self.copies_entries = host.has_own_attention(model)
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
-        self.packed: AbstractContextManager[None] = nullcontext()
+        self.runs_in_inference_mode = runs_in_inference_mode(model)
         self.compiles = compile_mode == "reduce-overhead"
         self.static: StaticVerify | None = None
         self.forward = compiled_forward() if self.compiles and not can_capture(model.device) else run
@@ -163,6 +163,15 @@ class TargetModel:
         self.num_forwards = self.num_layers_run = 0
         self._taps: dict[int, list[Tensor]] = {layer: [] for layer in self.feature_layers}
         self._tap_hooks: list[int] = []  # their ids
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether forwards of nodes are compiled by torch."""
+        return self.forward is not run
+
+    def inference_mode(self, device: torch.device) -> AbstractContextManager[object]:
+        """`inference_on_cpu`, for forwards of this target."""
+        return inference_on_cpu(device) if self.runs_in_inference_mode else nullcontext()
 
     @contextmanager
     def tapping(self) -> Iterator[None]:
@@ -319,8 +328,6 @@ class TargetModel:
                 self.cache.workspace = workspace
                 capacity = capacity_for(capacity)
         self.cache.begin_rounds(capacity, contiguous=self.copies_entries)
-        if abilities(self.cache.device).host_memory:
-            self.packed = packed_linears(self.model, self.last_entry - self.cache.longest)
 
     def keep_rows(self, rows: Sequence[int], *, permanent: bool = False) -> None:
         """Selects these rows, as indices into the current ones.
@@ -492,7 +499,7 @@ class TargetModel:
         if self.takes_positions:
             extra["position_ids"] = self.step.on_axes(position_ids)
         node_context = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
-        with inference_on_cpu(position_ids.device), self.own_attention, self.packed, node_context:
+        with self.inference_mode(position_ids.device), self.own_attention, node_context:
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -551,6 +558,14 @@ class TargetModel:
             return masks["all"]
         # Layers without attention have their own key, and need no mask: padding comes before the first node.
         return {**masks, **dict.fromkeys(self.unmasked)}
+
+    def close(self) -> None:
+        """Ends the call, also after an error: later calls may then use the captured forwards.
+
+        An exception's traceback may keep this object alive, so that its end alone would not release them.
+        """
+        if self.static is not None:
+            self.static.workspace.release(self)
 
     def hand_back(self, like: Cache, output_ids: Tensor, lengths: Sequence[int]) -> None:
         """Leaves the caller's cache as plain decoding would: all output tokens of every row except the last.

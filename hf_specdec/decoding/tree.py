@@ -206,6 +206,19 @@ class DraftTree:
             path_logprobs=None if self.path_logprobs is None else self.path_logprobs[:, :nodes],
         )
 
+    def without_descendants(self, nodes: Tensor) -> DraftTree:
+        """The same tree without the descendants of these `nodes` [batch, nodes] bool, which themselves remain.
+
+        Example:
+            >>> tree = DraftTree.from_lists([[7, 1, 2, 3]], [[-1, 0, 1, 0]])
+            >>> tree.without_descendants(torch.tensor([[False, True, False, False]])).valid.int()
+            tensor([[1, 1, 0, 1]], dtype=torch.int32)
+        """
+        own = torch.eye(self.num_nodes, dtype=torch.bool, device=nodes.device)
+        valid = self.valid & ~(self.ancestor_mask & ~own & nodes.unsqueeze(1)).any(-1)
+        logprobs = self.path_logprobs
+        return replace(self, valid=valid, path_logprobs=None if logprobs is None else logprobs.where(valid, -torch.inf))
+
     def with_padding(self, nodes: int) -> DraftTree:
         """The same tree with `nodes` padding nodes appended: invalid children of the root with the root's token.
 

@@ -21,6 +21,7 @@ from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
 from hf_specdec.decoding.layers.kinds import KINDS
 from hf_specdec.decoding.layers.stepped import STEPPED
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model, undisturbed
 from hf_specdec.decoding.replay import replaying
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, can_be_cut_back, keeps_states
@@ -138,7 +139,7 @@ def _layer_classes(model: PreTrainedModel) -> list[str]:
 def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """A prompt [rows, PROMPT], drafts [nodes], and the mask of the prompt, 0 at `padding` tokens."""
     embeddings = model.get_input_embeddings()
-    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=embeddings.weight.device)
+    ids = 3 + torch.arange(PROMPT + len(PARENTS), device=home_of(embeddings))
     ids = ids % embeddings.num_embeddings
     prompt = ids[:PROMPT].expand(bound_rows(model) or 1, -1)
     mask = torch.ones_like(prompt)

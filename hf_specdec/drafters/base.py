@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -20,6 +19,7 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes, Trace
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.growth import marginal_notes
 from hf_specdec.drafters.options import DrafterOptions, TreeOptions
 
 
@@ -249,53 +249,3 @@ class MarginalsGenerator(TreeCandidateGenerator):
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         return marginal_notes(tree, self.logits)
-
-
-_TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
-
-
-def captured_tree(
-    calls: StaticCalls, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
-) -> DraftTree:
-    """`build(*values)` as one captured launch, for trees built on the device; valid until the next call.
-
-    Args:
-        calls: of the drafter.
-        budget: of the tree; together with `max_depth` and the shapes of `values` it identifies the captured call.
-        max_depth: of the tree.
-        build: makes a tree from the values, with `finite` and `path_logprobs`.
-        values: [batch, ...] each.
-    """
-
-    def tensors(owner: object, *values: Tensor) -> tuple[Tensor, ...]:
-        tree = build(*values)
-        return tuple(getattr(tree, name) for name in _TENSORS)
-
-    parts: dict[str, Any] = dict(zip(_TENSORS, calls(("tree", budget, max_depth), tensors, *values), strict=True))
-    return DraftTree(**parts, max_depth=max_depth)
-
-
-def marginal_notes(tree: DraftTree, logits: Tensor) -> NodeNotes:
-    """The draft probabilities of a tree's nodes from per-position marginals, all computed in one forward.
-
-    Args:
-        tree: at most as deep as there are positions.
-        logits: [batch, depth, vocab] float32; entry d-1 is for nodes of depth d.
-    """
-    indices = tree.depths.to(logits.device).sub(1).clamp(min=0)
-    token_ids = tree.token_ids.to(logits.device).clamp(0, logits.shape[-1] - 1)
-    rows = torch.arange(len(indices), device=logits.device).unsqueeze(1)
-    return NodeNotes(logits.softmax(-1)[rows, indices, token_ids], tree.depths.clamp(max=1))
-
-
-def path_notes(tree: DraftTree, path_logprobs: Tensor, forwards: Tensor) -> NodeNotes:
-    """The draft probabilities of a tree's nodes from path scores.
-
-    Args:
-        tree: may have fewer nodes than the other arguments, if it was cut after drafting.
-        path_logprobs: [batch, nodes] floating, nats, of the path to each node; 0 at the root.
-        forwards: [batch, nodes] int64, see `NodeNotes`.
-    """
-    path_logprobs, forwards = path_logprobs[:, : tree.num_nodes], forwards[:, : tree.num_nodes]
-    above = path_logprobs.gather(1, tree.parents.to(path_logprobs.device).clamp(min=0))
-    return NodeNotes((path_logprobs - above).exp(), forwards)

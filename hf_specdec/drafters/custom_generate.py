@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_specdec.version import __version__
+
 CODE_FILE = "custom_generate/generate.py"
 
 _CODE = '''"""For model.generate(..., custom_generate={repo!r}, trust_remote_code=True): drafts with our drafter.
@@ -51,8 +53,6 @@ def generate(model, drafter={repo!r}, revision={revision!r}, drafting_options=No
 
 def write_custom_generate(folder: Path, repo_id: str, revision: str | None) -> None:
     """Writes `custom_generate/generate.py` for a drafter that will be published as `repo_id`."""
-    from hf_specdec import __version__
-
     file = folder / CODE_FILE
     file.parent.mkdir(exist_ok=True)
     file.write_text(_CODE.format(repo=repo_id, revision=revision, version=__version__), encoding="utf-8")

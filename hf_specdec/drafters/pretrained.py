@@ -20,6 +20,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.pairing import check_mode, check_names, check_taps, check_tokenizer, warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import name_of
+from hf_specdec.drafters.wrapped import merged_adapters
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
 
     def count_parameters(self) -> int:
         return self.num_parameters()
+
+    def without_adapters(self) -> PretrainedDrafter:
+        plain = merged_adapters(self)
+        if plain is not self:
+            plain.measurements = None  # of other weights
+        return plain
 
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
         super().save_pretrained(folder, state_dict=self.main_tensors(), max_shard_size=max_shard_size)
@@ -194,7 +201,7 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Saves config, weights (safetensors only), records and a generated model card.
+        """Saves config, weights (safetensors only), records and a generated model card; active adapters are merged.
 
         An existing README.md that was not generated, or whose marker line was removed, is not changed.
 
@@ -210,6 +217,9 @@ class PretrainedDrafter(PublishedDrafter, PreTrainedModel):
             ValueError: a drafting option is out of range, before anything is saved; or the measurements lack a field,
                 after weights and config are saved.
         """
+        if state_dict is None and (plain := self.without_adapters()) is not self:
+            plain.save_pretrained(save_directory, is_main_process=is_main_process, push_to_hub=push_to_hub, **kwargs)
+            return
         folder = Path(save_directory)
         if folder.is_file():
             raise NotADirectoryError(f"Cannot save a drafter to {str(folder)!r}: it is a file. Give a folder.")

@@ -81,6 +81,10 @@ class PublishedDrafter(Drafter):
         """Number of its parameters."""
 
     @abstractmethod
+    def without_adapters(self) -> PublishedDrafter:
+        """This drafter, or if it has PEFT adapters a copy that drafts the same without: what is saved."""
+
+    @abstractmethod
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
         """Writes only config and weights."""
 
@@ -259,6 +263,12 @@ class PublishedDrafter(Drafter):
                 what to do.
             ValueError: the measurements lack a field, or a drafting option is out of range; nothing is uploaded.
         """
+        if (plain := self.without_adapters()) is not self:
+            return plain.push_to_hub(
+                repo_id, commit_message=commit_message, commit_description=commit_description, private=private,
+                token=token, revision=revision, create_pr=create_pr, license=license, tags=tags, tag=tag,
+                max_shard_size=max_shard_size,
+            )  # fmt: skip
         target = self.target_name_or_path
         if target is not None and not is_hub_id(target):
             warnings.warn(

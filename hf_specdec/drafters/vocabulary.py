@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_specdec.decoding.modules import apply_head, has_plain_weight
 from hf_specdec.drafters.registry import name_of
 
 # Largest difference that is assumed to be padding and added tokens if no tokenizers can be compared, as a share of the
@@ -48,14 +49,14 @@ class HeadRows(nn.Module):
 
     Args:
         head: the target's, [..., hidden] -> [..., vocab]. The rows of a plain `nn.Linear` are copied, so only they are
-            computed; any other head is computed completely.
+            computed; any other head, such as a quantised or offloaded one, is computed completely.
         target_ids: [draft_vocab] int64, the rows.
     """
 
     def __init__(self, head: nn.Module, target_ids: Tensor) -> None:
         super().__init__()
         self.whole: nn.Module | None = None
-        if type(head) is nn.Linear:
+        if type(head) is nn.Linear and has_plain_weight(head):
             target_ids = target_ids.to(head.weight.device)
             self.weight = nn.Parameter(head.weight.detach()[target_ids], requires_grad=False)
             self.bias = None if head.bias is None else nn.Parameter(head.bias.detach()[target_ids], requires_grad=False)
@@ -67,7 +68,7 @@ class HeadRows(nn.Module):
         """[..., hidden] -> [..., draft_vocab]."""
         if self.whole is None:
             return nn.functional.linear(hidden, self.weight, self.bias)
-        logits: Tensor = self.whole(hidden)
+        logits = apply_head(self.whole, hidden)
         ids: Tensor = self.target_ids  # type: ignore[assignment]
         return logits[..., ids.to(logits.device)]
 

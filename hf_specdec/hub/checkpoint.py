@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_specdec.host_keys import CODE, listed, without_host_keys
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_headers, read_json, weight_files
-from hf_specdec.hub.formats.base import Format
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, safetensors_headers, weight_files
+from hf_specdec.hub.formats.base import Format, StoredTensor
 from hf_specdec.hub.formats.keys import check_keys
-from hf_specdec.hub.formats.medusa import MEDUSA
-from hf_specdec.hub.formats.safeailab import SAFEAILAB
+from hf_specdec.hub.formats.published import PUBLISHED
 from hf_specdec.hub.recognition import drafter_layout, recognise
 from hf_specdec.hub.wording import printable
 
@@ -58,18 +57,21 @@ _AT_LEAST_0 = re.compile(r"(^|_)(eps|epsilon)$")
 def read_config(
     folder: Path,
     source: Source,
-    families: Iterable[tuple[Callable[[dict[str, Any]], bool], Format]] = (),
+    registered: Iterable[Format] = (),
     defaults: Callable[[Format], Mapping[str, Any]] = lambda format: {},
     recognised: Callable[[Format], None] = lambda format: None,
+    headers: Callable[[Sequence[Path], str], Mapping[str, StoredTensor]] = safetensors_headers,
 ) -> tuple[Format, dict[str, Any]]:
     """The format and the content of a checkpoint's `config.json`; warns of keys that are dropped or have no effect.
 
     Args:
         folder: folder of the `config.json`.
         source: the checkpoint; its weights are downloaded if their names are needed to find the format.
-        families: as for `recognise`.
+        registered: as for `recognise`.
         defaults: returns the defaults of transformers' config class for a format.
         recognised: called with the format before the fields are checked.
+        headers: reads the headers of weight files, given with the name of the checkpoint; pickles need that of
+            `tensors.py`.
 
     Raises:
         OSError: a file is missing.
@@ -89,14 +91,19 @@ def read_config(
         )
 
     def tensor_names() -> Collection[str]:
-        others = [*SAFEAILAB.other_weights, *MEDUSA.other_weights]
+        others = [
+            file
+            for layout in PUBLISHED
+            if isinstance(layout, Format) and layout.recognises_names is not None
+            for file in layout.other_weights
+        ]
         source.locate(["model*.safetensors", INDEX_FILE, *others], revision=folder.name)
         try:
-            return read_headers(weight_files(folder, name, others), name)
+            return headers(weight_files(folder, name, others), name).keys()
         except FileNotFoundError:
             return ()  # no weights: an error about the config helps more
 
-    format = recognise(fields, name, tensor_names, families)
+    format = recognise(fields, name, tensor_names, registered)
     recognised(format)
     if fields.get("quantization_config") is not None:
         raise ValueError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,36 +16,16 @@ from torch import Tensor
 import hf_specdec.drafters  # noqa: F401 (registers the families)
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.card import is_hub_id
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dflash2 import DFlash2Drafter
-from hf_specdec.drafters.dspark import DSparkDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.peagle import PEagleDrafter
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, unknown_name
+from hf_specdec.drafters.publishing import PublishedDrafter
+from hf_specdec.drafters.registry import FAMILIES, Serving, method_of, serving_of, unknown_name
 from hf_specdec.hub.files import CONFIG_FILE, WEIGHTS_FILE, Source, read_json
-from hf_specdec.hub.formats.speculators import write_dflash, write_dflash2, write_dspark, write_eagle3, write_peagle
 from hf_specdec.hub.source_layout import source_tensors
 from hf_specdec.hub.target_files import locate_config, locate_target
 from hf_specdec.hub.tensors import save_tensors
 
 ExportLayout = Literal["vllm", "source"]
 _EXPORT_MARK = "hf_specdec_export"  # in the config of an exported draft model
-# Why vLLM does not serve the other families from an export.
-_NOT_SERVED = {
-    "specblock": "only the authors' fork of SGLang supports SpecBlock",
-    "medusa": "vLLM serves Medusa heads in their published layout (method medusa in --speculative-config)",
-    "gemma4_assistant": "vLLM serves Gemma 4 assistants in their published layout (method mtp in --speculative-config)",
-    "causal_lm": "vLLM serves a plain language model without an export (method draft_model in --speculative-config)",
-    "specbound": "SpecBound changes how the target runs, and vLLM has no class for it",
-    "specbranch": "SpecBranch drafts while the target runs, and vLLM has no class for it; vLLM serves its draft model "
-    "without an export (method draft_model)",
-    "MergedDrafter": "vLLM runs one drafter at a time; export the merged drafters that it supports one by one",
-    "suffix": "vLLM has this method itself (method suffix in --speculative-config)",
-    "ngram": "vLLM has this method itself (method ngram in --speculative-config)",
-}
 
 
 def export_drafter(
@@ -99,6 +78,8 @@ def export_drafter(
         TypeError: `drafter` is not a drafter.
     """
     check_is_drafter(drafter)
+    if isinstance(drafter, PublishedDrafter):
+        drafter = drafter.without_adapters()
     if to not in get_args(ExportLayout):
         raise unknown_name("layout", to, get_args(ExportLayout))
     if num_target_layers is not None and num_target_layers < 1:
@@ -116,29 +97,21 @@ def export_drafter(
                 "leave it out."
             )
         return _export_source(drafter, name, Path(folder))
-    if isinstance(drafter, CausalLMDrafter):
-        return _export_draft_model(drafter, name, Path(folder), target_id)
-    write: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
-    if isinstance(drafter, Eagle3Drafter):
-        write, fields = write_eagle3, drafter.config.to_dict()
-    elif isinstance(drafter, PEagleDrafter):
-        write, fields = write_peagle, drafter.config.to_dict()
-    elif isinstance(drafter, DSparkDrafter):
-        write, fields = write_dspark, _dflash_fields(drafter)
-    elif isinstance(drafter, DFlash2Drafter):
-        write, fields = write_dflash2, _dflash_fields(drafter)
-    elif isinstance(drafter, DFlashDrafter):
-        write, fields = write_dflash, _dflash_fields(drafter)
-    else:
+    serving = serving_of(drafter)
+    if serving.whole_model is not None:
+        return _export_whole_model(drafter, serving, name, Path(folder), target_id)
+    method = method_of(drafter)
+    write = next((layout.write for layout in (method.layouts if method else ()) if layout.write is not None), None)
+    if write is None or not isinstance(drafter, PretrainedDrafter):
         raise ValueError(
-            f"{name!r} cannot be exported to {to}: {why_not_served(drafter)}. EAGLE-3, P-EAGLE, DFlash, DFlash 2 and "
-            "DSpark drafters can be exported, and draft models with a draft vocabulary."
+            f"{name!r} cannot be exported to {to}: {serving.not_exported}. {_exported_kinds()} drafters can be "
+            "exported, and draft models with a draft vocabulary."
         )
+    fields = serving.fields(drafter)
     place = _target_place(name, drafter.config.target_name_or_path if target_id is None else target_id, to)
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in drafter.state_dict().items()}
-    if isinstance(drafter, DFlashDrafter) and drafter.config.maps_vocabulary and not drafter.config.own_head:
-        # vLLM would apply the target's whole head and use its first rows as those of the draft vocabulary.
-        tensors["lm_head.weight"] = _head_rows(place, drafter)
+    if (head_ids := serving.head_ids(drafter)) is not None:
+        tensors["lm_head.weight"] = _head_rows(place, drafter, head_ids)
     fields["torch_dtype"] = str(drafter.dtype).removeprefix("torch.")
     known = _target_config(place)
     if num_target_layers is None:
@@ -185,16 +158,18 @@ def _export_source(drafter: Drafter, name: str, folder: Path) -> Path:
     return folder
 
 
-def why_not_served(drafter: Drafter) -> str:
-    """Why vLLM does not run such a drafter from an export, as a clause for messages."""
-    family = _family(drafter)
-    return _NOT_SERVED.get(family, f"vLLM does not support the kind {family!r}")
+def _exported_kinds() -> str:
+    """The kinds of drafters that have a layout for vLLM, in words."""
+    names = [layout.name for method in FAMILIES.values() for layout in method.layouts if layout.write is not None]
+    *first, last = (name.partition(" (")[0] for name in names)
+    return f"{', '.join(first)} and {last}"
 
 
-def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, target_id: str | None) -> Path:
+def _export_whole_model(drafter: Any, serving: Serving, name: str, folder: Path, target_id: str | None) -> Path:
     """Writes a draft model with a draft vocabulary, with a row for each of the target's tokens."""
+    assert serving.whole_model is not None
     if drafter.target_ids is None:
-        raise ValueError(f"{name!r} needs no export: {why_not_served(drafter)}.")
+        raise ValueError(f"{name!r} needs no export: {serving.not_exported}.")
     place = _target_place(name, drafter.target_name_or_path if target_id is None else target_id, "vllm")
     try:
         config = locate_config(Source(place))
@@ -210,7 +185,7 @@ def _export_draft_model(drafter: CausalLMDrafter, name: str, folder: Path, targe
             "tokens: name the target that it was trained for (target_id, or --target-id of the command)."
         )
     _check_free(folder)
-    model = with_whole_vocabulary(drafter.model, vocab_size)
+    model = serving.whole_model(drafter, vocab_size)
     setattr(model.config, _EXPORT_MARK, "vllm")
     model.save_pretrained(folder, max_shard_size="1TB")
     return folder
@@ -258,7 +233,7 @@ def _check_free(folder: Path, *, overwrite: bool = True) -> None:
         )
 
 
-def _head_rows(target: str, drafter: DFlashDrafter) -> Tensor:
+def _head_rows(target: str, drafter: PretrainedDrafter, ids: Tensor) -> Tensor:
     """[draft_vocab, hidden]: the rows of the target's head that the drafter uses, from the target's files."""
     name = drafter.config.name_or_path or type(drafter).__name__
     why = (
@@ -283,14 +258,7 @@ def _head_rows(target: str, drafter: DFlashDrafter) -> Tensor:
         raise ValueError(
             f"{why}, and {heads[0]} is {list(head.shape)} {head.dtype}, not {list(shape)}: it is another target."
         )
-    return head[drafter.target_ids.cpu()].contiguous()
-
-
-def _family(drafter: Drafter) -> str:
-    """The family of a drafter, also if its class is derived; the name of its class if it is of no family."""
-    kinds = {family.name: family.drafter for family in FAMILIES.values()}
-    kinds |= {name: make for name, make in WEIGHTLESS.items() if isinstance(make, type)}
-    return next((name for name, kind in kinds.items() if isinstance(drafter, kind)), type(drafter).__name__)
+    return head[ids.cpu()].contiguous()
 
 
 def _in_the_way(folder: Path, overwrite: bool) -> list[str]:
@@ -306,15 +274,3 @@ def _in_the_way(folder: Path, overwrite: bool) -> list[str]:
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".py", CONFIG_FILE)
     found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     return [name for name in found if name.endswith(kinds) and name not in ours]
-
-
-def _dflash_fields(drafter: DFlashDrafter) -> dict[str, Any]:
-    """The config's fields, with the window and causality of each layer, which follow from several fields."""
-    config = drafter.config
-    layers = range(config.num_hidden_layers)
-    return config.to_dict() | {
-        "block_size": config.block_size,
-        "target_layer_ids": config.target_layer_ids,
-        "windows": [config.window(layer) for layer in layers],
-        "causal": [config.block_is_causal(layer) for layer in layers],
-    }

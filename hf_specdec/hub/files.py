@@ -15,18 +15,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, is_offline_mode, snapshot_download
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
+
+from hf_specdec.hub.formats.base import StoredTensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Drafters without a checkpoint, and how to get them; a folder of the same name takes precedence.
-WITHOUT_CHECKPOINT = {
-    "mtp": "load_drafter('mtp', target) makes one from a layer in the target's checkpoint. Inspect the target to see "
-    "whether it has such a layer",
-    "ngram": "load_drafter('ngram') makes one",
-    "suffix": "load_drafter('suffix') makes one",
-}
 MAX_JSON_BYTES = 2**26  # sufficient for an index of a million tensors
 MAX_JSON_DEPTH = 64
 
@@ -81,18 +88,6 @@ class Source:
             raise FileNotFoundError(
                 f"There is no folder {self.name!r}, and it cannot be a Hub id, which has the form 'owner/name'."
             )
-        if self.name in WITHOUT_CHECKPOINT:
-            raise ValueError(
-                f"{self.name!r} is a drafter without a checkpoint, so there are no files to read: "
-                f"{WITHOUT_CHECKPOINT[self.name]}."
-            )
-        from huggingface_hub import constants, snapshot_download  # not needed for folders, and slow to import
-        from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is not in its __all__
-            HFValidationError,
-            HTTPError,
-        )
-        from huggingface_hub.file_download import repo_folder_name
-
         cache = Path(constants.HF_HUB_CACHE if self.cache_dir is None else self.cache_dir)
         try:
             blobs = cache / repo_folder_name(repo_id=self.name, repo_type="model") / "blobs"
@@ -117,16 +112,6 @@ class Source:
             raise OSError(self._explain(error)) from error
 
     def _explain(self, error: Exception) -> str:
-        from huggingface_hub import is_offline_mode
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-
         repo = f"{self.name!r}" + (f" at revision {self.revision!r}" if self.revision else "")
         folder = "or give the path of a local folder"
         if isinstance(error, GatedRepoError):
@@ -219,15 +204,6 @@ def _number(content: dict[str, Any]) -> Any:
     return _constant(str(content["__float__"])) if content.keys() == {"__float__"} else content
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Description of a tensor in the header of a safetensors file."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    file: Path
-
-
 def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Path]:
     """The weight files of a checkpoint: one, or the shards that its index lists.
 
@@ -275,19 +251,14 @@ def weight_files(folder: Path, name: str, others: Sequence[str] = ()) -> list[Pa
     return [folder / shard for shard in shards]
 
 
-def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
-    """Shapes and dtypes of the tensors in weight files, without their values.
+def safetensors_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
+    """Shapes and dtypes of the tensors in safetensors files, without their values.
 
     Raises:
         ValueError: a file is damaged or has another format, or two files hold a tensor of the same name.
     """
     stored: dict[str, StoredTensor] = {}
     for file in files:
-        if file.suffix != ".safetensors":
-            from hf_specdec.hub.tensors import pickle_header  # imports torch
-
-            stored |= pickle_header(file, name)
-            continue
         try:
             with safe_open(file, framework="np") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 (not a mapping)

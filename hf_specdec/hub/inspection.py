@@ -17,14 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_specdec.drafters.mtp import find_layout
-from hf_specdec.drafters.registry import FAMILIES
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
+
+from hf_specdec.drafters.registry import FAMILIES, check_has_checkpoint
 from hf_specdec.host_keys import CODE
 from hf_specdec.hub.checkpoint import read_config
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, StoredTensor, read_headers, read_json, weight_files
-from hf_specdec.hub.formats.base import Format
-from hf_specdec.hub.loading import make_blueprint
-from hf_specdec.hub.tensors import differences
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, Source, read_json, weight_files
+from hf_specdec.hub.formats.base import Format, StoredTensor
+from hf_specdec.hub.loading import make_blueprint, registered_formats
+from hf_specdec.hub.mtp import layer_note
+from hf_specdec.hub.tensors import differences, read_headers
 from hf_specdec.hub.wording import printable
 
 # The fields that a report shows; also found in `dflash_config`.
@@ -119,6 +122,7 @@ def inspect_drafter(
             checkpoint are reported, not raised.
         ValueError: the name is neither a folder nor a Hub id.
     """
+    check_has_checkpoint(os.fspath(path_or_repo))
     source = Source(os.fspath(path_or_repo), revision, token, local_files_only, cache_dir)
     found = Inspection(source.name)
     folder = source.locate([CONFIG_FILE])
@@ -132,7 +136,13 @@ def inspect_drafter(
 def _fill(found: Inspection, source: Source, folder: Path) -> None:
     """Fills in the attributes, except notes, for which it warns."""
     try:
-        format, fields = read_config(folder, source, recognised=lambda format: setattr(found, "format", format.name))
+        format, fields = read_config(
+            folder,
+            source,
+            registered_formats(),
+            recognised=lambda format: setattr(found, "format", format.name),
+            headers=read_headers,
+        )
         found.family = format.family
         for key in (key for key in CODE if fields.get(key)):
             warnings.warn(f"{CONFIG_FILE} names Python code ({key}), which is never run here.", stacklevel=2)
@@ -150,29 +160,18 @@ def _fill(found: Inspection, source: Source, folder: Path) -> None:
 
 def _prediction_layer(found: Inspection, folder: Path) -> list[str]:
     """A note on the multi-token-prediction layer in a target's checkpoint; empty if it has none."""
-    how = "load_drafter('mtp', target)"
     try:
         fields = read_json(folder / CONFIG_FILE, found.name)
         # `found.tensors` is empty if the config was refused.
         names: Collection[str] = found.tensors or read_headers(weight_files(folder, found.name), found.name)
     except (OSError, ValueError):
         return []
-    nested = fields.get("text_config")
-    text = fields | (nested if isinstance(nested, dict) else {})
-    layout = find_layout(names, text.get("num_hidden_layers", 0), str(text.get("model_type")))
-    if layout is None:
-        return []
-    place = f"It holds a multi-token-prediction layer at {layout.projection}"
-    if layout.needs is not None:
-        return [f"{place}, which {how} does not support: the layer needs {layout.needs}."]
-    return [f"{place}: as a target it drafts for itself, with {how}."]
+    note = layer_note(names, fields)
+    return [] if note is None else [note]
 
 
 def _headers(source: Source, folder: Path, format: Format) -> dict[str, StoredTensor]:
     """Headers of the weight files; of files on the Hub only the first bytes are downloaded."""
-    from huggingface_hub import HfApi, is_offline_mode
-    from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
-
     if Path(source.name).expanduser().is_dir() or source.local_files_only or is_offline_mode():
         folder = source.locate(["model*.safetensors", INDEX_FILE, *format.other_weights], revision=folder.name)
         return read_headers(weight_files(folder, source.name, format.other_weights), source.name)

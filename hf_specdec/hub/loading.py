@@ -10,9 +10,10 @@ import dataclasses
 import math
 import os
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,26 +30,45 @@ from hf_specdec.drafters.merged import MergedDrafter
 from hf_specdec.drafters.pairing import check_tokenizer
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, is_weightless
+from hf_specdec.drafters.registry import FAMILIES, WEIGHTLESS, is_weightless, named_method
 from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.wrapped import unwrapped
 from hf_specdec.hub.checkpoint import read_config
 from hf_specdec.hub.files import (
     CONFIG_FILE,
     INDEX_FILE,
     Source,
-    StoredTensor,
-    read_headers,
     weight_files,
 )
-from hf_specdec.hub.formats.base import Format, as_it_is, check_sizes
+from hf_specdec.hub.formats.base import Format, StoredTensor, as_it_is, check_sizes
 from hf_specdec.hub.formats.language_model import LANGUAGE_MODEL
+from hf_specdec.hub.formats.own import own_layout
+from hf_specdec.hub.formats.published import PUBLISHED
 from hf_specdec.hub.mtp import load_mtp
 from hf_specdec.hub.recognition import NotADrafterError
 from hf_specdec.hub.source_layout import source_layout
-from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors
+from hf_specdec.hub.tensors import DTYPES, check_tensors, describe, load_tensors, read_headers
 from hf_specdec.hub.wording import printable
 
 MAX_TABLE_BYTES = 2**30  # for buffers of a language model, such as rotary tables and masks
+
+
+def is_drafter(name: str) -> bool:
+    """Whether a name is that of a drafter, supported or not, rather than of a language model.
+
+    Raises:
+        OSError: there is no such folder or repo.
+        ValueError: the name is neither a folder nor a Hub id.
+    """
+    if named_method(name) is not None:
+        return True
+    source = Source(name)
+    folder = source.locate([CONFIG_FILE])
+    found: list[Format] = []
+    with warnings.catch_warnings(), suppress(ValueError):  # loading it says what is wrong
+        warnings.simplefilter("ignore")
+        read_config(folder, source, registered_formats(), recognised=found.append)
+    return bool(found) and found[0].family != LANGUAGE_MODEL.family
 
 
 def load_drafter(
@@ -105,6 +125,7 @@ def load_drafter(
         raise TypeError(
             f"target={target!r} is a {type(target).__name__}; it must be the loaded target model, or left out."
         )
+    target = unwrapped(target)
     asked_dtype = floating_dtype(dtype)
     if device is not None:  # otherwise it is the target's
         usable_device(device)
@@ -119,7 +140,7 @@ def load_drafter(
             )
         return WEIGHTLESS[name](**drafting_options)
     folder = source.locate([CONFIG_FILE])
-    format, fields = read_config(folder, source, registered_formats(), _host_defaults)
+    format, fields = read_config(folder, source, registered_formats(), _host_defaults, headers=read_headers)
     family = FAMILIES[format.family]
     if family.load is not None:
         dtype = asked_dtype or _dtype_of(target)
@@ -186,13 +207,15 @@ def load_drafter(
     return drafter.to(_device_for(target) if device is None else device)
 
 
-def registered_formats() -> list[tuple[Callable[[dict[str, Any]], bool], Format]]:
-    """The layouts of families that were registered with `recognises`."""
-    return [
-        (family.recognises, LANGUAGE_MODEL if family.load is not None else Format(family.name, family.name, as_it_is))
-        for family in FAMILIES.values()
-        if family.recognises is not None
-    ]
+def registered_formats() -> list[Format]:
+    """The layouts of registered families that are not in `formats/published.py`."""
+    formats = []
+    for family in FAMILIES.values():
+        if family.load is None:
+            parts = {"own_files": family.own_files, "missing": family.missing}
+            formats.append(own_layout(family.name, family.drafter.config_class, family.own_keys, **parts))
+        formats += [layout for layout in family.layouts if layout not in PUBLISHED]
+    return formats
 
 
 def _host_defaults(format: Format) -> dict[str, Any]:
@@ -247,7 +270,7 @@ def _draft_model(source: Source, dtype: torch.dtype) -> Drafter:
     """
     folder = source.locate([CONFIG_FILE])
     try:
-        format, fields = read_config(folder, source, registered_formats(), _host_defaults)
+        format, fields = read_config(folder, source, registered_formats(), _host_defaults, headers=read_headers)
     except NotADrafterError as error:
         raise ValueError(
             f"{source.name!r} is not a language model of transformers, such as LlamaForCausalLM: {error.found}. A "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
 
     Args:
         target: the loaded target.
-        source: what was asked for, and how files are had.
+        source: what was asked for, with the settings of downloads.
         drafting_options: of `MTPOptions`.
 
     Returns:
@@ -31,7 +32,7 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
 
     Raises:
         ValueError: there is no target; its checkpoint has no such layer, or one that is damaged or not supported.
-        OSError: its files cannot be had.
+        OSError: its files cannot be read or downloaded.
     """
     asked = source.name == MTP and not Path(MTP).is_dir()
     if not asked and (target is None or not source.name or source.name != target.name_or_path):
@@ -62,6 +63,27 @@ def load_mtp(target: PreTrainedModel | None, source: Source, **drafting_options:
             f"{listed(broken)}: the checkpoint is damaged. Download it again, or use another drafter."
         )
     return MTPDrafter(target, layout, tensors, **drafting_options)
+
+
+def holds_layer(source: Source) -> bool:
+    """Whether a target's checkpoint has a multi-token-prediction layer of a known layout."""
+    files = locate_target(source)
+    text = files.config | (files.config.get("text_config") or {})
+    return find_layout(files.shards, text.get("num_hidden_layers", 0), text.get("model_type", "")) is not None
+
+
+def layer_note(names: Collection[str], fields: dict[str, Any]) -> str | None:
+    """What `inspect_drafter` says about the layer in a checkpoint with these tensors and this config; None if none."""
+    how = f"load_drafter({MTP!r}, target)"
+    nested = fields.get("text_config")
+    text = fields | (nested if isinstance(nested, dict) else {})
+    layout = find_layout(names, text.get("num_hidden_layers", 0), str(text.get("model_type")))
+    if layout is None:
+        return None
+    place = f"It holds a multi-token-prediction layer at {layout.projection}"
+    if layout.needs is not None:
+        return f"{place}, which {how} does not support: the layer needs {layout.needs}."
+    return f"{place}: as a target it drafts for itself, with {how}."
 
 
 def _nothing_found(target: PreTrainedModel, names: Any) -> str:

@@ -7,7 +7,6 @@ Tensors that were not loaded are read again from the source files. `export.py` w
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -16,12 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_specdec.drafters.pretrained import PretrainedDrafter, SourceLayout, SourceTensor
+from hf_specdec.drafters.registry import method_of
 from hf_specdec.host_keys import listed
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_headers
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source
 from hf_specdec.hub.formats.base import Format, Headers
 from hf_specdec.hub.formats.keys import HOST, OURS
-from hf_specdec.hub.recognition import recognise
-from hf_specdec.hub.tensors import load_tensors
+from hf_specdec.hub.tensors import load_tensors, read_headers
 
 _WAY_OUT = "or save it in the layout of this library: drafter.save_pretrained(folder)"
 
@@ -99,8 +98,9 @@ def source_tensors(drafter: PretrainedDrafter, layout: SourceLayout, name: str) 
                 values = current.to(tensor.dtype)
         assert values is not None, "a tensor that was not loaded has been read again"
         files.setdefault(tensor.file, {})[tensor.name] = values.contiguous()
-    names = [tensor.name for tensor in layout.tensors]
-    format = recognise(json.loads(layout.json_files[CONFIG_FILE]), name, lambda: names)
+    method = method_of(drafter)
+    assert method is not None, "a drafter with a source layout was loaded by its family"
+    format = next(each for each in method.layouts if each.name == layout.format)
     format.check({key: values for file in files.keys() - format.beside for key, values in files[file].items()}, name)
     return files
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_specdec.host_keys import listed
-from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_headers, read_json
+from hf_specdec.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Source, read_json, safetensors_headers
 from hf_specdec.hub.tensors import DTYPES
 
 
@@ -46,7 +46,7 @@ class TargetFiles:
                 f"{INDEX_FILE} of {self.source.name!r} names {shards}; shards must be safetensors files in its folder."
             )
         folder = self.source.locate(shards, revision=self.commit)
-        held = read_headers([folder / shard for shard in shards], self.source.name)
+        held = safetensors_headers([folder / shard for shard in shards], self.source.name)
         if lost := [name for name in wanted if name not in held or held[name].file.name != self.shards[name]]:
             raise ValueError(
                 f"{INDEX_FILE} of {self.source.name!r} says that {self.shards[lost[0]]} holds {lost[0]}, but it does "
@@ -78,7 +78,7 @@ def locate_target(source: Source, commit: str | None = None) -> TargetFiles:
             )
     else:
         folder = source.locate([WEIGHTS_FILE], revision=commit)
-        shards = dict.fromkeys(read_headers([folder / WEIGHTS_FILE], source.name), WEIGHTS_FILE)
+        shards = dict.fromkeys(safetensors_headers([folder / WEIGHTS_FILE], source.name), WEIGHTS_FILE)
     return TargetFiles(source, commit, config, shards)
 
 

@@ -6,7 +6,7 @@ Pickles are read here only, with `weights_only`. `files.py` finds the files and 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_specdec.host_keys import listed
-from hf_specdec.hub.files import StoredTensor
+from hf_specdec.hub.files import safetensors_headers
+from hf_specdec.hub.formats.base import StoredTensor
 
 # safetensors' names of the dtypes that the weights of a drafter may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -48,6 +49,19 @@ def pickle_header(file: Path, name: str) -> dict[str, StoredTensor]:
         ValueError: as `load_tensors`.
     """
     return {key: describe(tensor, file) for key, tensor in _unpickle(file, name, "meta").items()}
+
+
+def read_headers(files: Sequence[Path], name: str) -> dict[str, StoredTensor]:
+    """Shapes and dtypes of the tensors in weight files, pickles among them, without their values.
+
+    Raises:
+        ValueError: as `load_tensors` and `safetensors_headers`.
+    """
+    stored = safetensors_headers([file for file in files if file.suffix == ".safetensors"], name)
+    for file in files:
+        if file.suffix != ".safetensors":
+            stored |= pickle_header(file, name)
+    return stored
 
 
 def describe(tensor: Tensor, file: Path) -> StoredTensor:

@@ -20,8 +20,6 @@ from hf_specdec.serving.plan import Plan
 
 # The version of the measurements in docs/serving.md.
 TESTED_VERSION = "0.32.0"
-# Earlier versions mask full layers of DFlash drafters causally (vllm-project/vllm#47745, #52816).
-BLOCKS_SINCE = (0, 28)
 _GRACE_S = 20.0
 _PROBE = """
 import json, sys, vllm
@@ -66,11 +64,10 @@ class Engine:
                 f"{plan.target!r}: use a vLLM that does, or decode with transformers."
             )
         numbers = tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
-        method = plan.speculative["method"]
-        if method in ("dflash", "dspark") and numbers < BLOCKS_SINCE:
+        if plan.since is not None and numbers < plan.since[0]:
             raise ValueError(
-                f"vLLM {self.version} masks the layers of {method} drafters wrongly and accepts few drafts: use "
-                f"{'.'.join(map(str, BLOCKS_SINCE))} or later."
+                f"vLLM {self.version} {plan.since[1].format(method=plan.speculative['method'])}: use "
+                f"{'.'.join(map(str, plan.since[0]))} or later."
             )
         if self.version.partition("+")[0] != TESTED_VERSION:
             return [f"This is vLLM {self.version}; the command was tested with {TESTED_VERSION}."]

@@ -10,28 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dspark import DSparkDrafter
-from hf_specdec.drafters.eagle3 import Eagle3Drafter
-from hf_specdec.drafters.gemma4_assistant import Gemma4AssistantDrafter
-from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.medusa import MedusaDrafter
-from hf_specdec.drafters.mtp import find_layout
-from hf_specdec.drafters.peagle import PEagleDrafter
-from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafters.registry import Serving, check_has_checkpoint, named_method, serving_of
 from hf_specdec.hub.checkpoint import check_is_target
-from hf_specdec.hub.export import export_drafter, why_not_served
+from hf_specdec.hub.export import export_drafter
 from hf_specdec.hub.files import CONFIG_FILE, Source, read_json
 from hf_specdec.hub.loading import load_drafter
-from hf_specdec.hub.mtp import MTP
-from hf_specdec.hub.target_files import locate_config, locate_target
+from hf_specdec.hub.mtp import holds_layer
+from hf_specdec.hub.target_files import locate_config
 
-NGRAM, SUFFIX = "ngram", "suffix"
 # Drafting and verifying a token costs more than it gains if it is accepted less often than this.
 LEAST_ACCEPTANCE = 0.1
-# Default number of tokens in vLLM for drafters that draft token by token.
-DEFAULT_CHAIN = 5
+# Of drafters that draft token by token.
+MOST_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +34,7 @@ class Plan:
         dtype: of the target and the drafter; "auto" for the dtype in the target's config.
         speculative: content of `--speculative-config`.
         notes: sentences on what vLLM does, and which features of the drafter it lacks.
+        since: the first version of vLLM that runs this drafter correctly, and what earlier ones do, as a clause.
     """
 
     target: str
@@ -51,6 +42,7 @@ class Plan:
     dtype: str
     speculative: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    since: tuple[tuple[int, ...], str] | None = None
 
     @property
     def options(self) -> list[str]:
@@ -85,31 +77,40 @@ def plan_serving(
             swapped, or they do not fit.
         OSError: one of them cannot be loaded.
     """
+    check_has_checkpoint(target)
     check_is_target(target, drafter)
     config = locate_config(Source(target, local_files_only=local_files_only))
     location = str(Path(target).resolve()) if Path(target).is_dir() else target
     architectures: list[str] = config.get("architectures") or []
-    if drafter in (NGRAM, SUFFIX, MTP) and not Path(drafter).is_dir():
-        if drafter == MTP:
-            _check_mtp(Source(target, local_files_only=local_files_only))
-        own, note = _without_checkpoint(drafter, num_speculative_tokens)
-        return Plan(location, architectures, dtype, own, [note])
+    if (named := named_method(drafter)) is not None:
+        if named.origin == "target" and not holds_layer(Source(target, local_files_only=local_files_only)):
+            raise ValueError(
+                f"The checkpoint of target {target!r} has no multi-token-prediction layer of a known layout: name "
+                "another drafter, such as ngram."
+            )
+        serving = _checked(named.serving or Serving(not_exported="vLLM has no such method"), drafter, target)
+        number = num_speculative_tokens or serving.default_tokens
+        own = {"method": serving.method, "num_speculative_tokens": number}
+        if named.origin == "name":
+            own |= serving.settings(named.drafter())
+        return Plan(location, architectures, dtype, own, [serving.note])
     source = Source(drafter, revision, local_files_only=local_files_only)
     loaded: Drafter = load_drafter(drafter, revision=revision, local_files_only=local_files_only)
+    serving = serving_of(loaded)
     notes: list[str] = []
-    if isinstance(loaded, SpecBranchDrafter):
-        assert loaded.draft_model is not None
-        notes.append("vLLM cannot draft during verification as SpecBranch does: it runs its draft model alone.")
-        drafter = loaded.draft_model.name_or_path
+    if serving.instead is not None:
+        drafter, note = serving.instead(loaded)
+        notes.append(note)
         source = Source(drafter, local_files_only=local_files_only)
         loaded = load_drafter(drafter, local_files_only=local_files_only)
-    method = _method(loaded, drafter, target)
+        serving = serving_of(loaded)
+    _checked(serving, drafter, target)
     tokens = num_speculative_tokens
     if tokens is None:
-        tokens, why = _default_tokens(loaded, getattr(loaded, "measurements", None))
+        tokens, why = _default_tokens(loaded, serving, getattr(loaded, "measurements", None))
         notes.append(f"It drafts {tokens} token{'s' if tokens > 1 else ''} per round: {why}.")
     model = str(Path(drafter).resolve()) if Path(drafter).is_dir() else drafter
-    if _needs_export(loaded, source):
+    if serving.needs_export(loaded, read_json(source.locate([CONFIG_FILE]) / CONFIG_FILE, source.name)):
         folder = Path(export_folder or f"{Path(drafter).resolve().name}-vllm")
         with warnings.catch_warnings():  # a local target name is fine here: the target is served on this machine
             warnings.filterwarnings("ignore", message="The export names its target by the folder")
@@ -119,10 +120,8 @@ def plan_serving(
         "vLLM verifies one chain of drafts per round, and no trees, so it accepts fewer tokens per round than "
         "hf_specdec does with trees of this drafter."
     )
-    speculative: dict[str, Any] = {"model": model, "method": method, "num_speculative_tokens": tokens}
-    if isinstance(loaded, PEagleDrafter):
-        speculative["parallel_drafting"] = True
-    return Plan(location, architectures, dtype, speculative, notes)
+    speculative = {"model": model, "method": serving.method, "num_speculative_tokens": tokens}
+    return Plan(location, architectures, dtype, speculative | serving.settings(loaded), notes, serving.since)
 
 
 def tokens_worth_drafting(mean_acceptance_length: float, most: int) -> int:
@@ -144,63 +143,26 @@ def tokens_worth_drafting(mean_acceptance_length: float, most: int) -> int:
     return tokens
 
 
-def _check_mtp(source: Source) -> None:
-    """Raises ValueError if the target's checkpoint has no multi-token-prediction layer."""
-    files = locate_target(source)
-    text = files.config | (files.config.get("text_config") or {})
-    if find_layout(files.shards, text.get("num_hidden_layers", 0), text.get("model_type", "")) is None:
+def _checked(serving: Serving, name: str, target: str) -> Serving:
+    """Raises ValueError if vLLM has no method for a drafter of this name."""
+    if serving.method is None:
         raise ValueError(
-            f"The checkpoint of target {source.name!r} has no multi-token-prediction layer of a known layout: name "
-            f"another drafter, such as {NGRAM}."
+            f"vLLM cannot run {name!r}: {serving.not_exported}. It can run this target without a trained drafter: "
+            f"`hf-specdec serve {target} ngram`."
         )
+    return serving
 
 
-def _without_checkpoint(name: str, num_speculative_tokens: int | None) -> tuple[dict[str, Any], str]:
-    """The arguments of vLLM for a drafter without files, and a note."""
-    if name == MTP:
-        speculative: dict[str, Any] = {"method": MTP, "num_speculative_tokens": num_speculative_tokens or 1}
-        return speculative, "vLLM reads the multi-token-prediction layer of the targets for which it has a class."
-    speculative = {"method": name, "num_speculative_tokens": num_speculative_tokens or DEFAULT_CHAIN}
-    if name == SUFFIX:
-        return speculative, "This is vLLM's own suffix decoding; it needs the package arctic-inference."
-    options = NGramDrafter().options
-    speculative |= {"prompt_lookup_max": options.longest_suffix, "prompt_lookup_min": options.shortest_suffix}
-    return speculative, "This is vLLM's own look-up: one continuation from the request's text, no trees."
-
-
-def _method(drafter: Drafter, name: str, target: str) -> str:
-    """The name of the method in vLLM.
-
-    Raises:
-        ValueError: there is none for this drafter.
-    """
-    for kind, method in (
-        (PEagleDrafter, "eagle3"),
-        (Eagle3Drafter, "eagle3"),
-        (DSparkDrafter, "dspark"),
-        (DFlashDrafter, "dflash"),
-        (MedusaDrafter, "medusa"),
-        (Gemma4AssistantDrafter, MTP),
-        (CausalLMDrafter, "draft_model"),
-    ):
-        if isinstance(drafter, kind):
-            return method
-    raise ValueError(
-        f"vLLM cannot run {name!r}: {why_not_served(drafter)}. It can run this target without a trained drafter: "
-        f"`hf-specdec serve {target} {NGRAM}`."
-    )
-
-
-def _default_tokens(drafter: Drafter, measurements: Any) -> tuple[int, str]:
+def _default_tokens(drafter: Drafter, serving: Serving, measurements: Any) -> tuple[int, str]:
     """Tokens to draft per round, and the reason."""
-    most, at_once = _most_tokens(drafter)
+    most = MOST_TOKENS if serving.tokens is None else serving.tokens(drafter)
     lengths = [
         found["mean_acceptance_length"]
         for found in ((measurements or {}).get("methods") or {}).values()
         if found.get("mean_acceptance_length")
     ]
     if not lengths:
-        default = most if at_once else min(most, DEFAULT_CHAIN)
+        default = most if serving.tokens is not None else serving.default_tokens
         return default, "the default for drafters of this kind, since it was not measured"
     # The method with the shortest length is most similar to a chain.
     length = min(lengths)
@@ -209,27 +171,3 @@ def _default_tokens(drafter: Drafter, measurements: Any) -> tuple[int, str]:
         f"it was measured with {length} tokens per round, and further tokens would be accepted in less than "
         f"{LEAST_ACCEPTANCE:.0%} of rounds",
     )
-
-
-def _most_tokens(drafter: Drafter) -> tuple[int, bool]:
-    """Most tokens that it can draft per round, and whether it drafts all of them in one forward."""
-    config: Any = getattr(drafter, "config", None)
-    if isinstance(drafter, DFlashDrafter):
-        return config.block_size - config.first_slot, True
-    if isinstance(drafter, PEagleDrafter):
-        return config.num_draft_tokens, True
-    if isinstance(drafter, MedusaDrafter):
-        return config.medusa_num_heads, True
-    return 64, False
-
-
-def _needs_export(drafter: Drafter, source: Source) -> bool:
-    """Whether vLLM cannot read the checkpoint's format."""
-    if isinstance(drafter, CausalLMDrafter):
-        return drafter.target_ids is not None
-    if isinstance(drafter, MedusaDrafter):
-        return False
-    config = read_json(source.locate([CONFIG_FILE]) / CONFIG_FILE, source.name)
-    if isinstance(drafter, Gemma4AssistantDrafter):  # as published; what we save is not exported either
-        return config["model_type"] == drafter.config.model_type
-    return "speculators_config" not in config

@@ -24,7 +24,8 @@ from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.causal_lm.draft_model import DraftVocabulary, target_ids_of
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.options import Count, TrainOptions
-from hf_specdec.training.recipe import Recipe, Rows, register_recipe
+from hf_specdec.training.recipe import Recipe, register_recipe
+from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary

@@ -10,25 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TopPLogitsWarper
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec.chat_template import Message
 from hf_specdec.drafters.card import is_hub_id
+from hf_specdec.training.continuation import continuations
 from hf_specdec.training.data import datasets_package
 from hf_specdec.training.features import fingerprint
-from hf_specdec.training.progress import token_progress
+from hf_specdec.training.progress import INTERVAL_S
 
 RECIPE_FILE = "recipe.json"
-QUESTIONS_PER_FILE = 64  # generated as one batch
-QUESTION_TOKENS, QUESTION_TOP_P = 160, 0.95
+QUESTION_TOKENS = 160
+# How a request about a text may begin; the target writes the rest of the line, so that no two requests are alike.
+REQUESTS = ("Summarize", "Rewrite the", "Translate the following", "Extract", "Explain this", "Find", "Shorten")
+REQUEST_TOKENS = 40
 ROLES = ("system", "user", "assistant")
 
 
@@ -112,80 +115,13 @@ def _conversation(fields: Any, where: str, default_group: str) -> Conversation:
     return Conversation(tuple(asked), str(fields.get("group", default_group)))
 
 
-def write_questions(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-    folder: str | Path,
-    *,
-    seed: int = 0,
-    worker: tuple[int, int] = (0, 1),
-) -> None:
-    """Lets the target generate questions, and writes them to disk: it continues the start of a user message.
-
-    An assistant model was trained on conversations, so it writes questions like those of its training data. Questions
-    without an end are dropped. A file depends only on its number and the seed, as in `write_answers`.
-    Source: Magpie, arXiv 2406.08464, Section 2.
-
-    Args:
-        model: the target.
-        tokenizer: its tokenizer, with a chat template.
-        count: questions to generate, rounded up to complete files; slightly fewer are kept.
-        folder: of the files, for `read_questions`.
-        seed: of sampling.
-        worker: (rank, number of workers); this call writes every n-th file.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or its template has no tokens before or after a question.
-    """
-    check_template(tokenizer)
-    opening, ends = _around_question(tokenizer)
-    ends |= end_ids(model)
-    own, (rank, workers) = Path(folder), worker
-    own.mkdir(parents=True, exist_ok=True)
-    numbers = range(rank, -(-count // QUESTIONS_PER_FILE), workers)
-    files = {number: own / f"questions-{seed}-{number:06d}.jsonl" for number in numbers}
-    missing = {number: file for number, file in files.items() if not file.exists()}
-    total = len(missing) * QUESTIONS_PER_FILE * QUESTION_TOKENS
-    with token_progress("target writes questions", total, shown=rank == 0) as progress:
-        for number, file in missing.items():
-            draw = torch.Generator(model.device).manual_seed(seed * 1_000_003 + number)
-            room = [QUESTION_TOKENS] * QUESTIONS_PER_FILE
-            prompts = [opening] * QUESTIONS_PER_FILE
-            written = answers(model, prompts, room, 1.0, draw, progress, top_p=QUESTION_TOP_P, ends=ends)
-            progress.total -= sum(room) - sum(map(len, written))
-            texts = [tokenizer.decode(ids[:-1]).strip() for ids in written if ids[-1] in ends]
-            lines = [{"messages": [{"role": "user", "content": text}], "group": "own"} for text in texts if text]
-            _write_lines(file, lines)
-
-
-def read_questions(folder: str | Path, count: int, *, seed: int = 0) -> list[Conversation]:
-    """The questions of `write_questions` for this `count`, without duplicates."""
-    files = [Path(folder) / f"questions-{seed}-{number:06d}.jsonl" for number in range(-(-count // QUESTIONS_PER_FILE))]
-    read = [each for file in files if file.stat().st_size for each in read_conversations(str(file))]
-    return list({each.messages[0]["content"]: each for each in read}.values())
-
-
-def _around_question(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], set[int]]:
-    """The tokens before a user's first message, and the token ids that end it."""
-    mark = "(mark)"
-    text = str(tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False))
-    before, _, after = text.partition(mark)
-    opening, ending = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
-    if not opening or not ending:
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path!r} has no tokens {'after' if opening else 'before'} a "
-            "question, so its model cannot generate one. Give conversations with --data."
-        )
-    return list(opening), {ending[0]}
-
-
 @dataclass(frozen=True)
 class AnswerSettings:
     """Settings of the answers.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperatures: of the answers; conversations take them in turn. 0 is greedy.
+        follow_ups: share of conversations in which the target invents one more user message and answers it.
         max_new_tokens: of one answer; longer answers are cut.
         max_length: most tokens of a conversation with its answer: longer answers are cut, and turns without space for
             an answer are skipped.
@@ -193,7 +129,8 @@ class AnswerSettings:
         seed: of sampling.
     """
 
-    temperature: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
+    follow_ups: float = 0.0
     max_new_tokens: int = 384
     max_length: int = 768
     batch_size: int = 32
@@ -219,9 +156,9 @@ def write_answers(
         model: the target.
         tokenizer: its tokenizer, with a chat template.
         conversations: to answer.
-        folder: of the files. A line is an answer: `group`; `turn`, from 0; `prompt_ids`, the conversation before the
-            answer in the chat template; `answer_ids`; `ended`, whether they end with an end-of-text token;
-            `messages`, including the answer. The settings are in `recipe.json`.
+        folder: of the files. A line is an answer: `group`; `turn`, from 0; `temperature`; `prompt_ids`, the
+            conversation before the answer in the chat template; `answer_ids`; `ended`, whether they end with an
+            end-of-text token; `messages`, including the answer. The settings are in `recipe.json`.
         settings: of the answers.
         dataset: Hub id of the conversations, for the cards of drafters trained on the answers.
         worker: (rank, number of workers); this call writes every n-th file.
@@ -232,29 +169,85 @@ def write_answers(
     Raises:
         ValueError: the folder holds answers with other settings, or the tokenizer has no chat template.
     """
-    check_template(tokenizer)
+    size = settings.batch_size
+    batches = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+    origin = {"conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(), "dataset": dataset}
+    return _write_files(
+        _Writer(model, tokenizer, settings), len(batches), lambda _, n: batches[n], folder, origin, worker
+    )
+
+
+def write_invented(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    folder: str | Path,
+    settings: AnswerSettings,
+    *,
+    texts: Sequence[str] = (),
+    worker: tuple[int, int] = (0, 1),
+) -> list[Path]:
+    """Lets the target invent user messages and answer them; the files are those of `write_answers`.
+
+    An assistant model was trained on conversations, so it continues the opening of a user message with a request like
+    those of its training data. With `texts` it continues a verb such as "Summarize", and a text follows the request.
+    Messages without an end are dropped. Source: Magpie, arXiv 2406.08464, Section 2.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, with a chat template.
+        count: messages to invent, rounded up to complete files; slightly fewer are kept. A later call may ask for more.
+        folder: of the files.
+        settings: of the answers.
+        texts: what the requests are about, one each; at most as many requests are written.
+        worker: (rank, number of workers); this call writes every n-th file.
+
+    Returns:
+        The files of this worker.
+
+    Raises:
+        ValueError: as for `write_answers`, or the chat template has no tokens before or after a user message.
+    """
+    writer, size = _Writer(model, tokenizer, settings), settings.batch_size
+    around_user_message(tokenizer, [])  # refuses a template before the folder is made
+
+    def invent(draw: torch.Generator, number: int) -> list[Conversation]:
+        return writer.invent(draw, texts[number * size : (number + 1) * size] if texts else None)
+
+    count = min(count, len(texts)) if texts else count
+    origin = {"conversations": "invented", "texts": hashlib.sha256(repr(list(texts)).encode()).hexdigest()}
+    return _write_files(writer, -(-count // size), invent, folder, origin, worker)
+
+
+def _write_files(
+    writer: _Writer,
+    num_files: int,
+    conversations: Callable[[torch.Generator, int], Sequence[Conversation]],
+    folder: str | Path,
+    origin: dict[str, Any],
+    worker: tuple[int, int],
+) -> list[Path]:
+    """Writes the files that are missing; `conversations` gives those of a file by its number."""
+    model, settings = writer.model, writer.settings
     recipe = {
         "target": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "chat_template": _template_hash(tokenizer),
-        "conversations": hashlib.sha256(repr(list(conversations)).encode()).hexdigest(),
-        "dataset": dataset,
+        "chat_template": _template_hash(writer.tokenizer),
+        **origin,
         **asdict(settings),
     }
-    own = Path(folder)
+    own, (rank, workers) = Path(folder), worker
     own.mkdir(parents=True, exist_ok=True)
-    _check_recipe(own / RECIPE_FILE, recipe)
-    rank, workers = worker
-    size = settings.batch_size
-    batches = [conversations[start : start + size] for start in range(0, len(conversations), size)]
-    files = {number: own / f"answers-{number:06d}.jsonl" for number in range(rank, len(batches), workers)}
-    missing = [number for number, file in files.items() if not file.exists()]
-    turns = sum(each.num_turns for number in missing for each in batches[number])
-    with token_progress("target answers", turns * settings.max_new_tokens, shown=rank == 0) as progress:
-        for number in missing:
+    _check_recipe(own / RECIPE_FILE, json.loads(json.dumps(recipe)))
+    files = {number: own / f"answers-{number:06d}.jsonl" for number in range(rank, num_files, workers)}
+    missing = {number: file for number, file in files.items() if not file.exists()}
+    with tqdm(missing.items(), "target writes", unit=" files", disable=rank > 0, mininterval=INTERVAL_S) as progress:
+        for number, file in progress:
             draw = torch.Generator(model.device).manual_seed(settings.seed * 1_000_003 + number)
-            rows = _answer_batch(model, tokenizer, batches[number], settings, draw, progress)
-            _write_lines(files[number], rows)
+            started, rows = time.perf_counter(), list(writer.answer(conversations(draw, number), draw))
+            _write_lines(file, rows)
+            num_tokens = sum(len(row["answer_ids"]) for row in rows)
+            progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tokens of answers/s")
     return list(files.values())
 
 
@@ -326,117 +319,124 @@ def _check_recipe(file: Path, recipe: dict[str, Any]) -> None:
         )
 
 
-def _answer_batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: Sequence[Conversation],
-    settings: AnswerSettings,
-    draw: torch.Generator,
-    progress: tqdm,
-) -> Iterator[dict[str, Any]]:
-    """Answers the first user message of all conversations, then the second, and so on."""
-    histories = [[message for message in each.messages if message["role"] == "system"] for each in batch]
-    questions = [[message for message in each.messages if message["role"] == "user"] for each in batch]
-    for turn in range(max(map(len, questions))):
-        asked = []
-        for index, own in enumerate(questions):
-            if turn >= len(own):
-                continue
-            histories[index].append(own[turn])
-            ids = tokenizer.apply_chat_template(histories[index], add_generation_prompt=True, return_dict=False)
-            if len(ids) < settings.max_length:
-                asked.append((index, list(ids)))
-            else:
-                progress.total -= (len(own) - turn) * settings.max_new_tokens
-                questions[index] = own[:turn]  # later turns would be longer
-        if not asked:
-            return
-        prompts = [ids for _, ids in asked]
-        room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
-        written = answers(model, prompts, room, settings.temperature, draw, progress)
-        progress.total -= len(asked) * settings.max_new_tokens - sum(map(len, written))
-        for (index, ids), answer in zip(asked, written, strict=True):
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            histories[index].append({"role": "assistant", "content": text})
-            yield {
-                "group": batch[index].group,
-                "turn": turn,
-                "prompt_ids": ids,
-                "answer_ids": answer,
-                "ended": answer[-1] in end_ids(model),
-                "messages": list(histories[index]),
-            }
+class _Writer:
+    """Continues conversations in the chat template of a target."""
 
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: AnswerSettings) -> None:
+        check_template(tokenizer)
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.ends = end_ids(model)
 
-@torch.no_grad()
-def answers(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    room: Sequence[int],
-    temperature: float,
-    draw: torch.Generator,
-    progress: tqdm,
-    *,
-    top_p: float = 1.0,
-    ends: Set[int] | None = None,
-) -> list[list[int]]:
-    """Continues prompts of different lengths to the end of text; rows that have ended are removed from the batch.
+    def answer(self, batch: Sequence[Conversation], draw: torch.Generator) -> Iterator[dict[str, Any]]:
+        """Answers the first user message of all conversations, then the second, and so on."""
+        settings = self.settings
+        histories = [[message for message in each.messages if message["role"] == "system"] for each in batch]
+        questions = [[message for message in each.messages if message["role"] == "user"] for each in batch]
+        temperatures = [settings.temperatures[index % len(settings.temperatures)] for index in range(len(batch))]
+        for turn in range(1 + max(map(len, questions), default=0)):
+            asked: list[int] = []
+            prompts: list[list[int]] = []
+            for index, own in enumerate(questions):
+                if turn < len(own):
+                    histories[index].append(own[turn])
+                    ids = self.tokenizer.apply_chat_template(
+                        histories[index], add_generation_prompt=True, return_dict=False
+                    )
+                    if len(ids) < settings.max_length:
+                        asked.append(index)
+                        prompts.append(list(ids))
+                    else:
+                        questions[index] = own[:turn]  # later turns would be longer
+            if not asked:
+                return
+            room = [min(settings.max_new_tokens, settings.max_length - len(ids)) for ids in prompts]
+            answers = continuations(self.model, prompts, room, [temperatures[row] for row in asked], draw, self.ends)
+            for index, ids, answer in zip(asked, prompts, answers, strict=True):
+                text = self.tokenizer.decode(answer, skip_special_tokens=True)
+                histories[index].append({"role": "assistant", "content": text})
+                yield {
+                    "group": batch[index].group,
+                    "turn": turn,
+                    "temperature": temperatures[index],
+                    "prompt_ids": ids,
+                    "answer_ids": answer,
+                    "ended": answer[-1] in self.ends,
+                    "messages": list(histories[index]),
+                }
+            lasts = [
+                (index, histories[index])
+                for index, answer in zip(asked, answers, strict=True)
+                if turn + 1 == batch[index].num_turns and answer[-1] in self.ends
+            ]
+            lasts = [each for each in lasts if random_share(draw) < settings.follow_ups]
+            for (index, _), text in zip(lasts, self.user_messages([each for _, each in lasts], draw), strict=True):
+                if text:
+                    questions[index].append({"role": "user", "content": text})
 
-    Args:
-        model: the target.
-        prompts: token ids.
-        room: most tokens of each answer.
-        temperature: 0 is greedy.
-        draw: on the model's device, for sampling.
-        progress: counts every token.
-        top_p: of sampling.
-        ends: tokens that end an answer; None for those of the model.
+    def user_messages(
+        self, histories: Sequence[Sequence[Message]], draw: torch.Generator, beginnings: Sequence[str] | None = None
+    ) -> list[str]:
+        """The next user message of each conversation, as the target invents it; "" for one without an end.
 
-    Returns:
-        The tokens of each answer, including the end-of-text token if it was generated.
-    """
-    ends = end_ids(model) if ends is None else ends
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    written: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))
-    cache = DynamicCache(config=model.config)
-    while True:
-        logits = model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
-        chosen = _choose(logits, temperature, top_p, draw).tolist()
-        for row, token in zip(rows, chosen, strict=True):
-            written[row].append(token)
-        progress.update(len(rows))
-        unfinished = [
-            index
-            for index, (row, token) in enumerate(zip(rows, chosen, strict=True))
-            if token not in ends and len(written[row]) < room[row]
+        Args:
+            histories: the messages before it.
+            draw: of sampling.
+            beginnings: its first words; it then ends with its first line or colon.
+        """
+        if not histories:
+            return []
+        beginnings = [""] * len(histories) if beginnings is None else beginnings
+        begun = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in beginnings]
+        openings, ends, most = [], set(self.ends), QUESTION_TOKENS
+        for history, ids in zip(histories, begun, strict=True):
+            opening, end = around_user_message(self.tokenizer, history)
+            ends.add(end)
+            openings.append([*opening, *ids])
+        if any(beginnings):
+            most = REQUEST_TOKENS
+            ends |= {token for token in range(len(self.tokenizer)) if set(":\n") & set(self.tokenizer.decode([token]))}
+        count = len(openings)
+        written = continuations(self.model, openings, [most] * count, [1.0] * count, draw, ends)
+        return [
+            self.tokenizer.decode([*first, *ids], skip_special_tokens=True).strip() if ids[-1] in ends else ""
+            for first, ids in zip(begun, written, strict=True)
         ]
-        if not unfinished:
-            return written
-        ids = torch.tensor([[chosen[index]] for index in unfinished], device=model.device)
-        if len(unfinished) < len(rows):
-            selected = torch.tensor(unfinished, device=model.device)
-            cache.batch_select_indices(selected)
-            mask, positions, rows = mask[selected], positions[selected], [rows[index] for index in unfinished]
-        mask = torch.cat([mask, mask.new_ones(len(unfinished), 1)], 1)
-        positions = positions[:, -1:] + 1
+
+    def invent(self, draw: torch.Generator, texts: Sequence[str] | None) -> list[Conversation]:
+        """A batch of conversations with one user message; with `texts`, a request about each of them."""
+        if texts is None:
+            messages, group = self.user_messages([[]] * self.settings.batch_size, draw), "invented"
+        else:
+            words = [REQUESTS[index % len(REQUESTS)] for index in range(len(texts))]
+            requests, group = self.user_messages([[]] * len(texts), draw, words), "texts"
+            messages = [ask and f"{ask}\n\n{text}" for ask, text in zip(requests, texts, strict=True)]
+        return [Conversation(({"role": "user", "content": text},), group) for text in messages if text]
+
+
+def random_share(draw: torch.Generator) -> float:
+    """A number between 0 and 1."""
+    return float(torch.rand((), generator=draw, device=draw.device))
+
+
+def around_user_message(tokenizer: PreTrainedTokenizerBase, history: Sequence[Message]) -> tuple[list[int], int]:
+    """The tokens before the next user message of a conversation, and the token id that ends it.
+
+    Raises:
+        ValueError: the chat template has none.
+    """
+    mark = "(mark)"
+    messages = [*history, {"role": "user", "content": mark}]
+    before, _, after = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(mark)
+    opening, ending = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+    if not opening or not ending:
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path!r} has no tokens {'after' if opening else 'before'} a "
+            "question, so its model cannot generate one. Give conversations with --data."
+        )
+    return list(opening), ending[0]
 
 
 def end_ids(model: PreTrainedModel) -> set[int]:
     """The tokens that end a text."""
     end = model.generation_config.eos_token_id
     return {end} if isinstance(end, int) else set(end or ())
-
-
-def _choose(logits: Tensor, temperature: float, top_p: float, draw: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.float() / temperature
-    if top_p < 1:
-        logits = TopPLogitsWarper(top_p)(None, logits)
-    return torch.multinomial(logits.softmax(-1), 1, generator=draw).squeeze(1)

@@ -23,8 +23,9 @@ from hf_specdec.training.chat import (
     write_answers,
 )
 from hf_specdec.training.data import datasets_package, documents_hash
+from hf_specdec.training.filters import useful_answers
 from hf_specdec.training.options import TrainOptions
-from hf_specdec.training.recipe import Rows
+from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import HELD_OUT, Source, Written, check_width, trained_mode
 
 MODE_DOCUMENTS = 200  # documents from which the kind of text is determined
@@ -40,12 +41,17 @@ class ConversationSource(Source):
         check_template(tokenizer)
         self.tokenizer, self.description = tokenizer, " ".join(options.data)
         self.settings = AnswerSettings(
-            temperature=options.temperature,
+            temperatures=tuple(options.temperature),
             max_new_tokens=options.new_tokens or 384,
             max_length=options.max_length,
             seed=options.seed,
         )
         self.work_dir = options.work_dir
+        self.excluded = [
+            list(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
+            for conversation in (read_conversations(options.exclude) if options.exclude is not None else [])
+            for message in conversation.messages
+        ]
         self.answered = [Path(source) for source in options.data if is_answers(source)]
         self.unanswered = {source: read_conversations(source) for source in options.data if not is_answers(source)}
         answers = [row for folder in self.answered for row in read_answers(folder)]
@@ -61,7 +67,9 @@ class ConversationSource(Source):
 
     @property
     def identity(self) -> list[str]:
-        settings = hashlib.sha256(repr((self.settings, [*self.unanswered.values()])).encode()).hexdigest()
+        settings = hashlib.sha256(
+            repr((self.settings, [*self.unanswered.values()], self.excluded)).encode()
+        ).hexdigest()
         return [documents_hash(self.documents), settings]
 
     def check(self, target: PreTrainedModel) -> None:
@@ -86,7 +94,11 @@ class ConversationSource(Source):
                 worker=worker,
             )
         processes.wait_for_everyone()
-        answers = [row for folder in folders for row in read_answers(folder)]
+        written = [row for folder in folders for row in read_answers(folder)]
+        answers, dropped = useful_answers(written, self.excluded)
+        if dropped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+            processes.print(f"{len(written) - len(answers):,} of {len(written):,} rows are not trained on: {reasons}")
         # All turns of a conversation, and its answers at other temperatures, are in the same split.
         openings = [json.dumps(row["messages"][: _opening_length(row["messages"])]) for row in answers]
         held_out_openings = set(list(dict.fromkeys(openings))[::HELD_OUT])
@@ -103,10 +115,11 @@ class ConversationSource(Source):
         ended = sum(row["ended"] for row in answers) / len(answers)
         recipes = [json.loads((each / RECIPE_FILE).read_text()) for each in folders]
         record = {
-            "rows_written_by_target": len(answers),
+            "rows_written_by_target": len(written),
+            "rows_left_out": dropped,
             "tokens_written_by_target": sum(len(row["answer_ids"]) for row in answers),
             "share_of_rows_that_end": round(ended, 3),
-            "temperatures": sorted({recipe["temperature"] for recipe in recipes}),
+            "temperatures": sorted({value for recipe in recipes for value in recipe["temperatures"]}),
         }
         datasets = list(dict.fromkeys(recipe["dataset"] for recipe in recipes if recipe.get("dataset")))
         train, held_out = (_answer_rows(split) for split in splits)

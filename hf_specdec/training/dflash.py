@@ -27,7 +27,8 @@ from hf_specdec.drafters.vocabulary import draft_ids_of
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import LK_ETA, LOSS_NAMES, SOFT_LOSSES, LossName, draft_losses, position_weights
 from hf_specdec.training.options import Count, NotNegative
-from hf_specdec.training.recipe import Recipe, Rows, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import VOCABULARY_HELP, checked_vocabulary_size, choose_vocabulary

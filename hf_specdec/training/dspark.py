@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from hf_specdec.drafters.dflash import DFlashDrafter
-from hf_specdec.drafters.dspark import DSparkDrafter
-from hf_specdec.drafters.dspark.configuration import MARKOV_HEADS
+from hf_specdec.drafters.dspark import MARKOV_HEADS, DSparkDrafter
 from hf_specdec.training import dflash
 from hf_specdec.training.options import Count
 from hf_specdec.training.recipe import Recipe, register_recipe

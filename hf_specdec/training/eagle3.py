@@ -24,7 +24,8 @@ from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.options import Count, Positive
 from hf_specdec.training.passes import GradientStore, block_masks
-from hf_specdec.training.recipe import Recipe, Rows, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import Source
 from hf_specdec.training.step import StepOutput, TrainingStep
 from hf_specdec.training.vocabulary import (

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,12 +26,11 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.drafters.vocabulary import HeadRows
 from hf_specdec.training.progress import token_progress
-
-if TYPE_CHECKING:
-    from hf_specdec.training.recipe import Rows
+from hf_specdec.training.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,7 @@ class TargetReader:
         return logits.softmax(-1), draft_ids.where(target_ids[draft_ids] == best_ids, -1)
 
     def _logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        logits = head(hidden.to(next(self.lm_head.parameters()).dtype)).float()
-        return self._soft_cap(None, logits)
+        return self._soft_cap(None, apply_head(head, hidden))
 
     def _check_head(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Raises ValueError if the target's logits are not its head's, with a soft cap if set. Checks once."""

@@ -37,12 +37,12 @@ from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidate
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.candidates import last_features
 from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
 from hf_specdec.drafters.specbranch.modeling import last_layers
+from hf_specdec.drafters.targets import whole_target
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
 from hf_specdec.training.progress import token_progress

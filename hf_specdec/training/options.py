@@ -35,7 +35,7 @@ Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
 ShareBelow1 = Annotated[float, Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)]
 
 TEXT_ONLY = ("rows", "write_minutes", "writers", "prompt_tokens", "plain_share")
-DATA_ONLY = ("temperature", "max_length")
+DATA_ONLY = ("temperature", "max_length", "exclude")
 
 
 def _rules(annotation: Any) -> Iterator[Rule]:
@@ -68,7 +68,11 @@ class CommandOptions:
 class AnswerOptions(CommandOptions):
     """Options of commands in which the target answers conversations."""
 
-    temperature: NotNegative = HfArg(default=0.0, help="of the answers to --data; 0 is greedy")
+    temperature: list[NotNegative] = HfArg(
+        default_factory=lambda: [0.0],
+        help="of the answers to --data; 0 is greedy; conversations take several values in turn, so that `0 0 0.7` "
+        "writes two thirds of the answers greedily",
+    )
     max_length: Count = HfArg(default=768, help="most tokens of a conversation of --data with its answer")
     # nargs and const: HfArgumentParser would require a value of an option that is None by default.
     bf16: bool | None = HfArg(
@@ -93,6 +97,11 @@ class TrainOptions(AnswerOptions):
         default=None,
         help='instead of --text: conversations for the target to answer, as JSONL files with "messages", Hub ids of '
         "such datasets, or folders of answers from `hf-specdec write`",
+    )
+    exclude: str | None = HfArg(
+        default=None,
+        help="conversations that --data must not contain, such as those a drafter is measured on: rows that share 13 "
+        "tokens in sequence with one are left out",
     )
     new_tokens: Count | None = HfArg(
         default=None, help="most tokens of a continuation or answer; default: 192, with --data 384"

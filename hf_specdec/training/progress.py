@@ -6,6 +6,8 @@ import sys
 
 from tqdm.auto import tqdm
 
+INTERVAL_S = 0.5 if sys.stderr.isatty() else 30.0  # a file keeps every line
+
 
 def token_progress(action: str, total: int, *, max_seconds: float | None = None, shown: bool = True) -> tqdm:
     """A bar on standard error: tokens done, of how many, tokens per second and the time left.
@@ -20,5 +22,4 @@ def token_progress(action: str, total: int, *, max_seconds: float | None = None,
     """
     if max_seconds is not None:
         action += f", at most {max_seconds / 60:g} min"
-    interval_s = 0.5 if sys.stderr.isatty() else 30.0  # a file keeps every line
-    return tqdm(desc=action, total=total, unit=" tokens", mininterval=interval_s, disable=not (shown and total))
+    return tqdm(desc=action, total=total, unit=" tokens", mininterval=INTERVAL_S, disable=not (shown and total))

@@ -5,9 +5,9 @@ A method registers its recipe at the foot of its module under `training/`; the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
@@ -16,22 +16,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import unknown_name
 from hf_specdec.training.options import Count, TrainOptions
+from hf_specdec.training.rows import Rows
+from hf_specdec.training.source import Source
 from hf_specdec.training.step import AdaptiveStep, TrainingStep
 
-if TYPE_CHECKING:
-    from hf_specdec.training.source import Source
-
 Options = TypeVar("Options", bound=TrainOptions)
-
-
-class Rows(Protocol):
-    """Rows with the columns of `data.py`: a list, a `datasets.Dataset`, or rows cached with the target's states."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specdec.drafters.causal_lm.loading import whole_target
 from hf_specdec.drafters.pairing import text_mode
-from hf_specdec.training.recipe import Rows
+from hf_specdec.drafters.targets import whole_target
+from hf_specdec.training.rows import Rows
 
 HELD_OUT = 50  # every 50th document or conversation is not trained on
 

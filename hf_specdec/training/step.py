@@ -35,11 +35,13 @@ class TrainingStep(ABC):
     Attributes:
         reader: computes the target's states of a batch, or takes cached ones from it.
         num_updates: optimizer steps so far, including those of a resumed run; for losses that follow a schedule.
+        num_steps: optimizer steps of the whole run, as far as they are known; 0 outside of a run.
         generator: of random choices; None for torch's global one, whose state is part of the checkpoints.
     """
 
     reader: TargetReader
     num_updates: int = 0
+    num_steps: int = 0
     generator: torch.Generator | None = None
 
     @abstractmethod

@@ -14,16 +14,63 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, TrainOutput
 
 from hf_specdec.training.data import collate
 from hf_specdec.training.step import TrainingStep
 
 
+class UntrainedParts(TrainerCallback):
+    """Notes which parameters have had a gradient. One without any keeps its first, mostly random, values.
+
+    Args:
+        model: the drafter; parameters that do not require gradients are frozen on purpose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.waiting = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self.began_at: int | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.began_at = state.global_step
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for name, parameter in list(self.waiting.items()):
+            # A factor of 0 in the loss gives gradients of 0, and a part that the loss does not read gives None.
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                del self.waiting[name]
+
+    def check(self, steps: int) -> None:
+        """Raises ValueError, naming the parts, if one had no gradient in a run of `steps` from its first step on."""
+        if self.began_at != 0 or not steps or not self.waiting:  # the first part of a resumed run was not seen
+            return
+        names = list(self.waiting)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(
+            f"No step of the {steps} of this run gave a gradient to {', '.join(names[:5])}{more}: these parts are as "
+            "they were before the training, mostly random. Train for more steps, or with options whose loss includes "
+            "them; or freeze them with requires_grad_(False)."
+        )
+
+
 class DrafterTrainer(Trainer):
     """Trains a drafter with the step of its method.
+
+    A trained part that had no gradient in the whole run is an error at its end.
 
     Args:
         drafter: a drafter that is a `PreTrainedModel`; checkpoints hold its weights.
@@ -46,15 +93,22 @@ class DrafterTrainer(Trainer):
         kwargs.setdefault("compute_metrics", self._metrics_of_prediction)
         super().__init__(model=drafter, args=args, **kwargs)
         self.step = step
+        self._untrained = UntrainedParts(drafter)
+        self.add_callback(self._untrained)
         target = step.reader.model
         if getattr(target, "hf_device_map", None) is None:
             target.to(args.device)
         self._pending: list[tuple[Tensor, Tensor]] = []
 
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        result = super().train(*args, **kwargs)
+        self._untrained.check(self.state.global_step)
+        return result
+
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Tensor], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        self.step.num_updates = self.state.global_step
+        self.step.num_updates, self.step.num_steps = self.state.global_step, self.state.max_steps
         output = self.step(model, inputs, training=model.training)
         if model.training and self.args.logging_strategy != IntervalStrategy.NO:  # `log` empties the list
             self._pending.append((output.correct, output.labelled))

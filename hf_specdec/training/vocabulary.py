@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.taps import decoder_of
-from hf_specdec.training.recipe import Rows
+from hf_specdec.training.rows import Rows
 
 DRAFT_VOCAB_SIZE = 32000  # of published drafters that have a draft vocabulary
 VOCABULARY_HELP = "number of most frequent tokens that the drafter can draft; default: all"  # of --draft-vocab-size

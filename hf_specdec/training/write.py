@@ -23,13 +23,13 @@ from hf_specdec.training.chat import (
     check_template,
     dataset_id,
     read_conversations,
-    read_questions,
     write_answers,
-    write_questions,
+    write_invented,
 )
 from hf_specdec.training.number_type import chosen_bfloat16
-from hf_specdec.training.options import AnswerOptions, Count, parse
+from hf_specdec.training.options import AnswerOptions, Count, Share, parse
 from hf_specdec.training.source import load_target
+from hf_specdec.training.text import read_text
 
 
 @dataclass(kw_only=True)
@@ -39,10 +39,21 @@ class WriteOptions(AnswerOptions):
     sources = ("data", "questions")
     data: str | None = HfArg(default=None, help='JSONL with "messages", or the Hub id of such a dataset')
     questions: Count | None = HfArg(
-        default=None, help="instead of --data: number of questions that the target generates itself"
+        default=None, help="instead of --data: number of user messages that the target invents"
+    )
+    texts: Path | None = HfArg(
+        default=None, help="with --questions: .jsonl (field text) or .txt; the target invents a request about each text"
+    )
+    follow_ups: Share = HfArg(
+        default=0.0, help="share of conversations in which the target invents one more user message and answers it"
     )
     max_new_tokens: Count = HfArg(default=384, help="most tokens of an answer")
     batch_size: Count = HfArg(default=32, help="conversations per forward and file")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.texts is not None and self.questions is None:
+            raise ValueError("argument --texts: has no effect without --questions, the number of requests to invent")
 
 
 def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
@@ -58,6 +69,7 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     """
     options = parse(WriteOptions, argv, program, __doc__)
     conversations = read_conversations(options.data) if options.data is not None else []
+    texts = [each for split in read_text(options.texts) for each in split] if options.texts is not None else []
     # The first process to finish waits for the others, up to hours.
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=1))
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -65,16 +77,19 @@ def main(argv: Sequence[str], *, program: str = "hf-specdec write") -> None:
     bf16 = chosen_bfloat16(processes) if options.bf16 is None else options.bf16
     target = load_target(options.target, torch.bfloat16 if bf16 else torch.float32)
     settings = AnswerSettings(
-        options.temperature, options.max_new_tokens, options.max_length, options.batch_size, options.seed
+        tuple(options.temperature),
+        options.follow_ups,
+        options.max_new_tokens,
+        options.max_length,
+        options.batch_size,
+        options.seed,
     )
     worker = (processes.process_index, processes.num_processes)
     if options.questions is not None:
-        folder = options.output / "questions"
-        write_questions(target, tokenizer, options.questions, folder, seed=options.seed, worker=worker)
-        processes.wait_for_everyone()
-        conversations = read_questions(folder, options.questions, seed=options.seed)
-    dataset = None if options.data is None else dataset_id(options.data)
-    write_answers(target, tokenizer, conversations, options.output, settings, dataset=dataset, worker=worker)
+        write_invented(target, tokenizer, options.questions, options.output, settings, texts=texts, worker=worker)
+    else:
+        dataset = dataset_id(str(options.data))
+        write_answers(target, tokenizer, conversations, options.output, settings, dataset=dataset, worker=worker)
     processes.wait_for_everyone()
     processes.print(summary(options.output))
     processes.destroy_process_group()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.fingerprint import local_tokenizer
 from hf_specdec.integration import observing
@@ -58,6 +59,8 @@ class LosslessReport:
             (`replay.drawn_p_value`); None if no draft came with its distribution.
         dtype: the target's own.
         precision: in which logits were compared, and `differences` measured; None if no higher one works.
+        own_difference: how much the target's own logits of a token differ between two plain forwards that contain other
+            tokens besides, in a precision in which rounding cannot explain it; None if they do not.
         left_out: what was not checked, and why.
         seconds: spent.
     """
@@ -72,12 +75,15 @@ class LosslessReport:
     drawn_p_value: float | None = None
     dtype: torch.dtype | None = None
     precision: torch.dtype | None = None
+    own_difference: float | None = None
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def greedy(self) -> bool:
         """Whether greedy output was the target's, except at near ties."""
+        if self.own_difference is not None:  # it makes every token a near tie
+            return not self.differences
         return all(difference.is_near_tie for difference in self.differences.values())
 
     @property
@@ -113,16 +119,24 @@ class LosslessReport:
 
     @property
     def lossless(self) -> bool:
-        """The verdict."""
-        return self.greedy and self.sampled and self.verified
+        """The verdict. No drafter is lossless for a target whose own logits depend on what else is in a forward."""
+        return self.own_difference is None and self.greedy and self.sampled and self.verified
 
     def __bool__(self) -> bool:
         return self.lossless
 
     def __str__(self) -> str:
         verdict = f"LOSSLESS{' as far as checked' if self.left_out else ''}" if self else "NOT LOSSLESS"
-        lines = [
-            f"{verdict}: {self.drafter} drafting for {self.target}",
+        if self.own_difference is not None:
+            verdict = "CANNOT BE EXACT"
+        lines = [f"{verdict}: {self.drafter} drafting for {self.target}"]
+        if self.own_difference is not None:
+            lines.append(
+                "  target   its own logits of a token depend on what else is in the forward: two plain forwards of the "
+                f"target differ by {self.own_difference:.2g}. So it is where activations are quantised with one scale "
+                "for a tensor or a batch; there, no drafting can be exact, and plain decoding in batches is not either"
+            )
+        lines += [
             f"  greedy   {self.num_prompts} prompts, {self.num_tokens} tokens, mean acceptance length "
             f"{self.mean_acceptance_length:.2f}: {self._greedy_verdict()}",
         ]
@@ -131,7 +145,7 @@ class LosslessReport:
                 f"    prompt {prompt}, token {difference.position}: {difference.assisted_token} instead of "
                 f"{difference.plain_token}, {difference.gap:.2g} below the best logit (the second best "
                 f"{difference.top2_gap:.2g}); rounding changes logits by {difference.rounding:.2g}: "
-                f"{'a near tie' if difference.is_near_tie else 'NOT a near tie'}"
+                f"{self._kind_of(difference)}"
             )
         lines += self._sampling_lines()
         if self.replays:
@@ -139,6 +153,11 @@ class LosslessReport:
         lines += [f"  left out {part}" for part in self.left_out]
         lines.append(f"  {self.seconds:.0f} s")
         return "\n".join(lines)
+
+    def _kind_of(self, difference: Difference) -> str:
+        if self.own_difference is not None:
+            return "not to be judged, as the target's own forwards differ"
+        return "a near tie" if difference.is_near_tie else "NOT a near tie"
 
     def _greedy_verdict(self) -> str:
         if not self.differences:
@@ -235,7 +254,7 @@ def verify_lossless(
     )
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        precision, reason = precision_of(model, _text_of(model, inputs[0]))
+        precision, reason, report.own_difference = precision_of(model, _text_of(model, inputs[0]))
         if precision is None:
             report.left_out.append(f"logits of tree forwards: {reason}")
         else:
@@ -304,8 +323,9 @@ def _prompts(
             raise ValueError(
                 f"A prompt has shape {list(prompt.shape)}; prompts must be texts or ids of shape [1, seq]."
             )
-        more = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in more.items()}
-        found.append(Prompt(prompt.to(model.device), more))
+        home = home_of(model.get_input_embeddings())
+        more = {name: value.to(home) if isinstance(value, Tensor) else value for name, value in more.items()}
+        found.append(Prompt(prompt.to(home), more))
     return found
 
 

@@ -75,17 +75,18 @@ class Precision:
         return self.share * max(1.0, float(logits.amax(-1).abs().max()))
 
 
-def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | None, str]:
+def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | None, str, float | None]:
     """The highest precision that this target and device support, by two plain forwards of `prompt` [1, seq] int64.
 
     `share` is half of the digits: 1.5e-8 in float64, 3.5e-4 in float32; or, if that is more, a thousand times the
     relative difference of the two forwards, with and without a cache.
 
     Returns:
-        The precision and an empty text; or None and the reason.
+        The precision and an empty text; or None and the reason. Then how much the target's own logits depend on what
+        else is in a forward; None if that is no more than rounding, or not known.
     """
     token_ids = prompt if prompt.shape[1] > 1 else prompt.repeat(1, 2)
-    reasons, mask = [], torch.ones_like(token_ids)
+    reasons, mask, own_difference = [], torch.ones_like(token_ids), None
     for dtype in (torch.float64, torch.float32):
         try:
             with Raised(dtype), undisturbed(model):  # with the host's positions, because some models remember others
@@ -100,9 +101,11 @@ def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | No
         apart = top_difference(stepped, whole) / max(1.0, float(whole.max().abs()))
         share = max(torch.finfo(whole.dtype).eps ** 0.5, 1000 * apart)
         if whole.dtype.itemsize >= dtype.itemsize and share < 0.01:
-            return Precision(dtype, share), ""
+            return Precision(dtype, share), "", None
+        if whole.dtype.itemsize >= dtype.itemsize:
+            own_difference = top_difference(stepped, whole)
         reasons.append(f"{dtype}: two plain forwards of the target differ by {apart:.1g} of the best logit")
-    return None, "; ".join(reasons)
+    return None, "; ".join(reasons), own_difference
 
 
 def top_difference(one: Tensor, other: Tensor) -> float:

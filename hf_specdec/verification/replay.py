@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from hf_specdec.decoding import host, loop
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.observers import Observer
 from hf_specdec.decoding.once import undisturbed
 from hf_specdec.decoding.sequences import Sequences
@@ -39,8 +39,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.options import DrafterOptions
-from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
-from hf_specdec.drafters.specbound.pending import PendingGenerator
+from hf_specdec.drafters.registry import method_of
 from hf_specdec.integration import observing
 from hf_specdec.verification.precision import TOP, Precision, top_difference
 
@@ -166,40 +165,37 @@ class FrozenDrafter(Drafter):
 
     Args:
         rounds: the recorded rounds.
-        layers: how many of the target's layers the nodes pass before verification, in turn; empty for none. For
-            methods that draft with layers of the target.
+        drafter: that of the recorded call.
     """
 
     method = "frozen"
 
-    def __init__(self, rounds: Sequence[FrozenRound], layers: Sequence[int]) -> None:
+    def __init__(self, rounds: Sequence[FrozenRound], drafter: Drafter) -> None:
         self.options = DrafterOptions()
         self.trees = {len(each.prefix): replace(each.tree, draft_probs=None, path_logprobs=None) for each in rounds}
-        self.layers = layers
+        self.recorded = drafter
 
     def check_target(self, model: PreTrainedModel) -> None:
         """Fits the target that the trees were drafted for."""
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        return _FrozenGenerator(self, target)
-
-
-class _FrozenGenerator(PendingGenerator):
-    def __init__(self, drafter: FrozenDrafter, target: TargetModel) -> None:
-        super().__init__(target)
-        self.drafter = drafter
-        self.reads_cache = bool(drafter.layers)
+        method = method_of(self.recorded)
+        if method is not None and method.replays is not None:
+            return method.replays(self.recorded, target, self.draft)
+        return _FrozenGenerator(self)
 
     def draft(self, context: DraftContext) -> DraftTree:
-        tree = self.drafter.trees.get(context.lengths[0])
-        if tree is None:
-            return DraftTree.root_only(context.root_ids)
-        if self.drafter.layers:
-            chain = self.begin_chain(context.root_positions, tree.num_nodes)
-            for node, layer in zip(range(tree.num_nodes), cycle(self.drafter.layers), strict=False):
-                chain.extend(tree.token_ids[:, node])
-                chain.advance(layer)
-        return tree
+        """The recorded tree of a round; its root alone if there is none."""
+        tree = self.trees.get(context.lengths[0])
+        return DraftTree.root_only(context.root_ids) if tree is None else tree
+
+
+class _FrozenGenerator(TreeCandidateGenerator):
+    def __init__(self, drafter: FrozenDrafter) -> None:
+        self.drafter = drafter
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        return self.drafter.draft(context)
 
 
 class ForcedText(LogitsProcessor):
@@ -235,7 +231,6 @@ def verify_again(
     Returns:
         By length of the prefix, `logit_error` and `bound` of each tree that was verified again.
     """
-    layers = tuple(drafter.exit_rules()) if isinstance(drafter, SpecBoundDrafter) else ()
     # The host's loop reports a round when the next one begins. Deep nodes need positions, too.
     stop = len(rounds[-1].prefix) + 2 + max(each.tree.max_depth for each in rounds)
     recorder = RoundRecorder(prompt.ids, limit=len(rounds))
@@ -244,7 +239,7 @@ def verify_again(
             model,
             prompt,
             settings(model, do_sample=False, max_new_tokens=stop - prompt.ids.shape[1]),
-            FrozenDrafter(rounds, layers),
+            FrozenDrafter(rounds, drafter),
             logits_processor=LogitsProcessorList([ForcedText(text)]),
         )
         plain = [plain_logits(model, each, prompt) for each in recorder.rounds]
@@ -319,7 +314,8 @@ def plain_logits(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) ->
     width, start = max(map(len, leaves)), len(frozen.prefix) - 1
     tails = [[token_ids[node] for node in path + path[-1:] * (width - len(path))] for path in leaves]
     rows = torch.cat([frozen.prefix[:-1].expand(len(leaves), -1), torch.tensor(tails).to(frozen.prefix)], dim=1)
-    parts = rows.to(model.device).split(8)  # limits the memory for logits of a large vocabulary
+    home = home_of(model.get_input_embeddings())
+    parts = rows.to(home).split(8)  # limits the memory for logits of a large vocabulary
     logits = torch.cat([prompt.whole_logits(model, part)[:, start:] for part in parts])
     places = {node: (row, depth) for row, path in enumerate(leaves) for depth, node in enumerate(path)}
     return torch.stack([logits[places[node]] for node in paths])

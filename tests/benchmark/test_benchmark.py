@@ -19,7 +19,7 @@ from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
 from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PLAIN, Variant
 from hf_specdec.drafters.lookup import NGramDrafter
-from hf_specdec.drafters.registry import WEIGHTLESS, register_weightless
+from hf_specdec.drafters.registry import WEIGHTLESS, register
 from tests.methods import make_dflash
 from tests.scripted import right_for
 from tests.targets import make_target, one_prompt, ragged_prompts, tiny_tokenizer
@@ -56,7 +56,7 @@ class TellingDrafter(NGramDrafter):
 
 @pytest.fixture(scope="module")
 def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
-    register_weightless("telling", TellingDrafter)
+    register("telling", TellingDrafter, origin="name")
     try:
         return bench(
             folder, tmp_path_factory.mktemp("out"), "--drafter", "telling", "--drafter", str(folder / "drafter"),

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_specdec.decoding import attention, devices
 from hf_specdec.decoding.devices import Abilities, abilities
-from hf_specdec.drafters.ddtree.candidates import level_tree
+from hf_specdec.drafters.growth import level_tree
 from hf_specdec.hub.loading import usable_device
 from tests.methods import METHODS
 from tests.targets import PROMPTS, make_target

@@ -15,7 +15,7 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.base import Drafter
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
-from tests.targets import make_target
+from tests.targets import make_target, tiny_tokenizer
 
 NEW = 24
 
@@ -75,6 +75,35 @@ def test_finished_rows_leave_the_batch_and_change_nothing(method: str, family: s
     assert [len(row) for row in drafter.stats.per_step_accepted] != [len(drafter.stats.per_step_accepted[0])] * 5
 
 
+# Which of four rows end, and after how many tokens: the first one is the prefill's, before anything is drafted.
+ENDINGS = {
+    "one at once": {3: 1},
+    "two at once": {0: 1, 2: 1},
+    "all but one at once": {0: 1, 2: 1, 3: 1},
+    "all at once": {0: 1, 1: 1, 2: 1, 3: 1},
+    "one after the other": {3: 1, 1: 2, 2: 3, 0: 4},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_may_leave_before_the_first_draft(method: str, batches: list[int]) -> None:
+    target = make_target("llama", "sdpa")
+    four = {name: values[:4] for name, values in prompts().items()}
+    script = target.generate(**four, max_new_tokens=6, do_sample=False)[:, 9:]
+    drafter = drafter_of(method, target)
+    for name, ends in ENDINGS.items():
+        batches.clear()
+        tokens = sorted({int(script[row, count - 1]) for row, count in ends.items()})
+        settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": tokens}
+        alone = target.generate(**four, **settings)
+        assisted = target.generate(**four, **settings, assistant_model=drafter)
+        assert assisted.tolist() == alone.tolist(), name
+        left = 4 - sum(int(token) in tokens for token in script[:, 0])
+        assert left < 4, "no row ends at once"
+        expected = 4 if method == "specbranch" else left  # which keeps all rows
+        assert batches[:1] == ([expected] if left else []), name
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("method", ["ddtree", "causal_lm_tree", "specblock", "eagle3", "medusa", "ngram"])
 def test_rows_leave_under_an_automatic_budget_too(method: str, batches: list[int]) -> None:
@@ -101,13 +130,13 @@ def test_rows_stay_in_the_batch_if_an_observer_needs_all_rows(extra: dict[str, A
 @pytest.mark.parametrize("method", METHODS)
 def test_inactive_row_can_continue_alone(method: str, batches: list[int]) -> None:
     # Without an end of text, a row that stops waits while another one goes on, and then says as much as that one.
-    class StopsFirstRow(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **others: Any) -> Tensor:
-            return torch.tensor([input_ids.shape[1] == 9 + 4, False])
-
     target = make_target("llama", "sdpa")
     pair = {name: values[:2] for name, values in prompts().items()}
-    settings = {"max_new_tokens": 5, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopsFirstRow()])}
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    first, second = tiny_tokenizer().batch_decode(target.generate(**pair, **settings)[:, 9 : 9 + 4])
+    assert first[-3:] not in first[:-1]
+    assert first[-3:] not in second
+    settings |= {"stop_strings": [first[-3:]], "tokenizer": tiny_tokenizer()}
     alone = target.generate(**pair, **settings)
     assisted = target.generate(**pair, **settings, assistant_model=drafter_of(method, target))
     assert assisted.tolist() == alone.tolist()

@@ -19,12 +19,12 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.ddtree import candidates as ddtree
 from hf_specdec.drafters.dflash import static as dflash
 from hf_specdec.drafters.dflash.candidates import DFlashMarginals
 from hf_specdec.drafters.eagle3 import candidates as eagle3
 from hf_specdec.drafters.eagle3 import pairs as eagle3_pairs
-from hf_specdec.drafters.medusa.candidates import MedusaMarginals, StaticTreeGenerator, _guesses
+from hf_specdec.drafters.growth import best_tree, level_tree
+from hf_specdec.drafters.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
 from hf_specdec.drafters.specblock import static as specblock
 from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
 from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
@@ -111,7 +111,7 @@ def levels() -> Callable[[], object]:
 
 def best_of_levels() -> Callable[[], object]:
     values = (ids(2), states(2, 40), ids(2, 40), ids(2, 40), ids(2) > 0)
-    return lambda: eagle3.best_tree(*values, depth=4, budget=9)
+    return lambda: best_tree(*values, depth=4, budget=9)
 
 
 def heads() -> Callable[[], object]:
@@ -121,7 +121,7 @@ def heads() -> Callable[[], object]:
 
 
 def tree() -> Callable[[], object]:
-    return lambda: ddtree.level_tree(ids(2), states(2, 7, 64), 24)
+    return lambda: level_tree(ids(2), states(2, 7, 64), 24)
 
 
 def generator_of_blocks() -> SpecBlockGenerator:

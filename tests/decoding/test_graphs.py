@@ -559,6 +559,28 @@ def test_buffers_of_a_call_that_failed_serve_the_next(monkeypatch: pytest.Monkey
     assert Replaying.made == made
 
 
+def test_rounds_after_an_interrupt_are_captured_although_its_traceback_is_kept() -> None:
+    """A notebook keeps the latest traceback, and with it the state of the call."""
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY).sequences
+
+    class Broken(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            if input_ids.shape[1] < prompts["input_ids"].shape[1] + 3:
+                return torch.zeros(len(input_ids), dtype=torch.bool)
+            raise KeyboardInterrupt
+
+    drafter = compiling(right_for(2, alone))
+    with pytest.raises(KeyboardInterrupt) as kept:
+        target.generate(
+            **prompts, **GREEDY, assistant_model=drafter, stopping_criteria=StoppingCriteriaList([Broken()])
+        )
+    before = Replaying.replays
+    target.generate(**prompts, **GREEDY, assistant_model=compiling(right_for(2, alone)))
+    assert Replaying.replays > before
+    assert kept.tb is not None
+
+
 def test_obstacles_known_in_advance_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     target, prompts = fresh_target("qwen3-moe", "sdpa"), PROMPTS["batch of one"]()
     alone = target.generate(**prompts, **GREEDY)

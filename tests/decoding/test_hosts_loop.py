@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers.generation import CandidateGenerator
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_specdec import TargetModel, TreeCandidateGenerator, load_drafter
+from hf_specdec import TargetModel, load_drafter
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.stepped import STEPPED
@@ -320,24 +319,6 @@ def test_the_best_path_of_a_tree_is_its_likeliest() -> None:
     tree = DraftTree.from_lists([[7, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
     assert best_path(tree) == [0, 1, 3]
     assert best_path(DraftTree.root_only(torch.tensor([7]))) == [0]
-
-
-def test_the_custom_drafter_of_the_examples_drafts_in_both_loops() -> None:
-    path = Path(__file__).parents[2] / "examples" / "custom_drafter.py"
-    assert len(path.read_text().splitlines()) <= 60
-    drafter = runpy.run_path(str(path))["EchoDrafter"]()
-    for target in (make_target("llama", "sdpa"), gpt_neo()):
-        prompts = PROMPTS["batch of one"]()
-        alone = target.generate(**prompts, **GREEDY)
-        assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
-        assert drafter.stats.num_accepted_draft_tokens > 0
-    batch = PROMPTS["ragged batch of three"]()
-    target = make_target("llama", "sdpa")
-    assert (
-        target.generate(**batch, **GREEDY, assistant_model=drafter).tolist()
-        == target.generate(**batch, **GREEDY).tolist()
-    )
-    assert isinstance(drafter.candidate_generator(TargetModel(target)), TreeCandidateGenerator)
 
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "tiny-code"

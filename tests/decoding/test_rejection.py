@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
 from hf_specdec.decoding.accept import Acceptor, coupled_choices
 from hf_specdec.decoding.generator import DraftContext
@@ -98,6 +98,23 @@ def test_node_with_nan_logits_is_chosen_but_not_accepted(do_sample: bool) -> Non
     token_ids, parents = [[2, 5, 6, 7]] * 3, [[-1, 0, 1, 2]] * 3
     tree = DraftTree.from_lists(token_ids, parents)
     assert judged(tree, logits, do_sample=do_sample) == [[5, 6, 7, 1], [5, 6], []]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("nan_at", "expected"), [(None, [5, 6, 7, 1]), (2, [5, 6]), (0, [])])
+def test_node_with_nan_logits_ends_the_path_where_processors_read_the_prefix(
+    nan_at: int | None, expected: list[int], do_sample: bool, lockstep: bool
+) -> None:
+    logits = torch.full((1, 4, 8), -torch.inf)
+    logits[:, torch.arange(4), torch.tensor([5, 6, 7, 1])] = 0.0
+    if nan_at is not None:
+        logits[0, nan_at] = torch.nan
+    tree = DraftTree.from_lists([[2, 5, 6, 7]], [[-1, 0, 1, 2]])
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
+    rule = Acceptor(processors, do_sample=do_sample, keep_scores=False, lockstep=lockstep)
+    rows = Sequences(tree.token_ids[:, :1], StoppingCriteriaList(), None, None, lockstep=lockstep)
+    assert rule(tree, logits, rows).read().tokens == [expected]
 
 
 @pytest.mark.parametrize("drawn", [False, True])

@@ -177,7 +177,7 @@ def test_stateful_processor_with_one_row_gets_the_calls_of_plain_decoding(
         **prompts, **GREEDY, logits_processor=LogitsProcessorList([ours]), assistant_model=drafter
     )
     assert assisted.tolist() == alone.tolist()
-    assert ours.seen[: len(plain.seen)] == plain.seen  # a last round may have gone further than the text
+    assert ours.seen == plain.seen
 
 
 def test_processor_that_refuses_another_batch_size_sees_the_whole_batch(target: PreTrainedModel) -> None:

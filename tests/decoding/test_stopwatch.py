@@ -78,3 +78,20 @@ def test_the_stages_of_a_call_add_up_to_its_time(method: str) -> None:
 def test_statistics_without_a_call_have_no_times() -> None:
 
     assert set(SpeculationStats().stage_time_s.values()) == {0.0}
+
+
+def test_events_are_recorded_on_the_stream_of_the_watchs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device may be the current one when a call begins."""
+    recorded: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self, stream: Any = "of the current device") -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(stopwatch.torch.cuda, "Event", Event)
+    monkeypatch.setattr(stopwatch.torch.cuda, "current_stream", lambda device: f"of {device}")
+    stopwatch.Stopwatch("cuda:1").lap("draft")
+    assert recorded == ["of cuda:1", "of cuda:1"]

@@ -20,12 +20,13 @@ from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.dflash2 import DFLASH2
 from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.keys import DECODER, HOST, OURS, Section, check_keys
-from hf_specdec.hub.formats.own import own_format
+from hf_specdec.hub.formats.own import find_own_layout
+from hf_specdec.hub.formats.published import PUBLISHED as LAYOUTS
 from hf_specdec.hub.formats.safeailab import SAFEAILAB
 from hf_specdec.hub.formats.specblock import SPECBLOCK
 from hf_specdec.hub.formats.specforge import SPECFORGE
 from hf_specdec.hub.formats.zlab import ZLAB
-from hf_specdec.hub.recognition import _BY_CONFIG
+from hf_specdec.hub.loading import registered_formats
 from tests.hub.layouts import CASES, LAYERS, build
 from tests.methods import METHODS
 from tests.targets import make_target, one_prompt
@@ -217,7 +218,7 @@ def test_keys_that_published_files_have_are_known(name: str) -> None:
 
 
 def test_every_layout_but_that_of_the_host_says_which_keys_it_knows() -> None:
-    formats = [format for _, format in _BY_CONFIG if isinstance(format, Format)]
+    formats = [format for format in LAYOUTS if isinstance(format, Format)]
     assert formats
     assert all(format.keys is not None for format in formats)
 
@@ -225,7 +226,7 @@ def test_every_layout_but_that_of_the_host_says_which_keys_it_knows() -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.load is None])
 def test_fields_of_our_config_classes_are_known(family: str) -> None:
     published = {"dflash": ZLAB, "dflash2": DFLASH2, "dspark": DSPARK, "specblock": SPECBLOCK}
-    own = published.get(family) or own_format({"model_type": f"hf_specdec_{family}"}, "")
+    own = published.get(family) or find_own_layout({"model_type": f"hf_specdec_{family}"}, "", registered_formats())
     assert own is not None
     assert own.keys is not None
     config_class: Any = FAMILIES[family].drafter.config_class

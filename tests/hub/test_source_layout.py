@@ -392,5 +392,5 @@ def test_the_command_writes_the_source_layout(
     assert not main(["export", "source", "--to", "source"])
     assert capsys.readouterr().out == "Wrote source-source.\n"
     check_same(source, tmp_path / "source-source")
-    assert main(["export", "source", "--to", "source", "--target-id", "owner/x", "--output", "out"])
+    assert main(["export", "source", "out", "--to", "source", "--target-id", "owner/x"])
     assert "cannot be combined with to='source'" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.lookup import NGramDrafter
+from hf_specdec.drafters.registry import WEIGHTLESS, register
 from hf_specdec.serving import plan_serving
 from hf_specdec.training.causal_lm import new_draft_model
 from tests.drafters.mtp import test_mtp
@@ -175,3 +177,16 @@ def test_names_that_are_swapped_or_nowhere_raise(target: PreTrainedModel, folder
         plan_serving(str(folder.parent / "drafter"), str(folder))
     with pytest.raises(FileNotFoundError, match="There is no folder './absent'"):
         plan_serving(str(folder), "./absent")
+
+
+def test_named_drafter_that_vllm_does_not_have_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    class Told(NGramDrafter):
+        """A look-up of one's own."""
+
+    register("told", Told, origin="name")
+    target.save_pretrained(tmp_path)
+    try:
+        with pytest.raises(ValueError, match=r"vLLM cannot run 'told': vLLM has no such method\. .* ngram`"):
+            plan_serving(str(tmp_path), "told")
+    finally:
+        del WEIGHTLESS["told"]

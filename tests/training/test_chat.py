@@ -11,14 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_specdec.training.chat import (
+    REQUESTS,
     AnswerSettings,
-    answers,
     read_conversations,
-    read_questions,
     write_answers,
-    write_questions,
+    write_invented,
 )
-from hf_specdec.training.progress import token_progress
+from hf_specdec.training.continuation import continuations
 from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
 
@@ -49,11 +48,10 @@ def conversations(tmp_path, *talks):
     return read_conversations(str(file))
 
 
-def answered(target, prompts, room, temperature, seed=0):
-    with token_progress("answers", sum(room)) as progress:
-        written = answers(target, prompts, room, temperature, torch.Generator().manual_seed(seed), progress)
-    assert progress.n == sum(map(len, written))
-    return written
+def answered(target, prompts, room, temperatures, seed=0):
+    ends = target.generation_config.eos_token_id
+    draw = torch.Generator().manual_seed(seed)
+    return continuations(target, prompts, room, temperatures, draw, set(ends) if isinstance(ends, list) else {ends})
 
 
 def written_rows(files):
@@ -66,28 +64,34 @@ def talk(*texts, system=None):
 
 
 def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
+    """Longer than a step by which buffers grow; some rows are sampled beside the greedy ones."""
     target = fresh_target(dtype=torch.float64, attention="sdpa")
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5, 12)]
-    greedy = answered(target, prompts, [10] * 4, 0.0)
-    # Whatever the first row says third ends texts from now on, so that rows leave the batch at different times.
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5, 12, 4)]
+    room, temperatures = [10, 10, 4, 150, 7], [0, 0, 0, 0, 0.9]
+    greedy = answered(target, prompts[:1], [10], [0])
+    # What the first row says third ends texts from now on, so that rows leave the batch at different times.
     target.generation_config.eos_token_id = [EOS, greedy[0][2]]
-    written = answered(target, prompts, [10, 10, 4, 10], 0.0)
-    for prompt, answer, room in zip(prompts, written, [10, 10, 4, 10], strict=True):
-        alone = target.generate(torch.tensor([prompt]), max_new_tokens=room, do_sample=False)
+    written = answered(target, prompts, room, temperatures)
+    for prompt, answer, most in zip(prompts[:4], written, room, strict=False):
+        alone = target.generate(torch.tensor([prompt]), max_new_tokens=most, do_sample=False)
         assert answer == alone[0, len(prompt) :].tolist()
-    assert len({len(answer) for answer in written}) > 1
+    assert len({len(answer) for answer in written}) > 2
+    assert written == answered(target, prompts, room, temperatures), "the seed decides"
 
 
 def test_sampled_answers_follow_the_target():
+    """Half of the rows at another temperature."""
     target = fresh_target(dtype=torch.float64, attention="sdpa")
-    prompt = [5, 9, 2, 7]
-    probs = (target(torch.tensor([prompt])).logits[0, -1] / 0.7).softmax(-1)
-    draws = 20_000
-    tokens = torch.tensor([answer[0] for answer in answered(target, [prompt] * draws, [1] * draws, 0.7, seed=3)])
-    counts = torch.bincount(tokens, minlength=len(probs))
-    # Five sigma for each token: a false alarm in about one run of 20,000.
-    assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt() + 1).all()
+    prompt, draws = [5, 9, 2, 7], 8_000
+    logits = target(torch.tensor([prompt])).logits[0, -1]
+    written = answered(target, [prompt] * 2 * draws, [1] * 2 * draws, [0.7, 1.0] * draws, seed=3)
+    for start, temperature in enumerate((0.7, 1.0)):
+        probs = (logits / temperature).softmax(-1)
+        tokens = torch.tensor([answer[0] for answer in written[start::2]])
+        counts = torch.bincount(tokens, minlength=len(probs))
+        # Five sigma for each token: a false alarm in about one run of 10,000 (two temperatures).
+        assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt() + 1).all()
 
 
 def test_each_user_message_gets_an_answer_and_later_turns_see_the_earlier_answers(target, tokenizer, tmp_path):
@@ -112,7 +116,7 @@ def test_answers_of_the_data_are_not_used(tmp_path):
 
 def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenizer, tmp_path):
     data = conversations(tmp_path, *[talk(f"x = {number}") for number in range(5)])
-    settings = AnswerSettings(temperature=0.9, max_new_tokens=4, batch_size=2)
+    settings = AnswerSettings(temperatures=(0.9, 0.5), max_new_tokens=4, batch_size=2)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -123,7 +127,7 @@ def test_interrupted_writing_goes_on_and_workers_share_the_work(target, tokenize
     written = second.stat().st_mtime_ns
     assert written_rows(write_answers(target, tokenizer, data, tmp_path / "parts", settings)) == whole
     assert second.stat().st_mtime_ns == written, "what is there is not written again"
-    with pytest.raises(ValueError, match=r"written with other settings: temperature 0.9, now 0.0. To continue,"):
+    with pytest.raises(ValueError, match=r"other settings: temperatures \[0.9, 0.5\], now \[0.0\]. To continue,"):
         write_answers(target, tokenizer, data, tmp_path / "parts", AnswerSettings(max_new_tokens=4, batch_size=2))
 
 
@@ -144,56 +148,86 @@ def test_the_command_writes_answers_and_says_how_many(target, tokenizer, tmp_pat
     main([*arguments, "--data", str(tmp_path / "talks.jsonl"), "--no-bf16"])
     assert re.search(r"out: 2 answers of \d tokens; \d+% are complete", capsys.readouterr().out)
     recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
-    assert (recipe["dtype"], recipe["temperature"]) == ("float32", 0.0)
+    assert (recipe["dtype"], recipe["temperatures"]) == ("float32", [0.0])
     with pytest.raises(FileNotFoundError, match=r"no file '.*none.jsonl'. Give a JSONL file, or the id of a dataset"):
         main([*arguments, "--data", str(tmp_path / "none.jsonl")])
 
 
-ASKING = "[q]{{ messages[0]['content'] }}[/q]{% if add_generation_prompt %}[a]{% endif %}"
+ASKING = (
+    "{% for m in messages %}{{ ('[q]' if m['role'] == 'user' else '[a]') + m['content'] + '[/q]' }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
 
 
-def test_a_target_makes_up_its_questions_and_answers_them(tokenizer, tmp_path, capsys):
-    """Random text: what ends a question is a token that the target says often."""
+@pytest.fixture(scope="module")
+def asking(tokenizer):
     asking = copy.deepcopy(tokenizer)
     asking.chat_template = ASKING
+    return asking
+
+
+@pytest.fixture(scope="module")
+def chatty(asking):
+    """Random text: what ends a message is a token that the target says often."""
     target = fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=len(asking))
     target.generation_config.eos_token_id = list(range(0, len(asking), 9))
-    target.save_pretrained(tmp_path / "target")
+    return target
+
+
+def test_a_target_invents_user_messages_and_answers_them(chatty, asking, tmp_path):
+    chatty.save_pretrained(tmp_path / "target")
     asking.save_pretrained(tmp_path / "target")
-    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--questions", "100",
-                 "--max-new-tokens", "4", "--no-bf16"]  # fmt: skip
-    main(arguments)
-    assert "target writes questions" in capsys.readouterr().err
-    files = sorted((tmp_path / "out/questions").glob("*.jsonl"))
-    assert [file.name for file in files] == ["questions-0-000000.jsonl", "questions-0-000001.jsonl"]
-    asked = read_questions(tmp_path / "out/questions", 100)
-    texts = [each.messages[0]["content"] for each in asked]
-    assert len(texts) == len(set(texts)) > 64
-    rows = written_rows(sorted((tmp_path / "out").glob("answers-*.jsonl")))
-    assert [row["messages"][0]["content"] for row in rows] == texts
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--batch-size", "32",
+                 "--max-new-tokens", "4", "--no-bf16", "--temperature", "0", "1"]  # fmt: skip
+    main([*arguments, "--questions", "40"])
+    files = sorted((tmp_path / "out").glob("*.jsonl"))
+    assert [file.name for file in files] == ["answers-000000.jsonl", "answers-000001.jsonl"]
+    rows = written_rows(files)
+    assert len({row["messages"][0]["content"] for row in rows}) > 32
+    assert {row["temperature"] for row in rows} == {0, 1}
 
     whole = [file.read_bytes() for file in files]
     files[0].unlink()
-    write_questions(target, asking, 100, tmp_path / "out/questions", worker=(0, 2))
+    main([*arguments, "--questions", "90"])
     assert [file.read_bytes() for file in files] == whole, "a file depends on its number and the seed alone"
+    assert len(list((tmp_path / "out").glob("*.jsonl"))) == 3
 
 
-def test_questions_follow_the_target(tokenizer, tmp_path):
-    """The first token of a question, among the likeliest that make up 95%, against the target's own law."""
-    asking = copy.deepcopy(tokenizer)
-    asking.chat_template = ASKING
-    target = fresh_target(dtype=torch.float32, attention="sdpa", vocab_size=len(asking), initializer_range=0.5)
-    opening = asking("[q]", add_special_tokens=False)["input_ids"]
-    probs = target(torch.tensor([opening])).logits[0, -1].softmax(-1)
-    ordered, ids = probs.sort(descending=True)
-    kept = ids[ordered.cumsum(0) - ordered < 0.95]
-    with token_progress("asks", 10_000, shown=False) as progress:
-        draw = torch.Generator().manual_seed(0)
-        drawn = answers(target, [opening] * 10_000, [1] * 10_000, 1.0, draw, progress, top_p=0.95)
+def test_a_share_of_conversations_goes_on_with_an_invented_message(chatty, asking, tmp_path):
+    settings = AnswerSettings(follow_ups=0.5, max_new_tokens=30, batch_size=64)
+    rows = written_rows(write_invented(chatty, asking, 64, tmp_path, settings))
+    later = [row for row in rows if row["turn"] == 1]
+    able = [row for row in rows if row["turn"] == 0 and row["ended"]]
+    assert 0.2 < len(later) / len(able) < 0.8, "a conversation goes on where its answer has an end"
+    assert all([message["role"] for message in row["messages"]] == ["user", "assistant"] * 2 for row in later)
+    assert max(row["turn"] for row in rows) == 1
+
+
+def test_invented_requests_are_about_the_texts(chatty, asking, tmp_path):
+    texts = [f"text number {number}" for number in range(20)]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    chatty.save_pretrained(tmp_path / "target")
+    asking.save_pretrained(tmp_path / "target")
+    arguments = ["--target", str(tmp_path / "target"), "--output", str(tmp_path / "out"), "--max-new-tokens", "4"]
+    main([*arguments, "--no-bf16", "--questions", "500", "--texts", str(file)])
+    rows = written_rows((tmp_path / "out").glob("*.jsonl"))
+    asked = [row["messages"][0]["content"].rsplit("\n\n", 1) for row in rows]
+    about = [text for _, text in asked]
+    assert len(about) == len(set(about)) > 10
+    assert set(about) <= set(texts)
+    assert all(request.startswith(REQUESTS) for request, _ in asked)
+    with pytest.raises(SystemExit):
+        main([*arguments, "--data", str(file), "--texts", str(file)])
+
+
+def test_invented_messages_follow_the_target(chatty, asking, tmp_path):
+    """The first token of a message against the target's own distribution, at temperature 1."""
+    probs = chatty(torch.tensor([asking("[q]", add_special_tokens=False)["input_ids"]])).logits[0, -1].softmax(-1)
+    draws, opening = 10_000, asking("[q]", add_special_tokens=False)["input_ids"]
+    drawn = answered(chatty, [opening] * draws, [1] * draws, [1.0] * draws)
     counts = torch.bincount(torch.tensor([ids[0] for ids in drawn]), minlength=len(probs))
-    assert counts.sum() == counts[kept].sum()
-    expected = probs[kept] / probs[kept].sum()
-    assert ((counts[kept] - 10_000 * expected).abs() <= 5 * (10_000 * expected * (1 - expected)).sqrt() + 1).all()
+    assert ((counts - draws * probs).abs() <= 5 * (draws * probs * (1 - probs)).sqrt() + 1).all()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +238,7 @@ def test_a_template_without_marks_around_a_question_is_refused(target, tokenizer
     asking = copy.deepcopy(tokenizer)
     asking.chat_template = template
     with pytest.raises(ValueError, match=f"has no tokens {lacks} a question"):
-        write_questions(target, asking, 4, tmp_path / "out")
+        write_invented(target, asking, 4, tmp_path / "out", AnswerSettings())
     assert not (tmp_path / "out").exists()
 
 

@@ -202,3 +202,13 @@ def test_a_target_without_a_chat_template_is_told_to_train_on_text(place: Path) 
     with pytest.raises(ValueError, match="has no chat template, .* Train on text instead"):
         main(arguments("dflash"))
     assert not (place / "work").exists()
+
+
+def test_rows_like_excluded_conversations_are_not_trained_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "def area(width, height, unit='m'): return width * height, unit  # of a room"
+    with open("talks.jsonl", "a") as file:
+        file.write(json.dumps(talk(words)) + "\n")
+    Path("held_out.jsonl").write_text(json.dumps(talk(words)) + "\n")
+    main(arguments("dflash", "--exclude", "held_out.jsonl"))
+    assert record(place / "drafter")["data"]["rows_left_out"]["held_out"] == 1
+    assert "1 held_out" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def test_help_lists_only_the_options_of_its_method(method, capsys):
     shown = capsys.readouterr().out
     assert "--write-minutes" in shown
     assert ("--gamma" in shown) == (method in ("dflash", "dspark"))
-    assert ("--rank-start-step" in shown) == (method == "specblock")
+    assert ("--rank-start" in shown) == (method == "specblock")
 
 
 def test_text_is_required_where_no_corpus_is_given(capsys):

@@ -51,7 +51,7 @@ def make_dflash(target):
 
 def make_specblock(target):
     drafter = specblock.new_drafter(target, torch.arange(0, 64, 2), block_size=3)
-    return drafter, SpecBlockStep(drafter, target, rank_start_step=6, window=15)
+    return drafter, SpecBlockStep(drafter, target, rank_start=0.1, window=15)
 
 
 def make_specbound(target):
@@ -191,3 +191,29 @@ def test_acceptance_metrics_count_leading_hits_of_whole_blocks():
 def test_importing_hf_specdec_imports_no_training():
     code = "import sys, hf_specdec; print([m for m in sys.modules if m in ('datasets', 'hf_specdec.training')])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_part_without_a_gradient_in_the_whole_run_is_an_error(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, steps=2)
+    trainer.model.register_parameter("spare", torch.nn.Parameter(torch.zeros(3)))
+    trainer = DrafterTrainer(trainer.model, trainer.step, trainer.args, train_dataset=trainer.train_dataset)
+    with pytest.raises(ValueError, match="No step of the 2 of this run gave a gradient to spare: these parts are as"):
+        trainer.train()
+    trainer.model.spare.requires_grad_(False)  # frozen on purpose
+    DrafterTrainer(trainer.model, trainer.step, trainer.args, train_dataset=trainer.train_dataset).train()
+
+
+def test_a_rank_head_that_no_step_trains_is_an_error(target, tmp_path):
+    trainer = make_trainer(target, tmp_path, make_specblock, steps=2)
+    trainer.step.rank_start = 2.0  # beyond the end of the run
+    with pytest.raises(ValueError, match="gave a gradient to rank_head"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 12])
+def test_every_run_trains_the_rank_head(target, tmp_path, steps):
+    trainer = make_trainer(target, tmp_path, make_specblock, steps=steps)
+    before = trainer.model.rank_head.state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    trainer.train()
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in trainer.model.rank_head.state_dict().items())

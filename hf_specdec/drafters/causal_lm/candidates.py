@@ -23,9 +23,9 @@ from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
-from hf_specdec.drafters.base import path_notes
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule
+from hf_specdec.drafters.growth import path_notes
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,8 @@ class ChainGenerator(DraftModelGenerator):
         super().__init__(drafter, target, max_depth, stopping)
         self.sample_drafts = sample_drafts
         self.num_run = 0  # nodes of the chain, root included, that the draft model has run
+        # [batch] each, the probabilities of the latest chain's tokens; empty if nothing asked for them.
+        self.own_probs: list[Tensor] = []
         self.longest_chain: DraftTree | None = None
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -182,6 +184,8 @@ class ChainGenerator(DraftModelGenerator):
         finite = top.values.squeeze(1).isfinite()
         valid, draft_probs, active = [torch.ones_like(finite), finite], [], finite
         log_path = torch.zeros_like(logits[:, 0])
+        max_depth = self.max_depth if context.node_limit is None else min(self.max_depth, context.node_limit)
+        least, self.own_probs = context.least_prob, []
         sampled = context.choice.do_sample and self.sample_drafts
         while True:
             if sampled:
@@ -195,14 +199,17 @@ class ChainGenerator(DraftModelGenerator):
                 scores, chosen = logits, top.indices
             token_ids = torch.cat([token_ids, chosen], dim=1)
             self.num_run = token_ids.shape[1] - 1
-            if self.num_run == self.max_depth:
+            if self.stopping.in_use or least is not None:
+                log_probs = scores.log_softmax(-1)
+                own = log_probs.gather(1, chosen).squeeze(1)
+                self.own_probs.append(own.exp())
+            if self.num_run == max_depth:
                 break
             # The decision to continue must not depend on the next token: else the remaining drafts would have another
             # distribution than the recorded one.
-            if self.stopping.in_use:
-                log_probs = scores.log_softmax(-1)
-                log_path = log_path + log_probs.gather(1, chosen).squeeze(1)
-                active = active & self.stopping.continues(log_path, log_probs)
+            if self.stopping.in_use or least is not None:
+                log_path = log_path + own
+                active = active & self.stopping.continues(log_path, log_probs) & (own.exp() >= (least or 0.0))
                 if not bool(active.any()):
                     break
             chain = self._chain(token_ids)
@@ -224,6 +231,9 @@ class ChainGenerator(DraftModelGenerator):
         probs = None
         if tree.draft_probs is not None:
             chosen = tree.draft_probs.gather(-1, tree.token_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+            probs = torch.nn.functional.pad(chosen, (1, 0), value=1.0)
+        elif self.own_probs:
+            chosen = torch.stack(self.own_probs, dim=1)[:, : tree.num_nodes - 1].to(tree.token_ids.device)
             probs = torch.nn.functional.pad(chosen, (1, 0), value=1.0)
         return NodeNotes(probs, tree.depths)  # one forward per token
 
@@ -286,6 +296,8 @@ class TreeGenerator(DraftModelGenerator):
         if logits is None:
             return DraftTree.root_only(context.root_ids)
         root_positions = self.drafter.root_positions()
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        least = -math.inf if context.least_prob is None else math.log(context.least_prob)
         rows = [Expansion(root) for root in context.root_ids.tolist()]
         frontiers = [[0] if active else [] for active in context.active]
         # The nodes run so far, in the order of the draft model's cache. All rows have the same number, with padding.
@@ -293,13 +305,14 @@ class TreeGenerator(DraftModelGenerator):
         logits = logits.unsqueeze(1)
         for depth in range(1, self.max_depth + 1):
             log_probs = logits.log_softmax(-1)
-            best = log_probs.topk(min(self.width, self.tree_budget, logits.shape[-1]), dim=-1)
+            best = log_probs.topk(min(self.width, budget, logits.shape[-1]), dim=-1)
             certain = self.stopping.certain(log_probs).tolist() if self.stopping.in_use else None
             values, token_ids = best.values.tolist(), best.indices.tolist()
             for row, expansion in enumerate(rows):
-                expansion.grow(frontiers[row], token_ids[row], values[row], None if certain is None else certain[row])
+                sure = None if certain is None else certain[row]
+                expansion.grow(frontiers[row], token_ids[row], values[row], sure, least)
                 frontiers[row] = (
-                    expansion.frontier(self.width, self.tree_budget, self.stopping.least_log_path)
+                    expansion.frontier(self.width, budget, self.stopping.least_log_path)
                     if depth < self.max_depth
                     else []
                 )
@@ -321,7 +334,7 @@ class TreeGenerator(DraftModelGenerator):
             logits = self.drafter.verify(partial, root_positions, first=first).logits
             self.drafter.cache.continue_round(width)
         context.lap("draft")
-        best_nodes = [expansion.likeliest(self.tree_budget) for expansion in rows]
+        best_nodes = [expansion.likeliest(budget) for expansion in rows]
         selected = list(zip(rows, best_nodes, strict=True))
         self.cache_indices = [[row.cache_indices[node] for node in nodes] for row, nodes in selected]
         self.drafted = [[row.scores[node] for node in nodes] for row, nodes in selected]
@@ -361,10 +374,12 @@ class Expansion:
         token_ids: Sequence[Sequence[int]],
         log_probs: Sequence[Sequence[float]],
         certain: Sequence[bool] | None,
+        least_log_prob: float = -math.inf,
     ) -> None:
         """Adds a level: the best continuations of each node of the frontier; [frontier][ranks] each.
 
-        `certain` says per node of the frontier whether its continuations may be expanded in turn.
+        `certain` says per node of the frontier whether its continuations may be expanded in turn; those less likely
+        than `least_log_prob` (nats) are not.
         """
         self.level_start = len(self.token_ids)
         for index, node in enumerate(frontier):
@@ -379,7 +394,7 @@ class Expansion:
                 self.parents.append(node)
                 self.scores.append(self.scores[node] + log_prob)
                 self.cache_indices.append(-1)
-                self.expandable.append(certain is None or certain[index])
+                self.expandable.append((certain is None or certain[index]) and log_prob >= least_log_prob)
 
     def likeliest(self, budget: int) -> list[int]:
         """The root and the `budget` likeliest other nodes in order; a tree, as no node is likelier than its parent."""

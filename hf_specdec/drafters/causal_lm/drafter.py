@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding import graphs
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import is_quantised
 from hf_specdec.decoding.support import check_supported
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trial import check_trees
@@ -27,6 +29,7 @@ from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.publishing import PublishedDrafter
 from hf_specdec.drafters.registry import name_of, unknown_name
 from hf_specdec.drafters.vocabulary import may_be_padding
+from hf_specdec.drafters.wrapped import merged_adapters, unwrapped
 
 METHODS = ("causal_lm_chain", "causal_lm_tree")
 MAX_DEPTH = 256
@@ -86,8 +89,8 @@ class CausalLMDrafter(PublishedDrafter):
     target lacks is never drafted; a token that the draft model lacks is read as its last row.
 
     Args:
-        model: the draft model; shared, not copied. Saving it as a drafter stores the options in its config; nothing
-            else changes it.
+        model: the draft model, also one with PEFT adapters, which draft too; shared, not copied. Saving it as a drafter
+            stores the options in its config; nothing else changes it.
         drafting_options: of `CausalLMOptions`; they override the `drafting_options` of the draft model's config.
 
     Attributes:
@@ -99,7 +102,7 @@ class CausalLMDrafter(PublishedDrafter):
     options: CausalLMOptions
 
     def __init__(self, model: PreTrainedModel, **drafting_options: Any) -> None:
-        self.model = model
+        self.model: PreTrainedModel = unwrapped(model)
         self.tokenizer_folder: Path | None = None
         self._compared: weakref.ref[PreTrainedModel] | None = None
         self.options = self.loaded_options()
@@ -127,10 +130,21 @@ class CausalLMDrafter(PublishedDrafter):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves the draft model as an ordinary language model, with records and card; `load_drafter` reads it."""
+        if (plain := self.without_adapters()) is not self:
+            plain.save_pretrained(save_directory, **kwargs)
+            return
         self.store_options()
         with self.replacing_weights(Path(save_directory)):
             self.model.save_pretrained(save_directory, **kwargs)
         self.write_records(save_directory)
+
+    def without_adapters(self) -> CausalLMDrafter:
+        model = merged_adapters(self.model)
+        if model is self.model:
+            return self
+        plain = copy.copy(self)
+        plain.model, plain.measurements = model, None
+        return plain
 
     def save_weights(self, folder: Path, max_shard_size: str | int | None) -> None:
         self.model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -252,7 +266,8 @@ class CausalLMDrafter(PublishedDrafter):
                 "model must use the target's tokens: choose one with the target's tokenizer."
             )
         own_size, size = self.model.num_parameters(), model.num_parameters()
-        if own_size > size:
+        # The weights of a quantised model may be packed, or not be parameters at all.
+        if own_size > size and not (is_quantised(self.model) or is_quantised(model)):
             warnings.warn(
                 f"Draft model {self.name_or_path!r} has {own_size:,} parameters, more than the {size:,} of target "
                 f"{target_name!r}: drafting will cost more than it saves. Check that the two are not swapped.",

@@ -27,6 +27,7 @@ from hf_specdec.decoding.logits_process import (
     SoftCapLogitsProcessor,
     TargetVocabularyLogitsProcessor,
 )
+from hf_specdec.decoding.modules import apply_head, has_plain_weight, home_of
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.dflash.configuration import DFlashConfig, DFlashOptions
@@ -46,6 +47,12 @@ def block_embeddings(model: PreTrainedModel) -> nn.Module:
     embeddings = model.get_input_embeddings()
     if not hasattr(embeddings, "embed_norm"):
         return embeddings
+    if not has_plain_weight(embeddings):
+        raise ValueError(
+            f"The drafter reads the table of {type(embeddings).__name__} in target {type(model).__name__} without its "
+            "norm, but that table is offloaded or quantised. Keep the target's embeddings in memory in a "
+            "floating-point type."
+        )
     return nn.Embedding.from_pretrained(embeddings.weight.detach())  # shares the memory
 
 
@@ -182,12 +189,12 @@ class DFlashDrafter(PretrainedDrafter):
 
     def embed(self, block_ids: Tensor, embed_tokens: nn.Module) -> Tensor:
         """[batch, block] int64 -> [batch, block, hidden], the input of the first draft layer."""
-        embedded: Tensor = embed_tokens(block_ids)
+        embedded: Tensor = embed_tokens(block_ids.to(home_of(embed_tokens)))
         return embedded
 
     def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
         """[..., hidden] after the final norm -> [..., draft_vocab] float32, in draft ids."""
-        logits = lm_head(hidden.to(next(lm_head.parameters()).dtype)).float()
+        logits = apply_head(lm_head, hidden)
         return SoftCapLogitsProcessor(self.config.final_logit_softcapping)(None, logits)
 
     def head(self, target_head: nn.Module) -> nn.Module:
@@ -196,7 +203,7 @@ class DFlashDrafter(PretrainedDrafter):
             return self.lm_head
         if not self.config.maps_vocabulary:
             return target_head
-        weight: Any = getattr(target_head, "weight", self.d2t)
+        weight: Any = target_head.weight if has_plain_weight(target_head) else self.d2t
         key = (id(target_head), weight.device, weight.data_ptr(), weight._version, self.d2t._version)
         if self._head_rows is None or self._head_rows[0] != key:
             self._head_rows = key, HeadRows(target_head, self.target_ids)

@@ -8,11 +8,10 @@ arXiv 2406.16858, Sections 4.1 and 4.2 (expansion and reranking), unchanged in E
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
@@ -21,8 +20,8 @@ from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.base import captured_tree, path_notes
 from hf_specdec.drafters.eagle3.pairs import PairCache
+from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
 
 
 class Eagle3Generator(PairCache, TreeCandidateGenerator):
@@ -117,79 +116,3 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
 
 def _levels(at: int, generator: Eagle3Generator, *values: Tensor) -> tuple[Tensor, ...]:
     return generator.levels(at, *values)
-
-
-def grow_levels(
-    logits: Tensor,
-    extend: Callable[[int, Tensor, Tensor], Tensor],
-    depth: int,
-    width: int,
-    to_target_ids: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, ...]:
-    """All candidates, level after level: scores, token ids, parents, and which rows are finite; see `best_tree`.
-
-    Args:
-        logits: [batch, draft_vocab] floating, for the tokens after the roots.
-        extend: called as `extend(level, token_ids, above)` with the [batch, width] int64 tokens of depth `level`, from
-            1 on, that are extended, and the places of their parents among those of the last call (0, the root, at
-            level 1); gives [batch, width, draft_vocab] logits for the tokens after them.
-        depth: levels.
-        width: nodes of a level that are extended, and tokens that each is extended by.
-        to_target_ids: gives target ids for ids of the draft vocabulary.
-    """
-    logprobs, draft_ids = logits.log_softmax(-1).topk(width)
-    finite = logprobs[:, 0].isfinite()  # NaN is the greatest of all; -inf is a token that cannot be drafted
-    token_ids = to_target_ids(draft_ids)
-    all_scores, all_ids, all_parents = [logprobs], [token_ids], [torch.full_like(token_ids, -1)]
-    # The nodes that the next level extends; parents are given by their place among all candidates.
-    scores, ids, above = logprobs, token_ids, torch.zeros_like(token_ids)
-    places = torch.arange(width, device=logits.device).expand_as(token_ids)
-    start = width
-    for level in range(1, depth):
-        logprobs, draft_ids = extend(level, ids, above).log_softmax(-1).topk(width)
-        finite &= logprobs[..., 0].isfinite().all(-1)
-        candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
-        token_ids = to_target_ids(draft_ids).flatten(1)
-        all_scores.append(candidates)
-        all_ids.append(token_ids)
-        all_parents.append(places.repeat_interleave(width, dim=1))
-        scores, chosen = candidates.topk(width)
-        above = chosen // width
-        ids, places = token_ids.gather(1, chosen), start + chosen
-        start += width * width
-    return torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite
-
-
-def best_tree(
-    root_ids: Tensor, scores: Tensor, token_ids: Tensor, parents: Tensor, finite: Tensor, *, depth: int, budget: int
-) -> DraftTree:
-    """The tree of the likeliest candidates.
-
-    Args:
-        root_ids: [batch] int64.
-        scores: [batch, candidates] float32, log-probability of the path to each; none exceeds its parent's. -inf is
-            never drafted.
-        token_ids: [batch, candidates] int64.
-        parents: [batch, candidates] int64, index of each candidate's parent, which comes first; -1 for the root.
-        finite: [batch] bool, False for rows without usable scores.
-        depth: of the deepest candidate.
-        budget: most candidates to keep.
-    """
-    batch, candidates = scores.shape
-    selected = min(budget, candidates)
-    # The sort is stable: among equal scores the parent comes first, so no candidate is selected without its parent.
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :selected]
-    nodes = torch.arange(1, selected + 1, device=scores.device).expand(batch, selected)
-    node_of = torch.zeros(batch, candidates, dtype=torch.int64, device=scores.device).scatter_(1, best, nodes)
-    above = parents.gather(1, best)
-    node_parents = node_of.gather(1, above.clamp(min=0)).where(above >= 0, 0)
-    chosen = scores.gather(1, best)
-    valid = nn.functional.pad(finite.unsqueeze(1) & (chosen > -torch.inf), (1, 0), value=True)
-    return DraftTree.from_parents(
-        torch.cat([root_ids.unsqueeze(1), token_ids.gather(1, best)], dim=1),
-        nn.functional.pad(node_parents, (1, 0), value=-1),
-        max_depth=depth,
-        valid=valid,
-        finite=finite,
-        path_logprobs=nn.functional.pad(chosen, (1, 0)),
-    )

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.eagle3.configuration import Eagle3Config, Eagle3Options, default_target_layer_ids
@@ -179,7 +180,7 @@ class Eagle3Network(PretrainedDrafter):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., draft_vocab] float32."""
-        return self.lm_head(self.norm(outputs) if self.config.norm_before_head else outputs).float()
+        return apply_head(self.lm_head, self.norm(outputs) if self.config.norm_before_head else outputs)
 
     def recurrent(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden], the input state of the next draft step."""

@@ -17,6 +17,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import Committed
 from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.masks import additive
+from hf_specdec.decoding.modules import check_table, table_rows
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import from_host
@@ -40,6 +41,7 @@ class PairCache:
         self.embeddings: nn.Module = (
             drafter.embed_tokens if self.own_embeddings else target.model.get_input_embeddings()
         )
+        check_table(self.embeddings)
         self.vocab_size: int  # columns of the target's logits
         self.cache: TreeCache | None = None
         self.pending: Committed | None = None
@@ -70,8 +72,7 @@ class PairCache:
         if self.own_embeddings:  # the target may have tokens that this table lacks
             token_ids = known_ids(token_ids, table.num_embeddings)
         # Subclasses of nn.Embedding may scale their outputs; drafters are trained on the unscaled table.
-        embedded = table(token_ids) if type(table) is nn.Embedding else nn.functional.embedding(token_ids, table.weight)
-        return embedded.to(device=self.drafter.device, dtype=self.drafter.dtype)
+        return table_rows(table, token_ids).to(device=self.drafter.device, dtype=self.drafter.dtype)
 
     def append_pairs(self, root_ids: Tensor) -> Tensor:
         """Appends the pairs committed since the last round; returns each row's output at its last pair.

@@ -19,10 +19,9 @@ from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
-from hf_specdec.drafters.base import path_notes
-from hf_specdec.drafters.eagle3.candidates import best_tree, grow_levels
 from hf_specdec.drafters.gemma4_assistant.configuration import SLIDING
 from hf_specdec.drafters.gemma4_assistant.modeling import Gemma4AssistantDrafter, storing_layers
+from hf_specdec.drafters.growth import best_tree, grow_levels, path_notes
 
 
 class Gemma4AssistantGenerator(TreeCandidateGenerator):

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
 from hf_specdec.drafters.gemma4_assistant.configuration import (
@@ -205,7 +206,7 @@ class Gemma4AssistantDrafter(PretrainedDrafter):
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32; -inf for tokens that are not scored."""
         if self.clusters is None:
-            return self._capped(self.lm_head(outputs).float())
+            return self._capped(apply_head(self.lm_head, outputs))
         scored = self.clusters(outputs)
         logits = (self.lm_head.weight[scored] @ outputs.unsqueeze(-1)).squeeze(-1).float()
         everything = logits.new_full((*outputs.shape[:-1], self.config.vocab_size), -torch.inf)

@@ -26,6 +26,7 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.host import load_part
 from hf_specdec.decoding.masks import SLIDING, additive
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
@@ -181,7 +182,7 @@ class MTPDrafter(Drafter, nn.Module):
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32."""
         head = self._borrowed[0] if self.head is None else self.head
-        return head(self._normed(outputs)).float()
+        return apply_head(head, self._normed(outputs))
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """The ids are the target's."""

@@ -1,9 +1,15 @@
 """SpecBlock: blocks of dependent tokens from many starts per forward; a rank head decides the widths of the tree."""
 
-from hf_specdec.drafters.registry import register_family
+from hf_specdec.drafters.registry import Serving, register
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, SpecBlockOptions
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
+from hf_specdec.hub.formats.specblock import SPECBLOCK
 
 __all__ = ["SpecBlockConfig", "SpecBlockDrafter", "SpecBlockOptions"]
 
-register_family("specblock", drafter=SpecBlockDrafter)
+register(
+    "specblock",
+    SpecBlockDrafter,
+    layouts=(SPECBLOCK,),
+    serving=Serving(not_exported="only the authors' fork of SGLang supports SpecBlock"),
+)

@@ -19,12 +19,13 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import abilities, in_inference_mode
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
-from hf_specdec.drafters.base import path_notes
+from hf_specdec.drafters.growth import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 from hf_specdec.drafters.specblock.static import drafted, entered, tree_of
 from hf_specdec.drafters.specblock.tree import (
@@ -58,6 +59,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         self.drafter = drafter
         self.device, self.dtype = drafter.device, drafter.dtype  # transformers searches the parameters for each access
         self.embed_tokens = target.model.get_input_embeddings()
+        self.home = home_of(self.embed_tokens)
         self.slots = drafter.config.block_size
         self.num_blocks = drafter.options.num_blocks
         self.merge = drafter.options.merge_duplicates
@@ -245,7 +247,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         return found, below.any(-1)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        embedded = self.embed_tokens(token_ids.to(self.embed_tokens.weight.device))
+        embedded = self.embed_tokens(token_ids.to(self.home))
         return embedded.to(device=self.device, dtype=self.dtype)
 
     def _read_heads(self, hidden: Tensor) -> HeadOutput:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
@@ -154,7 +155,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         No gradient flows from the rank logits into the drafter (Eq. 4).
         """
         normed = self.norm(hidden)
-        logits = self.lm_head(normed).float()
+        logits = apply_head(self.lm_head, normed)
         return logits, self._rank_logits(hidden, normed, logits)
 
     def ranked(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -169,7 +170,7 @@ class SpecBlockDrafter(PretrainedDrafter):
             [..., width] int64; logsumexp of all draft logits [..., 1]; rank logits [..., classes].
         """
         normed = self.norm(hidden)
-        logits = self.lm_head(normed).float()
+        logits = apply_head(self.lm_head, normed)
         top = self.config.rank_features_top
         most = min(logits.shape[-1], max(width, 10, top or 0))
         best, draft_ids = logits.topk(most, dim=-1)

@@ -70,7 +70,9 @@ class EarlyExitGenerator(PendingGenerator):
         self.vocabulary: TargetVocabularyLogitsProcessor
         # Per row the pairs (token, draft after it) whose draft was rejected the last time.
         self.refused: list[set[tuple[int, int]]] = []
-        self.chains: list[list[int]] = []  # per row, the root and the drafts of this round
+        self.chains: list[
+            list[int]
+        ] = []  # per row, the root and the drafts of this round; empty before the first draft
 
     @in_inference_mode  # cheaper than no_grad; only the target's cache outlives the round
     def draft(self, context: DraftContext) -> DraftTree:
@@ -79,10 +81,10 @@ class EarlyExitGenerator(PendingGenerator):
         chain.extend(context.root_ids)
         active = list(context.active)
         self.chains = [[token] for token in context.root_ids.tolist()]
-        self.refused = self.refused or [set() for _ in active]
         columns, draft_probs = [context.root_ids], []
         finite = [True] * len(active)
-        while chain.num_nodes < self.width:
+        width = self.width if context.node_limit is None else min(self.width, 1 + context.node_limit)
+        while chain.num_nodes < width:
             drafted = self.next_tokens(chain, active, context.choice)
             if chain.num_nodes == 1:
                 finite = drafted.finite
@@ -111,6 +113,8 @@ class EarlyExitGenerator(PendingGenerator):
     def observe(self, committed: Committed) -> None:
         if committed.tree is None:
             self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1], self.draft_ids)
+            # Here and not in `draft`: rows that end with the prefill's token leave before the first draft.
+            self.refused = [set() for _ in committed.token_ids]
         if not self.drafter.options.learn_refusals:
             return
         for refused, chain, num_accepted in zip(self.refused, self.chains, committed.num_accepted, strict=False):

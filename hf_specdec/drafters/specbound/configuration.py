@@ -198,8 +198,3 @@ class SpecBoundOptions(DrafterOptions):
                 f"No exit is left: d_max={self.d_max}, but the first exit layer in use is {first}. Raise d_max, or use "
                 f"a shallower head of {heads}."
             )
-
-
-def is_specbound(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is what `SpecBoundDrafter.save_pretrained` writes."""
-    return config.get("model_type") == SpecBoundConfig.model_type

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
+from hf_specdec.decoding.modules import apply_head, has_plain_weight
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
@@ -34,6 +35,7 @@ from hf_specdec.drafters.specbound.configuration import SpecBoundConfig, SpecBou
 from hf_specdec.drafters.specbound.pending import check_slices
 from hf_specdec.drafters.specbound.slices import LayerSlices
 from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.calibration import Calibration
@@ -155,12 +157,14 @@ class SpecBoundDrafter(PretrainedDrafter):
         lm_head, up = slices.lm_head, head.lora_B
         ids = self.draft_ids
         if ids is None:
-            logits = lm_head(normed.to(lm_head.weight.dtype))[..., : len(up)]  # the target may have more or fewer
+            logits = apply_head(lm_head, normed)[..., : len(up)]  # the target may have more or fewer
             up = up[: logits.shape[-1]]
-        else:
+        elif has_plain_weight(lm_head):
             weight, up = lm_head.weight[ids].to(up.dtype), up[ids]
             bias = None if lm_head.bias is None else lm_head.bias[ids].to(up.dtype)
             logits = nn.functional.linear(normed.to(up.dtype), weight, bias)
+        else:  # quantised or offloaded
+            logits, up = apply_head(lm_head, normed)[..., ids], up[ids]
         low = nn.functional.linear(normed.to(up.dtype), head.lora_A)
         return slices.shape_logits(logits + nn.functional.linear(low, up))
 
@@ -172,7 +176,7 @@ class SpecBoundDrafter(PretrainedDrafter):
             states: [batch, hidden] on the target's device.
             slices: the target's.
         """
-        if self.config.head == "full" or self.draft_ids is None:
+        if self.config.head == "full" or self.draft_ids is None or not has_plain_weight(slices.lm_head):
             return self(layer, states, slices).float()
         weight, bias = self._merged_head(layer, slices)
         return slices.shape_logits(nn.functional.linear(slices.norm(states).to(weight.dtype), weight, bias).float())
@@ -221,6 +225,7 @@ class SpecBoundDrafter(PretrainedDrafter):
         target = target if target is not None else self._paired() if self._paired is not None else None
         if target is None:
             raise ValueError("calibrate() needs a target: pass target=, or call generate with this drafter first.")
+        target = unwrapped(target)
         self.check_target(target)
         return calibrate(self, target, prompts, **settings)
 
@@ -300,9 +305,9 @@ class SpecBoundDrafter(PretrainedDrafter):
         if config.draft_vocab_size < config.vocab_size:  # else tokens that the target lacks are cut off
             shared = min(shared, model.get_input_embeddings().num_embeddings)
         check_draft_to_target(self.d2t, shared, name)
-        weight = model.get_output_embeddings().weight
-        if config.target_head_sample is not None and weight.is_floating_point() and not weight.is_meta:
-            found = sample_of(weight, config.vocab_size)
+        lm_head = model.get_output_embeddings()
+        if config.target_head_sample is not None and has_plain_weight(lm_head):
+            found = sample_of(lm_head.weight, config.vocab_size)
             recorded = torch.tensor(config.target_head_sample[: len(found)])
             likeness = nn.functional.cosine_similarity(found, recorded, dim=0).item()
             if not likeness >= LEAST_LIKENESS:

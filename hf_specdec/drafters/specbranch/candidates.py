@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_specdec.decoding.accept import DrawnCandidates
 from hf_specdec.decoding.devices import abilities, wait_for
 from hf_specdec.decoding.generator import ChoiceRule, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
@@ -87,7 +88,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
-        self.device = target.model.device
+        self.device = home_of(target.model.get_input_embeddings())  # an offloaded model says "meta"
         self.overlap = SpeculationStats()
 
     def observe(self, committed: Committed) -> None:
@@ -205,19 +206,26 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         branches: Branches = pending.result()
         self.overlap.count_ahead(branches.busy_s, busy_s, time.perf_counter() - launched)
         self.prepared = branches.prepared
-        return replace(output, drawn=self._drawn(branches))
+        return replace(output, drawn=self._drawn(branches, tree.num_nodes))
 
-    def _drawn(self, branches: Branches) -> DrawnCandidates | None:
-        """The sampled candidates after the chains, for the acceptance rule; None if none were sampled."""
+    def _drawn(self, branches: Branches, num_nodes: int) -> DrawnCandidates | None:
+        """The sampled candidates after the chains, for the acceptance rule; None if none were sampled.
+
+        A chain that was cut to fewer than its nodes has no end here, and so no candidates.
+        """
         draft_probs = self._to_target_device(branches.draft_probs)
         if draft_probs is None:
             return None
         assert self.chains is not None
         most, device = draft_probs.shape[1], draft_probs.device
         candidates = [tokens + [0] * (most - len(tokens)) for tokens in branches.candidates]
-        counts = [len(tokens) for tokens in branches.candidates]
+        lengths = [len(tokens) for tokens in self.chains.tokens]
+        counts = [
+            len(tokens) if length < num_nodes else 0
+            for tokens, length in zip(branches.candidates, lengths, strict=True)
+        ]
         return DrawnCandidates(
-            nodes=torch.tensor([len(tokens) for tokens in self.chains.tokens], device=device),
+            nodes=torch.tensor([min(length, num_nodes - 1) for length in lengths], device=device),
             token_ids=torch.tensor(candidates, device=device),
             draft_probs=draft_probs,
             drafted=torch.tensor([[index < count for index in range(most)] for count in counts], device=device),

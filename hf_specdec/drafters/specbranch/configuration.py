@@ -173,8 +173,3 @@ class SpecBranchOptions(DrafterOptions):
                 f"selection='a_priori' uses H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
                 "selection out."
             )
-
-
-def is_specbranch(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is what `SpecBranchDrafter.save_pretrained` writes."""
-    return config.get("model_type") == SpecBranchConfig.model_type

@@ -34,6 +34,7 @@ from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from hf_specdec.drafters.specbranch.placement import choose_worker, make_worker
 from hf_specdec.drafters.specbranch.process import DraftingProcesses, process_refusal
 from hf_specdec.drafters.specbranch.worker import Worker
+from hf_specdec.drafters.wrapped import has_adapters, merged_adapters, unwrapped
 
 NUM_CLASSES = 3  # all reject, by confidence, all accept
 
@@ -108,6 +109,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             h_rad: whether to add an untrained H-RAD; without one, the draft model's confidence decides.
             drafting_options: of `SpecBranchOptions`.
         """
+        draft_model, target = unwrapped(draft_model), unwrapped(target)
         target_config = target.config.get_text_config(decoder=True)
         config = SpecBranchConfig(
             draft_model=draft_model.name_or_path if is_hub_id(draft_model.name_or_path) else OWN_DRAFT_MODEL,
@@ -154,6 +156,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         Raises:
             ValueError: H-RAD was trained with a draft model of another shape.
         """
+        draft_model = unwrapped(draft_model)
         own = draft_model.config.get_text_config(decoder=True)
         for field, found in (
             ("draft_hidden_size", own.hidden_size),
@@ -213,7 +216,8 @@ class SpecBranchDrafter(PretrainedDrafter):
     def config_for(self, folder: Path | None) -> Iterator[None]:
         """Sets `draft_model` to a subfolder of the checkpoint if the current value is not valid at the destination."""
         location = self.config.draft_model
-        if _is_found(location, folder):
+        adapted = self.draft_model is not None and has_adapters(self.draft_model)  # what is there has no adapters
+        if _is_found(location, folder) and not adapted:
             yield
             return
         if self.draft_model is None:
@@ -237,7 +241,7 @@ class SpecBranchDrafter(PretrainedDrafter):
             save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if self.config.draft_model == OWN_DRAFT_MODEL and self.draft_model is not None:
             with one_layout(folder / OWN_DRAFT_MODEL):
-                self.draft_model.save_pretrained(folder / OWN_DRAFT_MODEL)
+                merged_adapters(self.draft_model).save_pretrained(folder / OWN_DRAFT_MODEL)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.draft_model is not None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_specdec.hub.files import StoredTensor
 from hf_specdec.hub.formats.keys import Section
 
 if TYPE_CHECKING:
@@ -16,6 +15,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a weight file, as its header describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
 Headers = Mapping[str, StoredTensor]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -74,6 +84,12 @@ class Format:
             checkpoint's, or None for a checkpoint on the Hub.
         refused: files that are not supported, but without which the drafter would draft badly, and the reason.
         training: entries of the training record that are the same for all drafters of this layout.
+        recognises: whether a `config.json` is of this layout; None for layouts of this library, which are recognised by
+            their `model_type`.
+        recognises_names: whether tensors of these names are of this layout, where the config does not tell; None if the
+            config always tells.
+        write: the `config.json` in this layout from the fields of our config and the target, see `hub/export.py`, for
+            layouts that vLLM serves. Raises ValueError if the layout has no field for something.
     """
 
     name: str
@@ -88,6 +104,31 @@ class Format:
     missing: Callable[[Config, Path | None], list[str]] = lambda fields, folder: []
     refused: Mapping[str, str] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    recognises: Callable[[Config], bool] | None = None
+    recognises_names: Callable[[Collection[str]], bool] | None = None
+    write: Callable[[Config, Config], Config] | None = None
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A layout that is recognised and not read.
+
+    Attributes:
+        name: its name, for messages.
+        missing: what its drafters need and this library does not have.
+        recognises: as for `Format`.
+        recognises_names: as for `Format`.
+    """
+
+    name: str
+    missing: str
+    recognises: Callable[[Config], bool] | None = None
+    recognises_names: Callable[[Collection[str]], bool] | None = None
+
+
+def architecture(*parts: str) -> Callable[[Config], bool]:
+    """Recognises configs with a class whose name contains one of these."""
+    return lambda config: any(part in name for name in config.get("architectures") or () for part in parts)
 
 
 def as_it_is(fields: Config, stored: Headers | None) -> Reading:

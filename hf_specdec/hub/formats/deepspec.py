@@ -6,7 +6,16 @@ Both kinds store embeddings and head. Source: shared facts on formats, section 5
 
 from __future__ import annotations
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
+from hf_specdec.hub.formats.base import (
+    Config,
+    Format,
+    Headers,
+    Reading,
+    Unsupported,
+    architecture,
+    decoder_shape,
+    layer_list,
+)
 from hf_specdec.hub.formats.dflash import dflash_reading
 from hf_specdec.hub.formats.eagle3 import eagle3_reading
 from hf_specdec.hub.formats.keys import decoder
@@ -57,6 +66,7 @@ def read_eagle3(fields: Config, stored: Headers | None) -> Reading:
     return eagle3_reading(ours, stored)
 
 
+GEMMA_4_LAYERS = "draft layers of Gemma 4 shape: four norms, scaled embeddings"
 # According to DeepSpec's README, for all its drafters.
 _TRAINING = {"chat_template": True, "thinking": False}
 # The configs are copies of the target's: its partial_rotary_factor does not apply to draft layers.
@@ -71,6 +81,7 @@ DEEPSPEC_DFLASH = Format(
         idle=("confidence_head_with_markov", "markov_head_type", "num_anchors", *_TARGETS),
     ),
     training=_TRAINING,
+    recognises=is_deepspec_dflash,
 )  # fmt: skip
 DEEPSPEC_EAGLE3 = Format(
     "EAGLE-3 (DeepSpec)",
@@ -81,4 +92,10 @@ DEEPSPEC_EAGLE3 = Format(
         idle=("draft_num_hidden_layers", "step_loss_decay", "ttt_length", *_TARGETS),
     ),
     training=_TRAINING,
+    recognises=is_deepspec_eagle3,
 )  # fmt: skip
+LAYOUTS = (
+    DEEPSPEC_DFLASH,
+    DEEPSPEC_EAGLE3,
+    Unsupported("DeepSpec EAGLE-3 for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4Eagle3")),
+)

@@ -58,4 +58,6 @@ DFLASH2 = Format(
     read,
     replace(_with_keys(_zlab), nested={**_zlab.nested, "dflash_config": _block}),
     refused=zlab.ZLAB.refused,
+    recognises=is_dflash2,
 )
+LAYOUTS = (DFLASH2,)

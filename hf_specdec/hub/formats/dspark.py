@@ -12,7 +12,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, architecture, decoder_shape
+from hf_specdec.hub.formats.deepspec import GEMMA_4_LAYERS
 from hf_specdec.hub.formats.dflash import check_causality, dflash_reading, once
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps
 from hf_specdec.hub.formats.keys import OURS, ROPES, Section, decoder
@@ -114,4 +115,16 @@ DSPARK = Format(
         },
     ),
     check=check_vocabulary_maps,
+    recognises=is_dspark,
 )  # fmt: skip
+LAYOUTS = (
+    Unsupported("Domino", "a recurrent net over the drafted prefix that corrects the logits", architecture("Domino")),
+    DSPARK,
+    Unsupported("DSpark for Gemma 4", GEMMA_4_LAYERS, architecture("Gemma4DSpark")),
+    Unsupported(
+        "DSpark for Qwen3.5",
+        "draft layers with gated queries and norms of gain 1 + w",
+        architecture("Qwen35DSpark"),
+    ),
+    Unsupported("DSpark of another architecture", "draft layers that are not Qwen3's", architecture("DSpark")),
+)

@@ -174,4 +174,16 @@ GEMMA4_ASSISTANT = Format(
         nested={"text_config": _TEXT},
     ),
     check=check,
+    recognises=is_gemma4_assistant,
 )
+LAYOUTS = (GEMMA4_ASSISTANT,)
+OWN_KEYS = Section(
+    OURS.union((
+        "attention_bias", "backbone_hidden_size", "centroid_intermediate_top_k", "final_logit_softcapping",
+        "global_head_dim", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+        "num_attention_heads", "num_centroids", "num_global_key_value_heads", "num_hidden_layers",
+        "num_key_value_heads", "rms_norm_eps", "sliding_window", "target_model_type", "vocab_size",
+    )),
+    HOST,
+    nested={"rope_parameters": GEMMA4_ROPES},
+)  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported
 from hf_specdec.hub.formats.keys import decoder
 
 _NAME = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
@@ -63,4 +63,14 @@ MEDUSA = Format(
     # Medusa-2, refused by its tensors, has the config of a decoder.
     decoder("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers"),
     other_weights=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+    recognises=lambda config: "medusa_num_heads" in config,
+    recognises_names=lambda names: any(re.match(r"medusa_head\.|\d+\.0\.linear\.weight$", name) for name in names),
+)
+LAYOUTS = (
+    MEDUSA,
+    Unsupported(
+        "Medusa (vLLM)",
+        "a reader for vLLM's names of Medusa heads",
+        lambda config: str(config.get("model_type")).endswith("medusa"),
+    ),
 )

@@ -63,4 +63,6 @@ MUSE = Format(
     "dflash",
     read,
     decoder("block_size", "mask_token_id", "target_layer_ids", only={"attention_bias": (False,), "mlp_bias": (False,)}),
+    recognises=is_muse,
 )
+LAYOUTS = (MUSE,)

@@ -6,7 +6,7 @@ default rotary base is 10000. Source: shared facts on formats, section 4; SafeAI
 
 from __future__ import annotations
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, decoder_shape
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading
 from hf_specdec.hub.formats.keys import decoder
 from hf_specdec.hub.formats.specforge import EAGLE_CONFIG, eagle_config
@@ -28,4 +28,17 @@ SAFEAILAB = Format(
     decoder("draft_vocab_size", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
+    recognises=lambda config: "draft_vocab_size" in config and config.get("num_hidden_layers") == 1,
+    recognises_names=lambda names: any(name.startswith("midlayer.") for name in names),
+)
+LAYOUTS = (
+    SAFEAILAB,
+    Unsupported(
+        "EAGLE-1 and EAGLE-2",
+        "a reader for layers without an input norm that draft on the target's last state and with its head",
+        recognises_names=lambda names: (
+            {"fc.weight", "layers.0.mlp.up_proj.weight"} <= set(names)
+            and not {"lm_head.weight", "norm.weight"} & set(names)
+        ),
+    ),
 )

@@ -47,4 +47,6 @@ SPECBLOCK = Format(
         "rank_features_top", "rank_state", "target_hidden_size", "target_layer_ids", *OURS,
     ),
     beside={"vocab_mapping.pt": ("d2t", "t2d")},
+    recognises=is_specblock,
 )  # fmt: skip
+LAYOUTS = (SPECBLOCK,)

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
+from hf_specdec.hub.formats.base import (
+    Config,
+    Format,
+    Headers,
+    Reading,
+    Unsupported,
+    architecture,
+    decoder_shape,
+    layer_list,
+)
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
 from hf_specdec.hub.formats.keys import Section, decoder
 
@@ -66,6 +75,7 @@ SPECFORGE = Format(
     decoder("draft_vocab_size", "fc_norm", "norm_output", "target_hidden_size", **EAGLE_CONFIG),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
+    recognises=lambda config: any(name.endswith("Eagle3") for name in config.get("architectures") or ()),
 )
 SPECFORGE_PEAGLE = Format(
     "P-EAGLE (SpecForge)",
@@ -78,4 +88,13 @@ SPECFORGE_PEAGLE = Format(
     ),
     other_weights=("pytorch_model.bin",),
     check=check_vocabulary_maps,
+    recognises=architecture("PEagle"),
 )  # fmt: skip
+LAYOUTS = (
+    Unsupported(
+        "EAGLE-3 with multi-head latent attention",
+        "a draft layer with latent attention",
+        architecture("Eagle3DeepseekV2"),
+    ),
+    SPECFORGE,
+)

@@ -9,15 +9,17 @@ formats, sections 3.1, 3.2, 3.4, 10.2 and 10.3, and of 2026, section 1.6; vllm-p
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, decoder_shape, layer_list
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, decoder_shape, layer_list
 from hf_specdec.hub.formats.dflash import dflash_reading
 from hf_specdec.hub.formats.dflash2 import CONVOLUTIONS
 from hf_specdec.hub.formats.dspark import HEADS as DSPARK_HEADS
 from hf_specdec.hub.formats.dspark import with_heads
 from hf_specdec.hub.formats.eagle3 import check_vocabulary_maps, eagle3_reading, peagle_reading
 from hf_specdec.hub.formats.keys import HOST, Section, decoder
+from hf_specdec.hub.formats.mtp import NEEDED as NEEDED_BY_MTP
 
 # Of the training class.
 _DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
@@ -327,20 +329,50 @@ def _keys(*read: str, layer: Section) -> Section:
 _DFLASH = (
     "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal",
 )  # fmt: skip
+
+
+def _is(kind: str) -> Callable[[Config], bool]:
+    return lambda config: speculators_type(config) == kind
+
+
 SPECULATORS = {
-    family: Format(f"{name} (speculators)", family, read, keys, check=check_vocabulary_maps)
-    for family, name, read, keys in (
+    family: Format(
+        f"{name} (speculators)",
+        family,
+        read,
+        keys,
+        check=check_vocabulary_maps,
+        recognises=_is(family),
+        write=write,
+    )
+    for family, name, read, write, keys in (
         (
-            "eagle3", "EAGLE-3", read_eagle3,
+            "eagle3", "EAGLE-3", read_eagle3, write_eagle3,
             # The number of taps is the length of their list.
             _keys("eagle_aux_hidden_state_layer_ids", *_EAGLE3_FLAGS, layer=decoder(idle=("num_aux_hidden_states",))),
         ),
         (
-            "peagle", "P-EAGLE", read_peagle,
+            "peagle", "P-EAGLE", read_peagle, write_peagle,
             _keys("eagle_aux_hidden_state_layer_ids", "mask_token_id", *_EAGLE3_FLAGS, layer=decoder()),
         ),
-        ("dflash", "DFlash", read_dflash, _keys(*_DFLASH, layer=decoder("is_causal"))),
-        ("dflash2", "DFlash 2", read_dflash2, _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal"))),
-        ("dspark", "DSpark", read_dspark, _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal"))),
+        ("dflash", "DFlash", read_dflash, write_dflash, _keys(*_DFLASH, layer=decoder("is_causal"))),
+        (
+            "dflash2", "DFlash 2", read_dflash2, write_dflash2,
+            _keys(*_DFLASH, *CONVOLUTIONS, layer=decoder("is_causal")),
+        ),
+        (
+            "dspark", "DSpark", read_dspark, write_dspark,
+            _keys(*_DFLASH, *DSPARK_HEADS, layer=decoder("is_causal")),
+        ),
     )
 }  # fmt: skip
+LAYOUTS: tuple[Format | Unsupported, ...] = (
+    *SPECULATORS.values(),
+    Unsupported("speculators mtp", NEEDED_BY_MTP, _is("mtp")),
+    Unsupported("speculators eagle", "a reader for EAGLE-1, whose drafters have no head", _is("eagle")),
+    Unsupported(
+        "speculators",
+        f"one of the kinds {', '.join(SPECULATORS)} in speculators_model_type",
+        lambda config: speculators_type(config) is not None,
+    ),
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, as_it_is
+from hf_specdec.hub.formats.base import Config, Format, Headers, Reading, Unsupported, architecture, as_it_is
 from hf_specdec.hub.formats.dflash import check_causality, once
 from hf_specdec.hub.formats.keys import OURS, Section, decoder
 
@@ -95,4 +95,13 @@ ZLAB = Format(
         nested={"dflash_config": _BLOCK},
     ),
     refused={"mask_embedding.pt": "a learned vector instead of the mask token's embedding, which is not supported"},
+    recognises=is_zlab,
+)
+LAYOUTS = (
+    Unsupported(
+        "Laguna DFlash",
+        "a norm for each tapped state and gated, fused attention",
+        architecture("DFlashLaguna"),
+    ),
+    ZLAB,
 )

@@ -40,7 +40,7 @@ class BlockLosses:
         rank: scalar float32.
         correct: [batch, positions, slots] bool, whether a slot's most probable token is the target's most probable one
             in the draft vocabulary; False beyond the end.
-        valid: [batch, positions, slots + 1] bool, Eq. 5: valid[..., k] is whether all slots before k are right.
+        valid: [batch, positions, slots + 1] bool, Eq. 5: valid[..., k] is whether all slots before k predict the text.
         rank_classes: [batch, positions, slots] int64, true buckets; -1 for slots outside the rank loss.
     """
 
@@ -59,6 +59,7 @@ def block_losses(
     start_mask: Tensor,
     *,
     offset: int = 0,
+    text_ids: Tensor | None = None,
     valid_prefix: bool = True,
     slot_weights: SlotWeights = "alike",
     top_k: int | None = None,
@@ -76,6 +77,9 @@ def block_losses(
         position_mask: [batch, rows] bool, rows that are trained: text whose best token is in the draft vocabulary.
         start_mask: [batch, positions] bool, positions that count as starts.
         offset: tokens that earlier blocks of the chain have drafted.
+        text_ids: [batch, rows] int64, the row's own tokens as draft ids, -1 outside the draft vocabulary: a prefix is
+            valid if it predicts them, because `target_probs` are conditioned on them. Rows written at a temperature,
+            and text by others, differ from the target's most probable tokens. None for those, as published.
         valid_prefix: apply the mask of Eq. 5; False: every slot counts (Table 2).
         slot_weights: "alike" sums the means of the slots, Eq. 6. "by_count" divides the sums of all slots by the
             number of positions of the first: in a small batch a late slot has few valid positions, and their mean is
@@ -92,6 +96,8 @@ def block_losses(
     if missing > 0:
         target_probs = torch.nn.functional.pad(target_probs, (0, 0, 0, missing))
         position_mask = torch.nn.functional.pad(position_mask, (0, missing))
+        if text_ids is not None:
+            text_ids = torch.nn.functional.pad(text_ids, (0, missing), value=-1)
     labels = smoothed_classes(rank_logits.shape[-1]).to(logits.device)
     if rank_loss == "paper":
         labels = torch.eye(len(labels), device=logits.device)
@@ -136,7 +142,8 @@ def block_losses(
         classes.append(truth.where(mask, -1))
 
         if valid_prefix:
-            path = path & (right | ~inside)
+            follows = right if text_ids is None else slot_logits.argmax(-1) == text_ids[:, rows]
+            path = path & (follows | ~inside)
             rank_path = rank_path & ((slot_rank_logits.argmax(-1) == truth) | ~inside)
         valid.append(path)
     return BlockLosses(

@@ -16,8 +16,9 @@ from transformers.hf_argparser import HfArg
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, default_target_layer_ids
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
-from hf_specdec.training.options import Count
-from hf_specdec.training.recipe import Recipe, Rows, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.options import Count, ShareBelow1
+from hf_specdec.training.recipe import Recipe, ShapeOptions, decoder_shape, register_recipe
+from hf_specdec.training.rows import Rows
 from hf_specdec.training.source import Source
 from hf_specdec.training.specblock.losses import RankLoss, SlotWeights
 from hf_specdec.training.specblock.step import SpecBlockStep
@@ -123,7 +124,7 @@ class SpecBlockOptions(ShapeOptions):
     blocks: Count = HfArg(default=2, help="chained blocks per start")
     valid_prefix: bool = HfArg(default=True, help="the mask of Eq. 5; without it an ablation of Table 2")
     slot_weights: SlotWeights = HfArg(default="alike", help="by_count: small batches")
-    rank_start_step: int = HfArg(default=2000, help="first step of the rank loss")
+    rank_start: ShareBelow1 = HfArg(default=0.1, help="share of the steps before the rank loss is added")
     rank_loss: RankLoss = HfArg(default="paper", help="of the paper, or of the published code")
     rank_budget: Count | None = HfArg(default=None, help="most examples of a rank class per slot and batch")
 
@@ -147,7 +148,7 @@ def _prepare(
         drafter,
         target,
         num_blocks=options.blocks,
-        rank_start_step=options.rank_start_step,
+        rank_start=options.rank_start,
         valid_prefix=options.valid_prefix,
         slot_weights=options.slot_weights,
         rank_loss=options.rank_loss,
@@ -176,7 +177,7 @@ register_recipe(
             "valid_prefix",
             "prefix_broadcast",
             "layer_wise_shift",
-            "rank_start_step",
+            "rank_start",
             "rank_loss",
             "rank_budget",
             "slot_weights",
@@ -189,7 +190,7 @@ register_recipe(
             drafter,
             target,
             num_blocks=min(2, drafter.options.num_blocks),
-            rank_start_step=0,
+            rank_start=0,
             slot_weights="by_count",
             rank_budget=1,
             sparse=True,

@@ -33,7 +33,7 @@ class SpecBlockStep(AdaptiveStep):
         drafter: the drafter to train.
         target: the frozen target it drafts for.
         num_blocks: chained blocks, including the first.
-        rank_start_step: optimizer steps before the rank loss is added.
+        rank_start: share of the run's steps before the rank loss is added. The paper has 2,000 steps of 20 epochs.
         valid_prefix: the mask of Eq. 5; False is an ablation of Table 2.
         slot_weights: see `block_losses`.
         top_k: see `block_losses`.
@@ -59,7 +59,7 @@ class SpecBlockStep(AdaptiveStep):
         target: PreTrainedModel,
         *,
         num_blocks: int = 2,
-        rank_start_step: int = 2000,
+        rank_start: float = 0.1,
         valid_prefix: bool = True,
         slot_weights: SlotWeights = "alike",
         top_k: int | None = None,
@@ -73,12 +73,13 @@ class SpecBlockStep(AdaptiveStep):
         check_same_size(drafter, target, "training")
         for name, value, least in (
             ("num_blocks", num_blocks, 1),
-            ("rank_start_step", rank_start_step, 0),
             ("rank_budget", rank_budget, 1),
             ("window", window, drafter.config.block_size + 2),
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
+        if not 0 <= rank_start < 1:
+            raise ValueError(f"rank_start={rank_start} must be a share of the steps, at least 0 and less than 1.")
         for name, choice, known in (("rank_loss", rank_loss, RankLoss), ("slot_weights", slot_weights, SlotWeights)):
             if choice not in get_args(known):
                 raise ValueError(f"{name}={choice!r} is not known; choose one of {list(get_args(known))}.")
@@ -91,7 +92,7 @@ class SpecBlockStep(AdaptiveStep):
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
         self.drafter = drafter
         self.embed_tokens = target.get_input_embeddings()
-        self.num_blocks, self.rank_start_step = num_blocks, rank_start_step
+        self.num_blocks, self.rank_start = num_blocks, rank_start
         self.cross_position = cross_position
         self.window, self.sparse = window, sparse
         self.options: dict[str, Any] = {
@@ -113,11 +114,14 @@ class SpecBlockStep(AdaptiveStep):
         draftable = self.drafter.t2d.to(best_ids.device)[best_ids]
         logits: list[Tensor] | None = [] if self.keep_logits else None
         position_mask = start_mask & draftable
+        # Row i is for the token after the start of position i.
+        text_ids = nn.functional.pad(self.draft_ids(input_ids[:, 2:]), (0, 2), value=-1)
         losses = self.chain(
-            model, states.features, input_ids, target_probs, start_mask, position_mask, training, all_logits=logits
-        )
+            model, states.features, input_ids, target_probs, start_mask, position_mask, training,
+            text_ids=text_ids, all_logits=logits,
+        )  # fmt: skip
 
-        rank_weight = 1.0 if not training or self.num_updates >= self.rank_start_step else 0.0
+        rank_weight = 1.0 if not training or self.num_updates >= int(self.rank_start * self.num_steps) else 0.0
         loss = torch.stack([part.draft.sum() + rank_weight * part.rank for part in losses]).sum()
         # Without training all cuts are at the ends of blocks, and the slots of all blocks are one chain; random cuts
         # make them overlap.
@@ -198,6 +202,7 @@ class SpecBlockStep(AdaptiveStep):
         position_mask: Tensor,
         training: bool,
         cuts: Sequence[int] | None = None,
+        text_ids: Tensor | None = None,
         all_logits: list[Tensor] | None = None,
     ) -> list[BlockLosses]:
         """Runs all blocks and returns the losses of each.
@@ -211,6 +216,7 @@ class SpecBlockStep(AdaptiveStep):
             position_mask: [batch, positions] bool.
             training: draw the cuts; otherwise every block continues at the end of the previous one.
             cuts: slots kept of every block except the last; None to draw them from 1 to K.
+            text_ids: see `block_losses`.
             all_logits: a list to which the logits [positions, draft_vocab] of all slots of `start_mask` are appended.
         """
         config = self.drafter.config
@@ -240,7 +246,7 @@ class SpecBlockStep(AdaptiveStep):
             losses.append(
                 compute(
                     output.logits, output.rank_logits, target_probs, position_mask, start_mask, offset=offset,
-                    **self.options,
+                    text_ids=text_ids, **self.options,
                 )
             )  # fmt: skip
             if block < len(cuts):
@@ -257,6 +263,7 @@ def sparse_block_losses(
     start_mask: Tensor,
     *,
     offset: int,
+    text_ids: Tensor | None = None,
     **options: Any,
 ) -> BlockLosses:
     """`block_losses` for heads that were computed at the starts only; the losses are the same.
@@ -271,7 +278,8 @@ def sparse_block_losses(
     at = row.unsqueeze(1), ahead.clamp(max=length - 1)
     losses = block_losses(
         logits.unsqueeze(1), rank_logits.unsqueeze(1), target_probs[at], position_mask[at] & (ahead < length),
-        torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, length=slots, **options,
+        torch.ones_like(row, dtype=torch.bool).unsqueeze(1), offset=offset, length=slots,
+        text_ids=None if text_ids is None else text_ids[at].where(ahead < length, -1), **options,
     )  # fmt: skip
 
     def spread(found: Tensor, empty: Any) -> Tensor:

@@ -287,6 +287,26 @@ def test_a_larger_draft_model_warns_once_and_drafts() -> None:
     assert drafter.stats.num_draft_tokens > 0
 
 
+def test_sizes_are_not_compared_with_a_target_whose_weights_are_no_parameters() -> None:
+    class Buffered(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.in_features, self.out_features = linear.in_features, linear.out_features
+            self.register_buffer("weight", linear.weight.detach())
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(rows, self.weight)
+
+    target = fresh_target("llama", "sdpa")
+    drafter = CausalLMDrafter(fresh_target("llama", "sdpa"))
+    for layer in target.model.layers:
+        for name in ("up_proj", "down_proj", "gate_proj"):
+            setattr(layer.mlp, name, Buffered(getattr(layer.mlp, name)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

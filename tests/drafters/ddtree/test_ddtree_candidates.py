@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.ddtree import candidates, level_tree
+from hf_specdec.drafters.growth import heap_tree as own_heap_tree
+from hf_specdec.drafters.growth import level_tree
 from tests.trees import heap_tree
 
 
@@ -175,7 +176,7 @@ def test_both_builders_give_one_tree(budget: int) -> None:
         logits = logits.round() if seed % 2 else logits  # many equal ones
         if seed == 3:
             logits[0, 1] = torch.nan
-        heap = candidates.heap_tree(torch.tensor([3, 4]), logits, budget)
+        heap = own_heap_tree(torch.tensor([3, 4]), logits, budget)
         level = level_tree(torch.tensor([3, 4]), logits, budget)
         for row in range(2):
             own, other = (tree.valid[row].nonzero().squeeze(1) for tree in (heap, level))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
 from hf_specdec.drafters.dflash2 import DFlash2Config, DFlash2Drafter
-from hf_specdec.drafters.dspark.candidates import conditional_tree
+from hf_specdec.drafters.growth import conditional_tree
 from tests.methods import dflash_config, make_dflash2
 from tests.targets import make_target
 

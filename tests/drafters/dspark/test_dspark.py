@@ -13,8 +13,7 @@ from torch import Tensor
 from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.dspark import DSparkConfig, DSparkDrafter
-from hf_specdec.drafters.dspark.candidates import conditional_tree
-from hf_specdec.drafters.dspark.modeling import Slots
+from hf_specdec.drafters.growth import Slots, conditional_tree
 from tests.methods import make_dspark
 from tests.targets import make_target, one_prompt
 from tests.watched import Watched

@@ -14,8 +14,14 @@ from hf_specdec import load_drafter
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter, SuffixIndex
-from hf_specdec.drafters.lookup.candidates import LookupGenerator, continuation_tree, find
+from hf_specdec.drafters.lookup import (
+    LookupGenerator,
+    NGramDrafter,
+    SuffixDrafter,
+    SuffixIndex,
+    continuation_tree,
+    find,
+)
 from tests.targets import PROMPTS, fresh_target, make_target
 
 

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaMarginals
-from hf_specdec.drafters.medusa.candidates import static_tree
-from hf_specdec.drafters.medusa.modeling import rank_accuracies
+from hf_specdec.drafters.growth import static_tree
+from hf_specdec.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaMarginals, rank_accuracies
 from tests.methods import make_medusa
 from tests.targets import PROMPTS, fresh_target, make_target
 from tests.watched import Watched

@@ -14,8 +14,7 @@ from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.lookup import NGramDrafter, SuffixDrafter
-from hf_specdec.drafters.merged import MergedDrafter
-from hf_specdec.drafters.merged.calibration import Calibration, SourceGain
+from hf_specdec.drafters.merged import Calibration, MergedDrafter, SourceGain
 from hf_specdec.visualize import terminal_tree
 from hf_specdec.visualize.tree import tree_legend, tree_svg
 from tests.methods import make_causal_lm_chain, make_ddtree, make_medusa, make_ngram, make_specbound, make_specbranch

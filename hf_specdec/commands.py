@@ -1,0 +1,294 @@
+"""The subcommands of `hf-specdec`, each by its name; `cli.py` parses their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import runpy
+import shlex
+import sys
+from dataclasses import asdict
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TextStreamer
+
+from hf_specdec.chat import Conversation, converse
+from hf_specdec.chat_template import uses_template
+from hf_specdec.drafters.base import Drafter
+from hf_specdec.drafters.registry import check_has_checkpoint, is_weightless, named_method
+from hf_specdec.drafters.targets import whole_target
+from hf_specdec.hub.checkpoint import check_is_target
+from hf_specdec.hub.export import export_drafter
+from hf_specdec.hub.files import CONFIG_FILE, Source
+from hf_specdec.hub.inspection import inspect_drafter
+from hf_specdec.hub.loading import floating_dtype, load_drafter, usable_device
+from hf_specdec.serving.engine import check_port, find_engine, run
+from hf_specdec.serving.plan import plan_serving
+from hf_specdec.serving.transformers_server import serve_with_transformers
+from hf_specdec.verification import verify_lossless
+
+# Instruct models repeat themselves when they are decoded greedily.
+CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+_SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Describes a checkpoint; the status is 1 if it has problems."""
+    found = inspect_drafter(arguments.drafter, revision=arguments.revision, local_files_only=arguments.local_files_only)
+    print(json.dumps(asdict(found), indent=2) if arguments.json else found)
+    return 1 if found.problems else 0
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Saves a drafter in the layout of this library."""
+    if is_weightless(arguments.drafter):
+        raise ValueError(f"{arguments.drafter!r} has no weights to convert.")
+    drafter: Any = _load(arguments, dtype=arguments.dtype)
+    drafter.save_pretrained(arguments.folder)
+    print(f"Wrote {arguments.folder}")
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Writes a drafter in the layout of vLLM or of its source."""
+    folder = export_drafter(
+        _load(arguments),
+        arguments.folder or Path(f"{Path(arguments.drafter).resolve().name}-{arguments.to}"),
+        to=arguments.to,
+        target_id=arguments.target_id,
+        target_architecture=arguments.target_architecture,
+        num_target_layers=arguments.num_target_layers,
+    )
+    serving = f" `hf-specdec serve <target> {folder}` prints the command that serves it."
+    print(f"Wrote {folder}.{serving if arguments.to == 'vllm' else ''}")
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Prints vLLM's command for a pair, and with --run runs it; or serves the pair with transformers."""
+    dtype = arguments.dtype or ("float32" if usable_device(None).type == "cpu" else "auto")
+    where = {"revision": arguments.revision, "local_files_only": arguments.local_files_only}
+    if arguments.engine == "transformers":
+        vllms = {"--output": arguments.output, "--num-speculative-tokens": arguments.num_speculative_tokens}
+        for name, value in (vllms | {"--": arguments.engine_options or None}).items():
+            if value is not None:
+                raise ValueError(f"{name} {value} is for vLLM, but --engine is transformers: leave it out.")
+        serve_with_transformers(
+            arguments.target, arguments.drafter, host=arguments.host, port=arguments.port, dtype=dtype, **where
+        )
+        return
+    engine = None
+    if arguments.start:  # checked before the export
+        check_port(arguments.host, arguments.port)
+        engine = find_engine(arguments.engine)
+    plan = plan_serving(
+        arguments.target,
+        arguments.drafter,
+        export_folder=arguments.output,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        dtype=dtype,
+        **where,
+    )
+    notes = plan.notes + ([] if engine is None else engine.check(plan))
+    command = ["vllm", "serve", plan.target] if engine is None else engine.server(plan.target)
+    command += [*plan.options, "--host", arguments.host, "--port", str(arguments.port), *arguments.engine_options]
+    for note in notes:
+        print(note, file=sys.stderr)
+    print(shlex.join(command), flush=True)
+    if engine is not None:
+        run(command)
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Checks a pair; the status is 1 for a verdict other than lossless."""
+    _check_names(arguments)
+    model = _load_target(arguments)
+    drafter = _load(arguments, model)
+    report = verify_lossless(
+        model, drafter, arguments.prompts, max_new_tokens=arguments.max_new_tokens, max_time_s=arguments.max_time
+    )
+    return 0 if report else 1
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Continues a text, or answers the turns of a conversation."""
+    prompts = [_stdin() if prompt == "-" else prompt for prompt in arguments.prompts]
+    tokenizer = _load_tokenizer(arguments)
+    if uses_template(tokenizer, arguments.target, chat=arguments.chat, thinking=arguments.thinking):
+        _answer(arguments, tokenizer, prompts)
+        return
+    reason = "--chat is off" if tokenizer.chat_template else f"the tokenizer of {arguments.target!r} has none"
+    if arguments.system is not None:
+        raise ValueError(f"--system {arguments.system!r} needs a chat template, but {reason}: leave it out.")
+    if len(prompts) > 1:
+        raise ValueError(
+            f"{len(prompts)} prompts are turns of a conversation, which needs a chat template, but {reason}: give one "
+            "--prompt."
+        )
+    inputs = tokenizer(prompts[0], return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise ValueError(f"--prompt {prompts[0]!r} has no tokens: give a text.")
+    model = _load_target(arguments)
+    drafter = _load(arguments, model)
+    torch.manual_seed(arguments.seed)
+    model.generate(
+        **inputs.to(model.device),
+        **_sampling(arguments),
+        assistant_model=drafter,
+        max_new_tokens=arguments.max_new_tokens,
+        streamer=TextStreamer(tokenizer),
+    )
+    print(drafter.stats, file=sys.stderr)
+
+
+def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -> None:
+    """The turns of a conversation: answers on stdout, statistics on stderr."""
+    conversation = _conversation(arguments, tokenizer)
+
+    def write(piece: str, *figures: Any) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    for prompt in prompts:
+        if len(prompts) > 1:
+            print(f"> {prompt}", flush=True)
+        answer = conversation.ask(prompt, write)
+        print(flush=True)
+        print(conversation.drafter.stats, file=sys.stderr)
+        if answer.interrupted:
+            raise KeyboardInterrupt
+
+
+def chat(arguments: argparse.Namespace) -> None:
+    """Chats in the terminal."""
+    if arguments.target is None:
+        arguments.target, arguments.drafter = _assistant(arguments.assistant)
+    elif arguments.drafter is None:
+        raise ValueError(f"Target {arguments.target!r} needs a drafter: name one that was trained for it, or ngram.")
+    tokenizer = _load_tokenizer(arguments)
+    if not uses_template(tokenizer, arguments.target, chat="auto", thinking=arguments.thinking):
+        raise ValueError(
+            f"The tokenizer of {arguments.target!r} has no chat template: choose a target with one, or continue texts "
+            "with `hf-specdec generate`."
+        )
+    converse(_conversation(arguments, tokenizer))
+
+
+def _assistant(name: str) -> tuple[str, str]:
+    """The default target, downloaded once, and its drafter, which is in the repository."""
+    examples = Path(__file__).parents[1] / "examples"
+    drafter = examples / "smollm2-135m/dflash"
+    if not drafter.is_dir():
+        raise ValueError(
+            f"The default target is {name}; its drafter is in a checkout of the repository, but not in the "
+            "installed package: name a target and a drafter."
+        )
+    folder = runpy.run_path(str(examples / "smollm2.py"))["model_folder"]()
+    return str(folder), os.path.relpath(drafter)
+
+
+def _conversation(arguments: argparse.Namespace, tokenizer: Any) -> Conversation:
+    model = _load_target(arguments)
+    drafter = _load(arguments, model)
+    settings = _sampling(arguments)
+    if arguments.command == "chat" and arguments.temperature is None and not _says_how_to_sample(model):
+        settings = CHAT_SAMPLING
+    torch.manual_seed(arguments.seed)
+    return Conversation(
+        model,
+        tokenizer,
+        drafter,
+        system=arguments.system,
+        thinking=arguments.thinking,
+        max_new_tokens=arguments.max_new_tokens,
+        **settings,
+    )
+
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Sampling arguments of `generate`; what they leave out is as the target's generation config says."""
+    if arguments.temperature is None:
+        return {}
+    if arguments.temperature:
+        return {"do_sample": True, "temperature": arguments.temperature}
+    # None, because transformers warns about sampling settings of the target that greedy decoding ignores.
+    return {"do_sample": False} | dict.fromkeys(_SAMPLING_SETTINGS)
+
+
+def _says_how_to_sample(model: Any) -> bool:
+    """Whether a model's own generation config says how it is to be decoded."""
+    return any(getattr(model.generation_config, name) is not None for name in ("do_sample", *_SAMPLING_SETTINGS))
+
+
+def _stdin() -> str:
+    """The text of stdin, decoded as UTF-8 in every locale; some locales would keep invalid bytes."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt - reads UTF-8 from stdin, but byte {error.start + 1}, 0x{error.object[error.start]:02x}, is not "
+            "valid: convert the text first, for example with iconv."
+        ) from error
+
+
+def _load(arguments: argparse.Namespace, target: Any = None, **settings: Any) -> Drafter:
+    options = dict(map(_option, getattr(arguments, "option", ())))
+    if taken := sorted(options.keys() & signature(load_drafter).parameters.keys()):
+        raise ValueError(f"--option {taken[0]}=... is not a drafting option; --help lists the other settings.")
+    return load_drafter(
+        arguments.drafter,
+        target,
+        revision=arguments.revision,
+        local_files_only=arguments.local_files_only,
+        **settings,
+        **options,
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A drafting option: `tree_budget=16`, `method=dflash`, `branching=[2,4,6,4]`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--option {text!r} must have the form NAME=VALUE, such as tree_budget=16.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value  # a string without quotes
+
+
+def _check_names(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for a wrong target, drafter or option; called before the slow loading of weights."""
+    for text in arguments.option:
+        _option(text)
+    check_has_checkpoint(arguments.target)
+    check_is_target(arguments.target, arguments.drafter)
+    if named_method(arguments.drafter) is None:
+        source = Source(arguments.drafter, arguments.revision, local_files_only=arguments.local_files_only)
+        source.locate([CONFIG_FILE])
+
+
+def _load_tokenizer(arguments: argparse.Namespace) -> Any:
+    """The target's; loaded before its weights, so that options of the chat template are checked first."""
+    _check_names(arguments)
+    try:
+        return AutoTokenizer.from_pretrained(arguments.target)
+    except (ValueError, RecursionError) as error:  # may have many lines; does not name the target
+        raise ValueError(
+            f"The tokenizer of target {arguments.target!r} cannot be loaded: its files are missing or damaged. "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _load_target(arguments: argparse.Namespace) -> Any:
+    device = usable_device(arguments.device)
+    if device.type == "meta":
+        raise ValueError("device='meta' has no weights: use 'cpu', or leave it out.")
+    dtype = arguments.dtype or ("float32" if device.type == "cpu" else "auto")
+    if dtype != "auto":
+        floating_dtype(dtype)  # raises ValueError with the supported ones
+    return whole_target(arguments.target, dtype=dtype).to(device).eval()

@@ -1,0 +1,424 @@
+"""DSpark: a DFlash block whose slots are conditioned on the token drafted before them; layout, network and drafting.
+
+The block is run once per round, as in DFlash. The logits of its slots are then computed in order, each given the token
+drafted before it: U_k + W2 z(previous token). No slot is run again. So a tree is grown level by level, with each node's
+children from its own distribution, and the likeliest `tree_budget` paths are selected. DDTree builds the same tree from
+marginals, which are not conditioned on the previous token. The confidence head estimates how much of a chain will be
+accepted (`tree_budget="auto"`); trees are ranked by the distributions alone. Other drafters whose slots are conditioned
+on the previous token are `ConditionalDrafter`s too. Source: DSpark, arXiv 2607.05147; shared facts on formats of 2026,
+sections 2.2 to 2.4; sgl-project/SpecForge; deepseek-ai/DeepSpec; DDTree, arXiv 2604.12989, for the tree.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.decoding.trace import NodeNotes
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.dflash import BLOCK_SERVING
+from hf_specdec.drafters.dflash.candidates import DFlashMarginals
+from hf_specdec.drafters.dflash.configuration import DFlashConfig, check_block_option
+from hf_specdec.drafters.dflash.modeling import DFlashDrafter
+from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes
+from hf_specdec.drafters.options import TreeOptions
+from hf_specdec.drafters.registry import register, unknown_name
+from hf_specdec.drafters.vocabulary import known_ids
+from hf_specdec.hub.formats.dspark import DSPARK
+from hf_specdec.hub.formats.speculators import SPECULATORS
+
+__all__ = ["DSparkConfig", "DSparkDrafter", "DSparkOptions"]
+
+TREE, CHAIN = "dspark", "dspark_chain"
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+
+
+class DSparkConfig(DFlashConfig):
+    """A `DFlashConfig` whose `dflash_config` has DSpark's own fields.
+
+    `markov_rank` (0: no Markov head), `markov_head_type` (one of `MARKOV_HEADS`), `enable_confidence_head` and
+    `confidence_head_with_markov` (whether that head also reads the embedding of the previous token); `projector_type`
+    is "dspark". `sample_from_anchor` is true by default.
+    """
+
+    architecture: ClassVar[str] = "DSparkDraftModel"
+
+    def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        block = {"projector_type": "dspark", "sample_from_anchor": True} | (dflash_config or {})
+        super().__init__(dflash_config=block, **kwargs)
+
+    def check(self) -> None:
+        super().check()
+        rank, kind = self.markov_rank, self.markov_head_type
+        if type(rank) is not int or rank < 0:
+            raise ValueError(f"markov_rank is {rank!r} in this DSpark config; it must be an integer of at least 0.")
+        if rank and kind not in MARKOV_HEADS:
+            raise ValueError(f"markov_head_type is {kind!r} in this DSpark config; it must be in {list(MARKOV_HEADS)}.")
+        if self.confidence_head_with_markov and not rank:
+            raise ValueError(
+                "confidence_head_with_markov is true and markov_rank 0 in this DSpark config: there is no embedding "
+                "that the confidence head could read. Correct the wrong one."
+            )
+        if self.vocab_size is None:
+            raise ValueError(
+                "This DSpark config has no vocab_size, which its Markov head needs: add the target's to it."
+            )
+
+    @property
+    def markov_rank(self) -> Any:
+        """Width of the Markov head; 0 without one."""
+        return self.dflash_config.get("markov_rank", 0)
+
+    @property
+    def markov_head_type(self) -> Any:
+        """How the bias is computed from the previous token."""
+        return self.dflash_config.get("markov_head_type", "vanilla")
+
+    @property
+    def enable_confidence_head(self) -> bool:
+        """Whether a head predicts the acceptance probability of each slot."""
+        return bool(self.dflash_config.get("enable_confidence_head"))
+
+    @property
+    def confidence_head_with_markov(self) -> bool:
+        """Whether that head also reads the previous token."""
+        return self.enable_confidence_head and bool(self.dflash_config.get("confidence_head_with_markov"))
+
+
+@dataclass(slots=True, kw_only=True)
+class DSparkOptions(TreeOptions):
+    """Drafting options of a DSpark drafter.
+
+    Attributes:
+        method: `"dspark"` for the best-first tree, `"dspark_chain"` for one path, as published; it is sampled in calls
+            that sample.
+        tree_budget: see `TreeOptions`. An integer does not affect the chain, which has the length of the block;
+            `"auto"` shortens chains that are not sampled too.
+        block_size: slots of a block, root included; at most the trained number, which None selects.
+    """
+
+    METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
+
+    method: str = TREE
+    tree_budget: int | Literal["auto"] = 16
+    block_size: int | None = None
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter; `config` is a `DFlashConfig`."""
+        TreeOptions.validate(self, config)
+        if self.method not in self.METHODS:
+            raise unknown_name("method", self.method, self.METHODS)
+        check_block_option(self.block_size, config.block_size)
+
+
+class MarkovHead(nn.Module):
+    """The bias b = W2 z of a slot's logits, where z comes from W1[previous token] and, by `kind`, from the slot.
+
+    Args:
+        kind: "vanilla": z is the embedding e of the previous token. "gated": e times a gate of the slot's state and e.
+            "rnn": z comes from a recurrent state over the earlier slots, the slot's state and e.
+        rank: width of e and z.
+        vocab_size: rows of W1, the target's ids.
+        draft_vocab_size: rows of W2, the drafter's ids.
+        hidden_size: of a slot's state.
+    """
+
+    def __init__(self, kind: str, rank: int, *, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.kind, self.rank = kind, rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(hidden_size + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[...] int64 ids of the target -> [..., rank]; may include tokens that the table lacks."""
+        return self.markov_w1(known_ids(token_ids, self.markov_w1.num_embeddings))
+
+    def start(self, embedded: Tensor) -> Tensor:
+        """[..., rank], the recurrent state before the first slot, for embeddings of this shape."""
+        return torch.zeros_like(embedded)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One slot: the input of W2, and the recurrent state after it.
+
+        Args:
+            hidden: [..., hidden], the slot's.
+            embedded: [..., rank], from `embed`, of the token before the slot.
+            state: [..., rank], from `start` or from the slot before; only "rnn" uses it.
+        """
+        if self.kind == "vanilla":
+            return embedded, state
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], dim=-1))) * embedded, state
+        gate, candidate, output = self.joint_proj(torch.cat([state, embedded, hidden], dim=-1)).chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+    def of_blocks(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """[..., slots, hidden] and [..., slots, rank] -> [..., slots, rank], the input of W2 at all slots, in order."""
+        if self.kind != "rnn":
+            return self(hidden, embedded, embedded)[0]
+        state, codes = self.start(embedded[..., 0, :]), []
+        for slot, token in zip(hidden.unbind(-2), embedded.unbind(-2), strict=True):
+            code, state = self(slot, token, state)
+            codes.append(code)
+        return torch.stack(codes, dim=-2)
+
+
+class ConfidenceHead(nn.Module):
+    """A logit of the probability that a slot is accepted, given that the earlier slots were.
+
+    Args:
+        in_size: input size: the slot's state, and the embedding of the previous token if the config says so.
+    """
+
+    def __init__(self, in_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_size, 1)
+
+    def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        """[..., hidden] and [..., rank] -> [...]."""
+        read = hidden if embedded is None else torch.cat([hidden, embedded], dim=-1)
+        return self.proj(read).squeeze(-1)
+
+
+class ConditionalDrafter(DFlashDrafter):
+    """A DFlash drafter whose slots are conditioned on the previous token."""
+
+    options_class: ClassVar[type[DSparkOptions]] = DSparkOptions
+    options: DSparkOptions  # type: ignore[assignment]  # not DFlashOptions
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return self.options_class.METHODS
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        tree, _ = self.options_class.METHODS
+        if self.method == tree:
+            return TreeGenerator(self, target, self.options.node_limit)
+        return ChainGenerator(self, target)
+
+    def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
+        """The slots of one round.
+
+        Args:
+            states: [batch, block, hidden] of all slots.
+            logits: [batch, depth, draft_vocab] float32 of the slots that draft.
+            root_ids: [batch] int64.
+        """
+        raise NotImplementedError
+
+
+class DSparkDrafter(ConditionalDrafter):
+    """A DSpark checkpoint as a drafter: `method="dspark"` drafts the best-first tree, `"dspark_chain"` one path.
+
+    Drafting options: `DSparkOptions`.
+    """
+
+    config_class = DSparkConfig
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        hidden, rank = config.hidden_size, config.markov_rank
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if rank:
+            assert config.vocab_size is not None, "check() requires it"
+            self.markov_head = MarkovHead(
+                config.markov_head_type,
+                rank,
+                vocab_size=config.vocab_size,
+                draft_vocab_size=config.draft_vocab_size,
+                hidden_size=hidden,
+            )
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(hidden + (rank if config.confidence_head_with_markov else 0))
+        self.post_init()
+
+    def draft_logits(self, hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        # The Markov head has `draft_vocab_size` columns; the target's head may have more or fewer.
+        logits = super().draft_logits(hidden, lm_head)
+        return TargetVocabularyLogitsProcessor(self.config.draft_vocab_size)(None, logits)
+
+    def confidence(self, hidden: Tensor, embedded: Tensor | None) -> Tensor | None:
+        """Logits of the probability that slots are accepted; None without a confidence head.
+
+        Args:
+            hidden: [..., hidden], of the slots.
+            embedded: [..., rank], of the tokens before them; None without a Markov head.
+        """
+        if self.confidence_head is None:
+            return None
+        return self.confidence_head(hidden, embedded if self.config.confidence_head_with_markov else None)
+
+    def slots(self, states: Tensor, logits: Tensor, root_ids: Tensor) -> Slots:
+        return MarkovSlots(self, states, logits, root_ids)
+
+    def card_summary(self) -> str:
+        return (
+            "A DSpark drafter: it fills a block of masked slots in one forward, from the hidden states of the target, "
+            "and conditions each slot on the token drafted before it. hf_specdec drafts with it either the likeliest "
+            'tree (`method="dspark"`, the default) or one chain (`method="dspark_chain"`).'
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        config, facts = self.config, super().card_facts()
+        facts["Method"] = f"{self.loaded_options().method}, on a DSpark drafter"
+        if config.markov_rank:
+            facts["Markov head"] = f"{config.markov_head_type}, rank {config.markov_rank}"
+        facts["Confidence head"] = "yes" if config.enable_confidence_head else "no"
+        return facts
+
+
+class MarkovSlots:
+    """A DSpark drafter's slots, see `Slots`; `state` is the Markov head's."""
+
+    def __init__(self, drafter: DSparkDrafter, states: Tensor, logits: Tensor, root_ids: Tensor) -> None:
+        self.drafter, self.logits = drafter, logits
+        first = drafter.config.first_slot
+        self.states = states[:, first:]
+        self.depth = self.states.shape[1]
+        self.state: Tensor | None = None
+        if (head := drafter.markov_head) is not None:
+            embedded = head.embed(root_ids.unsqueeze(1))
+            self.state = head.start(embedded)
+            if first:  # recurrent heads were trained with the root's slot as first step, although it drafts nothing
+                _, self.state = head(states[:, :1], embedded, self.state)
+
+    def step(self, slot: int, token_ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See `Slots.step`."""
+        logits, head = self.logits[:, slot, None], self.drafter.markov_head
+        if head is None:
+            return logits.expand(-1, token_ids.shape[1], -1), state
+        assert state is not None
+        hidden = self.states[:, slot, None].expand(-1, token_ids.shape[1], -1)
+        code, state = head(hidden, head.embed(token_ids), state)
+        return logits + head.markov_w2(code).float(), state
+
+    def confidence(self, slot: int, token_ids: Tensor) -> Tensor | None:
+        """See `Slots.confidence`."""
+        head = self.drafter.markov_head
+        logit = self.drafter.confidence(self.states[:, slot], None if head is None else head.embed(token_ids))
+        return None if logit is None else logsigmoid(logit.float())
+
+
+class DSparkGenerator(TreeCandidateGenerator):
+    """One `generate` call of a `ConditionalDrafter`; subclasses build a tree from the slots.
+
+    Args:
+        drafter: with its options.
+        target: of the call.
+    """
+
+    drops_rows = True
+
+    def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
+        self.drafter = drafter
+        self.blocks = DFlashMarginals(drafter, target)
+        self.target_ids = drafter.target_ids
+        self.columns = 0  # of the target's logits
+        self.path_logprobs: Tensor | None = None  # [batch, nodes] of the latest tree
+
+    @abstractmethod
+    def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
+        """The tree of a round."""
+
+    @in_inference_mode
+    def draft(self, context: DraftContext) -> DraftTree:
+        states = self.blocks.run_block(context, None)
+        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.blocks.lm_head)
+        logits[..., self.never] = -torch.inf
+        slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
+        context.lap("draft")
+        tree = self.tree(context, slots)
+        self.path_logprobs = tree.path_logprobs
+        context.lap("tree")
+        return tree
+
+    def observe(self, committed: Committed) -> None:
+        if committed.tree is None:
+            self.columns = committed.target_logits.shape[-1]
+            # Draft ids that must not be drafted: the mask token, and tokens beyond the target's logits.
+            ids = self.target_ids
+            self.never = ((ids == self.drafter.config.mask_token_id) | (ids >= self.columns)).nonzero().squeeze(1)
+        self.blocks.observe(committed)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        self.blocks.keep_rows(rows)
+
+    def close(self) -> None:
+        self.blocks.close()
+
+    def describe(self, tree: DraftTree) -> NodeNotes | None:
+        if self.path_logprobs is None:
+            return None
+        return path_notes(tree, self.path_logprobs, tree.depths.clamp(max=1))  # one forward for all depths
+
+
+class TreeGenerator(DSparkGenerator):
+    """The likeliest `tree_budget` paths, with each token's probability conditioned on the path before it."""
+
+    def __init__(self, drafter: ConditionalDrafter, target: TargetModel, tree_budget: int) -> None:
+        super().__init__(drafter, target)
+        self.tree_budget = tree_budget
+
+    def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
+        budget = self.tree_budget if context.node_limit is None else min(self.tree_budget, context.node_limit)
+        return conditional_tree(context.root_ids, slots, self.target_ids, budget)
+
+
+class ChainGenerator(DSparkGenerator):
+    """One path: each slot's likeliest token, or in calls that sample a sampled one with its distribution."""
+
+    def tree(self, context: DraftContext, slots: Slots) -> DraftTree:
+        device = slots.logits.device
+        to_target = TargetVocabularyLogitsProcessor(self.drafter.config.vocab_size or self.columns, self.target_ids)
+        to_columns = TargetVocabularyLogitsProcessor(self.columns)
+        finite = slots.logits.amax(-1).isfinite().all(1)
+        token_ids, state = context.root_ids.to(device).unsqueeze(1), slots.state
+        draft_probs, paths = [], [torch.zeros(token_ids.shape, device=device)]
+        for slot in range(slots.depth):
+            before = token_ids[:, -1]
+            logits, state = slots.step(slot, before.unsqueeze(1), state)
+            logits = to_columns(None, to_target(None, logits.squeeze(1)))
+            # Rows with non-finite logits get no draft, but take part in the shared call of multinomial.
+            logits = logits.masked_fill(~finite.unsqueeze(1), 0.0)
+            if context.choice.do_sample:
+                draft_probs.append(context.choice.warpers(token_ids[:, -1:], logits).softmax(-1))
+                chosen = torch.multinomial(draft_probs[-1], num_samples=1)
+            else:
+                chosen = logits.argmax(-1, keepdim=True)
+                survival = slots.confidence(slot, before)
+                if survival is None:
+                    survival = logits.log_softmax(-1).gather(1, chosen).squeeze(1)
+                paths.append(paths[-1] + survival.unsqueeze(1))
+            token_ids = torch.cat([token_ids, chosen], dim=1)
+        device = context.root_ids.device
+        chain = DraftTree.chain(
+            token_ids.to(device),
+            finite=finite.to(device),
+            draft_probs=torch.stack(draft_probs, dim=1).to(device) if draft_probs else None,
+        )
+        return chain if draft_probs else replace(chain, path_logprobs=torch.cat(paths, 1).to(device))
+
+
+register(
+    "dspark",
+    DSparkDrafter,
+    layouts=(DSPARK, SPECULATORS["dspark"]),
+    serving=replace(BLOCK_SERVING, method="dspark"),
+)

@@ -1,0 +1,165 @@
+"""P-EAGLE: EAGLE-3's layers drafting all depths in one forward, with a learned state in place of unknown ones.
+
+Placeholder pairs, each of the mask token and the learned state, follow the committed pairs. One forward reads all: the
+last committed pair predicts the first token, each placeholder one more. Drafted tokens are not fed back, so the result
+is marginals per position, from which `ddtree` builds trees. Source: P-EAGLE, arXiv 2602.01469; shared facts on formats
+of 2026, section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.base import BlockMarginals
+from hf_specdec.drafters.eagle3 import Eagle3Config
+from hf_specdec.drafters.eagle3.modeling import Eagle3Network
+from hf_specdec.drafters.eagle3.pairs import PairCache
+from hf_specdec.drafters.options import TreeOptions
+from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register, unknown_name
+from hf_specdec.hub.formats.specforge import SPECFORGE_PEAGLE
+from hf_specdec.hub.formats.speculators import SPECULATORS
+
+__all__ = ["PEagleConfig", "PEagleDrafter", "PEagleOptions"]
+
+ARCHITECTURE = "PEagleDrafter"
+
+
+class PEagleConfig(Eagle3Config):
+    """An `Eagle3Config` with the placeholders for unknown tokens.
+
+    Args:
+        mask_token_id: token of a placeholder pair.
+        num_draft_tokens: tokens that it drafts in one forward.
+        kwargs: see `Eagle3Config`.
+    """
+
+    model_type = "hf_specdec_peagle"
+
+    def __init__(self, mask_token_id: int | None = None, num_draft_tokens: int = 8, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mask_token_id = mask_token_id
+        self.num_draft_tokens = num_draft_tokens
+        self.architectures = [ARCHITECTURE]
+
+    def check(self) -> None:
+        super().check()
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id!r}; a P-EAGLE drafter needs the id of its placeholder token, "
+                f"from 0 to {self.vocab_size - 1}. Some trainers do not write it: add the id used at training to its "
+                "config.json."
+            )
+        if type(self.num_draft_tokens) is not int or self.num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens!r}; it must be an integer of at least 1.")
+
+
+@dataclass(slots=True, kw_only=True)
+class PEagleOptions(TreeOptions):
+    """Drafting options of a P-EAGLE drafter.
+
+    Attributes:
+        method: `"ddtree"`, or any other method that drafts from per-position marginals.
+        tree_budget: see `TreeOptions`. An integer does not affect chains (`"dflash"`).
+    """
+
+    method: str = "ddtree"
+    tree_budget: int | Literal["auto"] = 59
+
+    def validate(self, config: Any = None) -> None:
+        TreeOptions.validate(self, config)
+        if self.method not in tuple(MARGINAL_METHODS):
+            raise unknown_name("method", self.method, MARGINAL_METHODS)
+
+
+class PEagleDrafter(Eagle3Network):
+    """A P-EAGLE checkpoint as a drafter.
+
+    Drafting options: `PEagleOptions`.
+    """
+
+    config_class = PEagleConfig
+    config: PEagleConfig
+    options_class = PEagleOptions
+    options: PEagleOptions
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        # In place of the concatenated states, before the norms around `fc`.
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.num_taps * config.target_hidden_size))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(MARGINAL_METHODS)
+
+    def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
+        return MARGINAL_METHODS[self.method](PEagleMarginals(self, target), self.options)
+
+    def card_summary(self) -> str:
+        return (
+            "A P-EAGLE drafter: it drafts several tokens in one forward, from fused hidden states of the target and a "
+            "learned state in place of those that do not exist yet. hf_specdec builds draft trees from its predictions."
+        )
+
+    def card_facts(self) -> dict[str, str]:
+        return super().card_facts() | {"Tokens drafted in one forward": str(self.config.num_draft_tokens)}
+
+
+class PEagleMarginals(PairCache, BlockMarginals):
+    """Per-position logits, from each row's last pair and the placeholders after it.
+
+    The pairs are appended to the cache in one forward, and the placeholders are read in a second one. Because attention
+    is causal, the result equals the paper's single forward, and the cache contains no placeholders.
+    """
+
+    def __init__(self, drafter: PEagleDrafter, target: TargetModel) -> None:
+        self.further = drafter.config.num_draft_tokens - 1
+        # Not captured, because the forward over the placeholders is not.
+        super().__init__(drafter, target, depth=1 + self.further, room=self.further, compile_mode="none")
+
+    @in_inference_mode
+    def marginals(self, context: DraftContext) -> Tensor:
+        drafter = self.drafter
+        outputs = self.append_pairs(context.root_ids).unsqueeze(1)
+        cache = self.cache
+        assert cache is not None
+        if self.further:
+            batch, device = len(outputs), outputs.device
+            indices = torch.arange(self.further, device=device)
+            with cache.writing_after(0):
+                placeholders = drafter(
+                    self.embed(torch.full((batch, self.further), drafter.config.mask_token_id, device=device)),
+                    drafter.fuse(drafter.mask_hidden).expand(batch, self.further, -1),
+                    context.root_positions.to(device).unsqueeze(1) + indices,
+                    mask=self.additive(
+                        (indices.unsqueeze(1) >= indices).expand(batch, -1, -1), cache.longest, cache.lengths
+                    ),
+                    cache=cache,
+                )
+            outputs = torch.cat([outputs, placeholders], dim=1)
+        logits: Tensor = drafter.logits(outputs)
+        if drafter.config.maps_vocabulary:
+            ids = torch.arange(logits.shape[-1], device=logits.device)
+            logits = TargetVocabularyLogitsProcessor(drafter.config.vocab_size, drafter.to_target_ids(ids))(
+                None, logits
+            )
+        return logits
+
+
+register(
+    "peagle",
+    PEagleDrafter,
+    layouts=(SPECFORGE_PEAGLE, SPECULATORS["peagle"]),
+    serving=Serving(
+        "eagle3",
+        tokens=lambda drafter: drafter.config.num_draft_tokens,
+        settings=lambda drafter: {"parallel_drafting": True},
+    ),
+)

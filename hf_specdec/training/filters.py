@@ -1,0 +1,64 @@
+"""Which written answers are worth training on: without loops, empty answers and near duplicates.
+
+A row that repeats itself teaches a drafter little, and makes it look better in training than it is in decoding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+LOOP, MOST_REPEATS = 8, 3  # an answer loops if one sequence of 8 tokens occurs more than 3 times
+SHARED = 13  # tokens; the length of sequences that rows are compared by
+MOST_SHARED = 0.5  # a row is a near duplicate if more of its sequences occur in rows before it
+
+
+def useful_answers(
+    answers: Iterable[dict[str, Any]], held_out: Iterable[Sequence[int]] = ()
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The answers to train on, and how many of the others there are, by reason.
+
+    Args:
+        answers: rows of `chat.write_answers`.
+        held_out: token ids of texts that training must not see; a row with 13 tokens of one in sequence is left out.
+
+    Returns:
+        the rows, in order; the number of rows left out as "empty", "loop", "held_out" and "near_duplicate".
+
+    Example:
+        >>> rows = [{"prompt_ids": [1], "answer_ids": [5, 6, 7]}, {"prompt_ids": [1], "answer_ids": [2] * 40}]
+        >>> kept, dropped = useful_answers(rows)
+        >>> kept == rows[:1], dropped
+        (True, {'loop': 1})
+    """
+    kept, dropped, seen = [], Counter[str](), set[int]()
+    forbidden = {each for ids in held_out for each in _sequences(ids, SHARED)}
+    for row in answers:
+        own = [*_sequences([*row["prompt_ids"], *row["answer_ids"]], SHARED)]
+        reason = _reason(row["answer_ids"], own, seen, forbidden)
+        if reason is None:
+            kept.append(row)
+            # Sequences of the prompt alone are left out: later turns and other temperatures share it.
+            seen.update(_sequences(row["answer_ids"], SHARED))
+        else:
+            dropped[reason] += 1
+    return kept, dict(dropped)
+
+
+def _reason(answer: Sequence[int], own: Sequence[int], seen: Collection[int], forbidden: Collection[int]) -> str | None:
+    if len(answer) < 2:  # nothing but the end of the text
+        return "empty"
+    if max(Counter(_sequences(answer, LOOP)).values(), default=0) > MOST_REPEATS:
+        return "loop"
+    if any(each in forbidden for each in own):
+        return "held_out"
+    sequences = [*_sequences(answer, SHARED)]
+    if sum(each in seen for each in sequences) > MOST_SHARED * len(sequences):
+        return "near_duplicate"
+    return None
+
+
+def _sequences(ids: Sequence[int], length: int) -> Iterator[int]:
+    """Hashes of all sequences of `length` tokens: several times smaller than the sequences."""
+    return (hash(tuple(ids[start : start + length])) for start in range(len(ids) - length + 1))

@@ -1,0 +1,172 @@
+"""transformers' own server with a drafter: every answer is that of plain `generate`, whoever asks at the same time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_specdec.cli import main
+from tests.methods import make_ddtree
+from tests.targets import make_target, tiny_tokenizer
+
+TEMPLATE = "{% for each in messages %}{{ each.role[0] }}{{ each.content }}x{% endfor %}q"
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pair(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder: Path = tmp_path_factory.mktemp("pair")
+    target.save_pretrained(folder / "target")
+    tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer()._tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "target")
+    make_ddtree(target).save_pretrained(folder / "drafter")
+    return [str(folder / "target"), str(folder / "drafter")]
+
+
+@pytest.fixture(scope="module")
+def client(pair: list[str]) -> Iterator[Any]:
+    """An `openai` client of a running server."""
+    openai = pytest.importorskip("openai")
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hf_specdec.cli", "serve", *pair, "--engine", "transformers", "--port", str(port)]
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        for _ in range(1200):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                assert server.poll() is None, server.communicate()[1]
+                time.sleep(0.1)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
+    finally:
+        server.send_signal(signal.SIGINT)
+        said = server.communicate(timeout=60)[1]
+    assert said.splitlines()[-1] == "hf-specdec: stopped"
+    assert "Traceback" not in said
+
+
+def settings(pair: list[str], question: str, **others: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"model": pair[0], "messages": messages, "max_tokens": NEW, "temperature": 0, **others}
+
+
+def plain(target: PreTrainedModel, question: str) -> str:
+    inputs = tiny_tokenizer()(f"u{question}xq", return_tensors="pt")
+    output = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return str(tiny_tokenizer().decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def streamed(client: Any, **arguments: Any) -> str:
+    chunks = client.chat.completions.create(**arguments, stream=True)
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+def test_chats_and_completions_are_those_of_plain_generate(
+    client: Any, pair: list[str], target: PreTrainedModel
+) -> None:
+    answer = client.chat.completions.create(**settings(pair, "hello"))
+    assert answer.choices[0].message.content == plain(target, "hello")
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", NEW)
+    assert streamed(client, **settings(pair, "hello")) == plain(target, "hello")
+    text = client.completions.create(model=pair[0], prompt="uhelloxq", max_tokens=NEW, temperature=0)
+    assert text.choices[0].text == plain(target, "hello")
+
+
+def test_stop_strings_end_an_answer_inside_an_accepted_path(
+    client: Any, pair: list[str], target: PreTrainedModel
+) -> None:
+    tokenizer, whole = tiny_tokenizer(), plain(target, "hello")
+    stop = whole[6:8]
+    inputs = tokenizer("uhelloxq", return_tensors="pt")
+    ended = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)
+    wanted = tokenizer.decode(ended[0, 8:], skip_special_tokens=True)
+    assert len(wanted) < len(whole)
+    assert client.chat.completions.create(**settings(pair, "hello", stop=[stop])).choices[0].message.content == wanted
+    assert streamed(client, **settings(pair, "hello", stop=[stop])) == wanted
+
+
+def test_several_at_once_and_clients_that_go_away(client: Any, pair: list[str], target: PreTrainedModel) -> None:
+    questions = [f"{chr(97 + number % 26)}{'bcde'[number % 4]}" for number in range(32)]
+
+    def ask(number: int) -> str:
+        if number % 8 == 7:  # reads one piece and closes the connection
+            stream = client.chat.completions.create(**settings(pair, questions[number]), stream=True)
+            next(iter(stream))
+            stream.close()
+        if number % 2:
+            return streamed(client, **settings(pair, questions[number]))
+        answer = client.chat.completions.create(**settings(pair, questions[number]))
+        return str(answer.choices[0].message.content)
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(ask, range(32)))
+    assert answers == [plain(target, question) for question in questions]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the message names the system's error")
+def test_what_cannot_be_served_is_one_line(pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        wrong = {
+            f"No server can listen on 127.0.0.1:{port} (Address already in use)": [*pair, "--port", str(port)],
+            "There is no folder './absent'": ["./absent", pair[1], "--port", "0"],
+            "Are the two swapped?": [pair[1], pair[0], "--port", "0"],
+            "--num-speculative-tokens 3 is for vLLM": [*pair, "--num-speculative-tokens", "3"],
+        }
+        for message, arguments in wrong.items():
+            assert main(["serve", *arguments, "--engine", "transformers"]) == 1
+            errors = capsys.readouterr().err.splitlines()
+            assert len(errors) == 1
+            assert message in errors[0]
+
+
+def test_a_drafter_that_is_missing_or_does_not_fit_is_one_line(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    make_ddtree(make_target("llama", "sdpa", torch.float32, hidden_size=48)).save_pretrained(tmp_path / "other")
+    for drafter, message in (("./absent", "There is no folder './absent'"), (tmp_path / "other", "hidden_size")):
+        assert main(["serve", pair[0], str(drafter), "--engine", "transformers", "--port", "0"]) == 1
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_missing_packages_are_named(pair: list[str], lacking: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lacking("fastapi")
+    assert main(["serve", *pair, "--engine", "transformers", "--port", "0"]) == 1
+    assert "needs the package fastapi, which is not installed: pip install 'transformers[serving]'" in (
+        capsys.readouterr().err
+    )

@@ -1,0 +1,113 @@
+"""examples/custom_drafter.py: a whole method in one file, of which no other file knows."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_specdec import MergedDrafter, export_drafter, inspect_drafter, load_drafter, verify_lossless
+from hf_specdec.drafters import registry
+from hf_specdec.training.recipe import RECIPES
+from tests.decoding.test_hosts_loop import gpt_neo
+from tests.targets import PROMPTS, make_target
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_drafter.py"
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[dict[str, Any]]:
+    """The names of the example, registered during these tests only."""
+    names = runpy.run_path(str(EXAMPLE))
+    yield names
+    del registry.FAMILIES["bigram"], registry._BY_CLASS[names["BigramDrafter"]], RECIPES["bigram"]
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return make_target("llama", "sdpa")
+
+
+@pytest.fixture
+def trained(example: dict[str, Any], target: PreTrainedModel) -> Any:
+    """Trained on what the target writes, so that some of its drafts are right."""
+    torch.manual_seed(0)
+    drafter, step = RECIPES["bigram"].prepare(None, target, None)  # type: ignore[arg-type]
+    text = target.generate(**PROMPTS["batch of one"](), max_new_tokens=40, do_sample=False)
+    batch = {"input_ids": text, "first_anchor": torch.tensor([1]), "length": torch.tensor([text.shape[1]])}
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.1)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        losses.append(step(drafter, batch, training=True).loss)
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    return drafter
+
+
+@pytest.mark.filterwarnings("ignore:Target GPTNeoForCausalLM")  # it says that chains are drafted
+def test_it_drafts_in_both_loops(trained: Any, target: PreTrainedModel) -> None:
+    for model, prompts in (
+        (target, "batch of one"),
+        (target, "ragged batch of three"),
+        (gpt_neo(), "batch of one"),
+    ):
+        inputs = PROMPTS[prompts]()
+        drafted = model.generate(**inputs, **GREEDY, assistant_model=trained)
+        assert drafted.tolist() == model.generate(**inputs, **GREEDY).tolist()
+        assert trained.stats.num_draft_tokens > 0
+        if (model, prompts) == (target, "batch of one"):
+            assert trained.stats.num_accepted_draft_tokens > 0
+    assert verify_lossless(target, trained, max_new_tokens=8, verbose=False).lossless
+
+
+def test_it_is_saved_loaded_and_inspected(trained: Any, target: PreTrainedModel, tmp_path: Path) -> None:
+    trained.set_options(length=3)
+    trained.save_pretrained(tmp_path)
+    loaded = load_drafter(tmp_path, target)
+    assert type(loaded) is type(trained)
+    assert loaded.options.length == 3
+    found = inspect_drafter(tmp_path)
+    assert (found.family, found.problems) == ("bigram", [])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"ranks": 2}))
+    with pytest.raises(ValueError, match="ranks=2 .did you mean rank"):
+        load_drafter(tmp_path)
+
+
+def test_its_published_layout_is_read_and_written_again(trained: Any, target: PreTrainedModel, tmp_path: Path) -> None:
+    published, again = tmp_path / "published", tmp_path / "again"
+    published.mkdir()
+    (published / "config.json").write_text(json.dumps({"tokens": trained.config.vocab_size, "bigram_rank": 32}))
+    names = {"inner.weight": "table.in", "outer.weight": "table.out", "outer.bias": "table.bias"}
+    tensors = {names[name]: tensor.contiguous() for name, tensor in trained.state_dict().items()}
+    save_file(tensors, published / "model.safetensors")
+    loaded = load_drafter(published, target, dtype=torch.float32)
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)  # type: ignore[attr-defined]
+    export_drafter(loaded, again, to="source")
+    torch.testing.assert_close(load_file(again / "model.safetensors"), tensors, rtol=0, atol=0)
+    assert (again / "config.json").read_bytes() == (published / "config.json").read_bytes()
+
+
+def test_an_export_for_the_engine_is_refused_with_its_reason(trained: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be exported to vllm: vLLM has no class for bigram tables"):
+        export_drafter(trained, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_it_merges_with_another_drafter(trained: Any, target: PreTrainedModel) -> None:
+    merged = MergedDrafter(trained, load_drafter("ngram"))
+    assert merged.names == ("bigram", "ngram")
+    inputs = PROMPTS["ragged batch of three"]()
+    drafted = target.generate(**inputs, **GREEDY, assistant_model=merged)
+    assert drafted.tolist() == target.generate(**inputs, **GREEDY).tolist()
+    assert merged.stats.num_draft_tokens > 0
