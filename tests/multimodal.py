@@ -51,6 +51,9 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"text_config": {**_AXES, "model_type": "glm4v_text"}} for name in ("glm46v", "glmga")},
     "gemma3": {"": {"mm_tokens_per_image": 4}},
     "kosmos-2": {"": {"latent_query_num": 4}},
+    "llama4": {"vision_config": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
+    **{name: {"": {"image_grid_pinpoints": [[SIDE, SIDE]]}} for name in ("llava_next", "llava_onevision")},
+    **{name: {"": {"scale_factor": 2}} for name in ("idefics3", "smolvlm")},
 }
 # How many tokens of the prompt a picture or sound replaces, where no method of the model tells.
 ENTRIES = {"git": 0, "idefics": 0, "kosmos-2": 4, "qwen2_audio": 4}
@@ -142,10 +145,15 @@ def picture(model: PreTrainedModel, number: int = 0) -> dict[str, Tensor]:
         depth = getattr(vision, "temporal_patch_size", 1) or 1
         values = noise(height * width, 3 * depth * PATCH * PATCH)
         return {"pixel_values": values, "image_grid_thw": torch.tensor([[1, height, width]])}
-    if model.config.model_type == "idefics":
-        return {"pixel_values": noise(1, 1, 3, SIDE, SIDE)}
     if "pixel_values" in parameters:
-        return {"pixel_values": noise(1, 3, SIDE, SIDE)}
+        given = {"pixel_values": noise(1, 3, SIDE, SIDE)}
+        if model.config.model_type in ("idefics", "idefics2", "idefics3", "smolvlm"):
+            given["pixel_values"] = given["pixel_values"].unsqueeze(1)
+        if model.config.model_type in ("llava_next", "llava_onevision"):
+            given["pixel_values"] = noise(1, 2, 3, SIDE, SIDE)  # the whole picture, and its only part
+        if model.config.model_type in ("lighton_ocr", "llava_next", "llava_next_video", "llava_onevision", "mistral3"):
+            given["image_sizes"] = torch.tensor([[SIDE, SIDE]])
+        return given
     if "input_features" in parameters:
         given = {"input_features": noise(1, MELS, FRAMES)}
         for name in ("feature_attention_mask", "input_features_mask"):

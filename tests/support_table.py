@@ -1,10 +1,12 @@
 """The page docs/support.md: how drafts are verified on each decoder-only family of the installed transformers.
 
     python -m tests.support_table            # writes it
-    python -m tests.support_table llama bart # prints these families only
+    python -m tests.support_table llama bart # prints these families only; "pictures" before them for the second table
 
 Every family of `AutoModelForCausalLM` is built tiny, with random weights, from its own default config cut down by the
-names of its fields; then drafts that are right in part are verified, one row and a padded batch.
+names of its fields; then drafts that are right in part are verified, one row and a padded batch. The second table has
+the families of `AutoModelForMultimodalLM` (`multimodal.py` builds them), with text, a picture or sound, two rows with
+different ones, and a second turn on the cache of the first.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.scripted import right_for
@@ -240,17 +242,80 @@ def outcome(model_type: str) -> tuple[str, str]:
     return next(kind for kind in ("plain", "chains", "trees") if kind in kinds), reasons[0] if reasons else ""
 
 
-def _send(model_type: str, pipe: Any) -> None:
+COLUMNS = ("text", "one picture", "two rows", "second turn")
+UNTESTED = ("no plain decoding", "not built")
+
+
+def multimodal_outcome(model_type: str) -> tuple[str, str]:
+    """One of `KINDS` for each of `COLUMNS`, separated by slashes, and the first reason of one that is not trees."""
+    from tests import multimodal
+
+    results: dict[str, tuple[str, str]] = {}
+    for dtype in (torch.float64, torch.float32):  # some families do not run in float64
+        try:
+            model = multimodal.tiny_model(model_type, dtype)
+        except Exception as error:
+            results |= dict.fromkeys(COLUMNS, ("not built", f"{type(error).__name__}: {error}"))
+            break
+        for column, pictures in zip(COLUMNS, ([None], [0], [1, 2], [0]), strict=True):
+            if results.get(column, ("no plain decoding",))[0] == "no plain decoding":
+                results[column] = _multimodal_cell(model, pictures, column == "second turn")
+    kinds = " / ".join(results[column][0] for column in COLUMNS)
+    return kinds, next((reason for kind, reason in results.values() if reason and kind != "trees"), "")
+
+
+def _multimodal_cell(model: PreTrainedModel, pictures: list[int | None], turns: bool) -> tuple[str, str]:
+    from tests import multimodal
+
+    def run(drafters: list[Any]) -> list[Tensor]:
+        inputs, texts = multimodal.prompt(model, pictures), []
+        settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+        if turns:
+            settings["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        for turn, drafter in enumerate(drafters):
+            if turn:
+                ids = torch.cat([texts[-1], multimodal.prompt(model, [None])["input_ids"]], 1)
+                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            texts.append(model.generate(**inputs, **settings, assistant_model=drafter))
+        return texts
+
+    number = 2 if turns else 1
+    try:
+        alone = run([None] * number)
+        if any(not one.equal(other) for one, other in zip(alone, run([None] * number), strict=True)):
+            return "no plain decoding", "two calls give different tokens"
+    except Exception as error:
+        return "no plain decoding", f"{type(error).__name__}: {error}"
+    kinds, reasons = set(), []
+    for right in (0, 3, [2, 0, 5, 1]):
+        drafters = [right_for(right, text, siblings=0 if right == 3 else 2, vocab=VOCAB) for text in alone]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                assisted = run(drafters)
+            except Exception as error:
+                return "error", f"{type(error).__name__}: {error}"
+        said = [str(each.message) for each in caught if "the output is not affected" in str(each.message)]
+        if any(not one.equal(other) for one, other in zip(alone, assisted, strict=True)):
+            return "other tokens", said[0] if said else f"{right} right"
+        # Of a class with a `generate` of its own the drafts may never arrive.
+        drafted = all(each.stats is not None and each.stats.num_draft_tokens for each in drafters)
+        kinds.add("trees" if not said and drafted else "chains" if drafted else "plain")
+        reasons += said
+    return next(kind for kind in ("plain", "chains", "trees") if kind in kinds), reasons[0] if reasons else ""
+
+
+def _send(find: Callable[[str], tuple[str, str]], model_type: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    pipe.send(outcome(model_type))
+    pipe.send(find(model_type))
 
 
-def outcome_apart(model_type: str) -> tuple[str, str]:
-    """`outcome` in a process of its own, which may crash, or take too long."""
+def outcome_apart(model_type: str, find: Callable[[str], tuple[str, str]] = outcome) -> tuple[str, str]:
+    """`find` in a process of its own, which may crash, or take too long."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(model_type, sender))
+    process = context.Process(target=_send, args=(find, model_type, sender))
     process.start()
     sender.close()
     try:
@@ -293,6 +358,41 @@ def page(found: dict[str, tuple[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+HEADING = "# Families with pictures and sound"
+
+
+def multimodal_part(found: dict[str, tuple[str, str]]) -> str:
+    """The second table as Markdown."""
+    tested = {name: each for name, each in found.items() if set(each[0].split(" / ")) - set(UNTESTED)}
+    names = sorted(found.keys() - tested.keys())
+    reasons = textwrap.wrap(", ".join(f"`{name}`" for name in names), 120, break_on_hyphens=False)
+    lines = [
+        "",
+        HEADING,
+        "",
+        f"The same for {len(tested)} of the {len(found)} families of `AutoModelForMultimodalLM`: with text, a picture",
+        "or sound, a batch of two rows with different ones, and a second turn on the cache of the first. An empty cell",
+        "was not tested: no inputs were built, or the tiny model does not decode plainly.",
+        f"transformers {transformers.__version__}, torch {torch.__version__}, {platform.machine()} CPU,",
+        f"{date.today()}.",
+        "",
+        f"| family | {' | '.join(COLUMNS)} | reason |",
+        f"|{'---|' * (len(COLUMNS) + 2)}",
+    ]
+    for name, (kinds, reason) in sorted(tested.items()):
+        cells = ["" if kind in UNTESTED else kind for kind in kinds.split(" / ")]
+        shown = short(reason) if any(cell not in ("trees", "") for cell in cells) else ""
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {shown} |")
+    lines += ["", "Not built, or without plain decoding in all columns:", "", *reasons] if names else []
+    return "\n".join(lines) + "\n"
+
+
+def read_multimodal_part(text: str) -> dict[str, list[str]]:
+    """The cells of each family that was tested, from the page."""
+    rows = re.findall(r"^\| `([^`]+)` \|(.*)\|[^|]*\|$", text.partition(HEADING)[2], re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
 def short(reason: str) -> str:
     """The first sentence, for a cell of a table."""
     sentence = " ".join(reason.split()).split(". ")[0].replace("|", "/")
@@ -302,7 +402,7 @@ def short(reason: str) -> str:
 def read_page(text: str) -> dict[str, str]:
     """The kind of each family, from the page."""
     found = {}
-    for section in text.split("\n## ")[1:]:
+    for section in text.partition(HEADING)[0].split("\n## ")[1:]:
         heading, _, body = section.partition("\n")
         table = re.findall(r"^\| `([^`]+)`", body, re.MULTILINE)
         found |= dict.fromkeys(table or re.findall(r"`([^`]+)`", body), heading.split(":")[0].lower())
@@ -313,13 +413,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     given = parser.parse_args().families
-    found = {}
-    for name in given or families():
-        found[name] = outcome_apart(name)
-        print(name, *found[name], file=sys.stderr, flush=True)
-    if not given:
-        FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(page(found))
+    from tests import multimodal
+
+    tables: list[dict[str, tuple[str, str]]] = []
+    for key, all_families, find in (
+        ("text", families(), outcome), ("pictures", multimodal.families(), multimodal_outcome),
+    ):  # fmt: skip
+        chosen = given[1:] if given[:1] == [key] else given if key == "text" and given[:1] != ["pictures"] else []
+        tables.append({})
+        for name in chosen or ([] if given and given != [key] else all_families):
+            tables[-1][name] = outcome_apart(name, find)
+            print(name, *tables[-1][name], file=sys.stderr, flush=True)
+    if given in ([], ["text"], ["pictures"]):
+        before, _, after = FILE.read_text().partition(f"\n{HEADING}")
+        first = page(tables[0]) if tables[0] else before
+        second = multimodal_part(tables[1]) if tables[1] else f"\n{HEADING}{after}"
+        FILE.write_text(first + second)
         print(f"wrote {FILE.name}")
 
 

@@ -113,6 +113,26 @@ def arguments_of_prompt(model: PreTrainedModel, input_ids: Tensor, mask: Tensor)
     return arguments
 
 
+def whole_text_inputs(model: PreTrainedModel, input_ids: Tensor, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one forward over a text without a cache, as plain decoding would run it as a prompt.
+
+    Args:
+        model: the target.
+        input_ids: [1, seq] int64, a prompt and perhaps its continuation.
+        more: arguments of `generate` besides the prompt's ids, such as its pictures.
+    """
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+    for name, value in more.items():
+        if name.endswith("token_type_ids"):  # the host extends them, by zeros or their last value
+            new = value[:, -1:] if name == "token_type_ids" else value.new_zeros(1, 1)
+            value = torch.cat([value, new.expand(-1, input_ids.shape[1] - value.shape[1])], 1)
+        arguments[name] = value
+    if takes_positions(model):
+        arguments["position_ids"] = model._prepare_position_ids_for_generation(input_ids, arguments)
+    inputs: dict[str, Any] = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **arguments)
+    return inputs
+
+
 def config_of_trial(max_length: int) -> GenerationConfig:
     """The settings of a greedy call that returns logits, as `generate` would have prepared them."""
     config = GenerationConfig(max_length=max_length, return_dict_in_generate=True, output_logits=True)

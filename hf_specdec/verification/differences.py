@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_specdec.verification.precision import top_difference
+from hf_specdec.verification.replay import ForcedText, Prompt, settings
 
 STEPS = 32  # positions at which rounding is measured
 
@@ -49,7 +51,7 @@ class Difference:
 
 def first_difference(
     model: PreTrainedModel,
-    prompt: Tensor,
+    prompt: Tensor | Prompt,
     plain: list[int],
     assisted: list[int],
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
@@ -58,31 +60,51 @@ def first_difference(
 
     Args:
         model: the target.
-        prompt: [1, seq] int64.
+        prompt: of both runs, [1, seq] int64 or with pictures.
         plain: tokens of plain decoding.
         assisted: tokens with a drafter; different from `plain`.
         precision: makes a context in which the target computes in a higher precision; its own by default.
     """
+    prompt = Prompt(prompt) if isinstance(prompt, Tensor) else prompt
     pairs = zip(plain, assisted, strict=False)
     position = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(plain), len(assisted)))
     if position == min(len(plain), len(assisted)):  # one run is longer: no near tie explains it
         ends = -1
         tokens = [row[position] if position < len(row) else ends for row in (plain, assisted)]
         return Difference(position, tokens[0], tokens[1], math.inf, 0.0)
-    text = torch.cat([prompt, torch.tensor([plain[:position]], dtype=torch.int64, device=prompt.device)], dim=1)
-    steps = min(STEPS, text.shape[1])
+    new = torch.tensor([plain[:position]], dtype=torch.int64, device=prompt.ids.device)
+    text = torch.cat([prompt.ids, new], dim=1)
+    pictures = prompt.has_pictures(model)
+    # With pictures only the continuation can be run token by token.
+    steps = min(STEPS, position + 1 if pictures else text.shape[1])
     with precision():
-        logits = model(text, use_cache=False).logits[0, -steps:].cpu().double()
-    cache, stepped = None, []
-    for end in range(text.shape[1] - steps + 1, text.shape[1] + 1):
-        output = model(text[:, 0 if cache is None else end - 1 : end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        stepped.append(output.logits[0, -1].cpu().double())
+        logits = prompt.whole_logits(model, text)[0, -steps:].cpu().double()
+    stepped = _continuation(model, prompt, text)[-steps:] if pictures else _stepped(model, text, steps)
     best, second = logits[-1].topk(2).values.tolist()
     ulp = unit_in_the_last_place(best, model.dtype)
     rounding = max(ulp, top_difference(torch.stack(stepped), logits))
     gap = best - float(logits[-1, assisted[position]])
     return Difference(position, plain[position], assisted[position], gap, rounding, best - second, ulp)
+
+
+def _stepped(model: PreTrainedModel, text: Tensor, steps: int) -> list[Tensor]:
+    """Logits [vocab] after each of the last tokens of a text, run one at a time."""
+    cache, stepped = None, []
+    for end in range(text.shape[1] - steps + 1, text.shape[1] + 1):
+        output = model(text[:, 0 if cache is None else end - 1 : end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        stepped.append(output.logits[0, -1].cpu().double())
+    return stepped
+
+
+def _continuation(model: PreTrainedModel, prompt: Prompt, text: Tensor) -> list[Tensor]:
+    """Logits [vocab] of plain `generate` at each step of a text that continues the prompt, and after it."""
+    new = text.shape[1] - prompt.ids.shape[1] + 1
+    config = settings(model, do_sample=False, max_new_tokens=new, return_dict_in_generate=True, output_logits=True)
+    forced: Any = LogitsProcessorList([ForcedText(text[0])])
+    given = {"attention_mask": torch.ones_like(prompt.ids), **prompt.more}
+    output: Any = model.generate(prompt.ids, generation_config=config, logits_processor=forced, **given)
+    return [logits[0].cpu().double() for logits in output.logits]
 
 
 def unit_in_the_last_place(value: float, dtype: torch.dtype) -> float:

@@ -22,6 +22,7 @@ from hf_specdec.verification.replay import (
     TEMPERATURE,
     TOP_K,
     FrozenRound,
+    Prompt,
     RoundRecorder,
     TreeReplay,
     drawn_p_value,
@@ -199,7 +200,7 @@ class LosslessReport:
 def verify_lossless(
     model: PreTrainedModel,
     drafter: Drafter,
-    prompts: str | Sequence[str | Tensor] | None = None,
+    prompts: str | Sequence[str | Tensor | Mapping[str, Any]] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 48,
@@ -216,8 +217,9 @@ def verify_lossless(
     Args:
         model: the target.
         drafter: any drafter, with or without weights.
-        prompts: a text, or a list of texts and of [1, seq] int64 token ids. None for four short texts, or for random
-            ids if the target has no tokenizer.
+        prompts: a text, or a list of texts, of [1, seq] int64 token ids, and of what a processor returns for one text
+            with pictures or sound, with `input_ids` [1, seq]. None for four short texts, or for random ids if the
+            target has no tokenizer.
         tokenizer: for texts; None for the one in the folder or repository that the target was loaded from.
         max_new_tokens: of each greedy run.
         max_time_s: no new step begins after this many seconds; half of them are for greedy runs.
@@ -244,7 +246,7 @@ def verify_lossless(
         raise TypeError(f"model={given!r} is a {type(given).__name__}; it must be the loaded target model itself.")
     drafter.check_options()
     drafter.check_target(model)
-    inputs = _prompt_ids(model, prompts, tokenizer)
+    inputs = _prompts(model, prompts, tokenizer)
     report = LosslessReport(
         model.name_or_path or type(model).__name__,
         f"{getattr(drafter, 'name_or_path', '') or type(drafter).__name__} ({drafter.method})",
@@ -252,7 +254,7 @@ def verify_lossless(
     )
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        precision, reason, report.own_difference = precision_of(model, inputs[0])
+        precision, reason, report.own_difference = precision_of(model, _text_of(model, inputs[0]))
         if precision is None:
             report.left_out.append(f"logits of tree forwards: {reason}")
         else:
@@ -270,10 +272,20 @@ def verify_lossless(
     return report
 
 
-def _prompt_ids(
-    model: PreTrainedModel, prompts: str | Sequence[str | Tensor] | None, tokenizer: PreTrainedTokenizerBase | None
-) -> list[Tensor]:
-    """Each prompt as [1, seq] int64, on the target's device."""
+def _text_of(model: PreTrainedModel, prompt: Prompt) -> Tensor:
+    """Ids [1, seq] of a text without pictures."""
+    if not prompt.more:
+        return prompt.ids
+    count = min(24, model.get_input_embeddings().num_embeddings)
+    return torch.arange(count, device=prompt.ids.device).unsqueeze(0)
+
+
+def _prompts(
+    model: PreTrainedModel,
+    prompts: str | Sequence[str | Tensor | Mapping[str, Any]] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[Prompt]:
+    """Each prompt with ids of [1, seq] int64, on the target's device."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):  # such as the output of a tokenizer; its keys are texts
@@ -299,6 +311,10 @@ def _prompt_ids(
                     "tokenizer=, or prompts as [1, seq] token ids."
                 )
             prompt = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        more: dict[str, Any] = {}
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            more = {name: value for name, value in prompt.items() if name not in ("input_ids", "attention_mask")}
+            prompt = prompt["input_ids"]
         if not isinstance(prompt, Tensor):
             raise ValueError(
                 f"A prompt is the {type(prompt).__name__} {prompt!r}; prompts must be texts or ids of shape [1, seq]."
@@ -307,7 +323,9 @@ def _prompt_ids(
             raise ValueError(
                 f"A prompt has shape {list(prompt.shape)}; prompts must be texts or ids of shape [1, seq]."
             )
-        found.append(prompt.to(home_of(model.get_input_embeddings())))
+        home = home_of(model.get_input_embeddings())
+        more = {name: value.to(home) if isinstance(value, Tensor) else value for name, value in more.items()}
+        found.append(Prompt(prompt.to(home), more))
     return found
 
 
@@ -315,7 +333,7 @@ def _compare_greedy(
     report: LosslessReport,
     model: PreTrainedModel,
     drafter: Drafter,
-    prompts: list[Tensor],
+    prompts: list[Prompt],
     max_new_tokens: int,
     precision: Precision | None,
     until: float,
@@ -326,7 +344,7 @@ def _compare_greedy(
         if index and time.perf_counter() > until:
             break
         plain, assisted = (
-            generate(model, prompt, config, each)[prompt.shape[1] :].tolist() for each in (None, drafter)
+            generate(model, prompt, config, each)[prompt.ids.shape[1] :].tolist() for each in (None, drafter)
         )
         assert drafter.stats is not None, "a call leaves its statistics"
         committed += drafter.stats.num_accepted_draft_tokens + drafter.stats.num_spec_steps
@@ -342,28 +360,28 @@ def _test_sampled(
     report: LosslessReport,
     model: PreTrainedModel,
     drafter: Drafter,
-    prompts: list[Tensor],
+    prompts: list[Prompt],
     precision: Precision | None,
     until: float,
 ) -> None:
     config = settings(model, do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, top_p=1.0, max_new_tokens=24)
-    calls: list[tuple[int, Tensor, list[FrozenRound]]] = []
+    calls: list[tuple[Prompt, Tensor, list[FrozenRound]]] = []
     for index, prompt in enumerate(prompts):
         if index and time.perf_counter() > until:
             break
         already = sum(len(each) for _, _, each in calls)
-        recorder = RoundRecorder(prompt, limit=(MAX_TREES * (index + 1) // len(prompts) or 1) - already)
+        recorder = RoundRecorder(prompt.ids, limit=(MAX_TREES * (index + 1) // len(prompts) or 1) - already)
         with observing(recorder):
             text = generate(model, prompt, config, drafter)
-        calls.append((prompt.shape[1], text, recorder.rounds))
+        calls.append((prompt, text, recorder.rounds))
     report.drawn_p_value = drawn_p_value([each for _, _, rounds in calls for each in rounds])
-    for num_prompt, text, rounds in calls:
+    for prompt, text, rounds in calls:
         if not rounds or (report.replays and time.perf_counter() > until):
             continue
-        found = verify_again(model, drafter, rounds, text, num_prompt, precision) if precision else {}
+        found = verify_again(model, drafter, rounds, text, prompt, precision) if precision else {}
         for each in rounds:
             error, bound = found.get(len(each.prefix), (None, 0.0))
-            report.replays.append(replace(replay(model, each), logit_error=error, bound=bound))
+            report.replays.append(replace(replay(model, each, prompt), logit_error=error, bound=bound))
     missed = sum(replay.logit_error is None for replay in report.replays)
     if precision and missed:
         report.left_out.append(f"logits of {missed} recorded trees: the repeated call did not verify them")

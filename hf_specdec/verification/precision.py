@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specdec.decoding import host
+from hf_specdec.decoding.once import undisturbed
 
 TOP = 16  # best tokens whose logits are compared: models may mask others with any low number
 
@@ -83,13 +86,15 @@ def precision_of(model: PreTrainedModel, prompt: Tensor) -> tuple[Precision | No
         else is in a forward; None if that is no more than rounding, or not known.
     """
     token_ids = prompt if prompt.shape[1] > 1 else prompt.repeat(1, 2)
-    reasons, own_difference = [], None
+    reasons, mask, own_difference = [], torch.ones_like(token_ids), None
     for dtype in (torch.float64, torch.float32):
         try:
-            with Raised(dtype):
-                whole = model(token_ids, use_cache=False).logits[0, -1]
-                cache = model(token_ids[:, :-1], use_cache=True).past_key_values
-                stepped = model(token_ids[:, -1:], past_key_values=cache, use_cache=True).logits[0, -1]
+            with Raised(dtype), undisturbed(model):  # with the host's positions, because some models remember others
+                whole = model(**host.whole_text_inputs(model, token_ids, {}), return_dict=True).logits[0, -1]
+                arguments = host.arguments_of_prompt(model, token_ids[:, :-1], mask[:, :-1])
+                outputs = host.prefill(model, token_ids[:, :-1], GenerationConfig(), dict(arguments))
+                inputs = host.next_inputs(model, outputs, token_ids, arguments)
+                stepped = model(**inputs, return_dict=True).logits[0, -1]
         except (RuntimeError, TypeError, ValueError) as error:  # unsupported dtype, too little memory, custom kernels
             reasons.append(f"{dtype}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error)}")
             continue

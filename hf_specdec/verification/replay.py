@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from transformers import (
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specdec.chi_square import p_value
-from hf_specdec.decoding import loop
+from hf_specdec.decoding import host, loop
 from hf_specdec.decoding.accept import Verdict
 from hf_specdec.decoding.chains import best_path
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.observers import Observer
+from hf_specdec.decoding.once import undisturbed
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
@@ -76,6 +77,32 @@ class FrozenRound:
     prefix: Tensor  # [length] int64, root included
     tree: DraftTree
     logits: Tensor  # [nodes, vocab] float32, or float64 in that precision
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a call of `generate` gets.
+
+    Attributes:
+        ids: [1, seq] int64.
+        more: its other arguments, such as pictures.
+    """
+
+    ids: Tensor
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def has_pictures(self, model: PreTrainedModel) -> bool:
+        """Whether plain forwards need more than ids: other arguments, or positions that the model may not remember."""
+        return bool(self.more) or host.position_axes(model) > 1
+
+    def whole_logits(self, model: PreTrainedModel, texts: Tensor) -> Tensor:
+        """[rows, length, vocab] of forwards without a cache over texts [rows, length] that begin with the prompt."""
+        if not self.has_pictures(model):
+            logits: Tensor = model(texts, use_cache=False).logits
+            return logits
+        with undisturbed(model):  # pictures belong to one row, so texts are run one by one
+            inputs = (host.whole_text_inputs(model, text, self.more) for text in texts.split(1))
+            return torch.cat([model(**each, return_dict=True).logits for each in inputs])
 
 
 class RoundRecorder(Observer):
@@ -125,13 +152,11 @@ def settings(model: PreTrainedModel, **own: Any) -> GenerationConfig:
 
 
 def generate(
-    model: PreTrainedModel, prompt: Tensor, config: GenerationConfig, drafter: Drafter | None, **arguments: Any
+    model: PreTrainedModel, prompt: Prompt, config: GenerationConfig, drafter: Drafter | None, **arguments: Any
 ) -> Tensor:
     """[length] int64: prompt and continuation."""
-    mask = torch.ones_like(prompt)
-    output: Tensor = model.generate(
-        prompt, attention_mask=mask, generation_config=config, assistant_model=drafter, **arguments
-    )
+    given = {"attention_mask": torch.ones_like(prompt.ids), **prompt.more}
+    output: Tensor = model.generate(prompt.ids, generation_config=config, assistant_model=drafter, **given, **arguments)
     return output[0]
 
 
@@ -190,7 +215,7 @@ def verify_again(
     drafter: Drafter,
     rounds: Sequence[FrozenRound],
     text: Tensor,
-    num_prompt: int,
+    prompt: Prompt,
     precision: Precision,
 ) -> dict[int, tuple[float, float]]:
     """Repeats a call in high precision, with the same trees and tokens.
@@ -200,7 +225,7 @@ def verify_again(
         drafter: that of the call.
         rounds: recorded in that call.
         text: [length] int64, prompt and continuation of that call.
-        num_prompt: tokens of the prompt.
+        prompt: of that call.
         precision: of the target.
 
     Returns:
@@ -208,16 +233,16 @@ def verify_again(
     """
     # The host's loop reports a round when the next one begins. Deep nodes need positions, too.
     stop = len(rounds[-1].prefix) + 2 + max(each.tree.max_depth for each in rounds)
-    recorder = RoundRecorder(text[None, :num_prompt], limit=len(rounds))
+    recorder = RoundRecorder(prompt.ids, limit=len(rounds))
     with observing(recorder), precision():
         generate(
             model,
-            text[None, :num_prompt],
-            settings(model, do_sample=False, max_new_tokens=stop - num_prompt),
+            prompt,
+            settings(model, do_sample=False, max_new_tokens=stop - prompt.ids.shape[1]),
             FrozenDrafter(rounds, drafter),
             logits_processor=LogitsProcessorList([ForcedText(text)]),
         )
-        plain = [plain_logits(model, each) for each in recorder.rounds]
+        plain = [plain_logits(model, each, prompt) for each in recorder.rounds]
     return {
         len(each.prefix): (
             top_difference(each.logits[nodes_of(each)].to(logits.device), logits),
@@ -227,11 +252,11 @@ def verify_again(
     }
 
 
-def replay(model: PreTrainedModel, frozen: FrozenRound) -> TreeReplay:
+def replay(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) -> TreeReplay:
     """Tests the acceptance rule on a recorded tree, and measures the rounding of its logits."""
     nodes = nodes_of(frozen)
     verified = frozen.logits[nodes]
-    rounding = top_difference(verified, plain_logits(model, frozen).to(verified))
+    rounding = top_difference(verified, plain_logits(model, frozen, prompt).to(verified))
     return TreeReplay(len(nodes) - 1, DRAWS, acceptance_p_values(frozen), rounding)
 
 
@@ -275,7 +300,7 @@ def nodes_of(frozen: FrozenRound) -> list[int]:
     return frozen.tree.valid[0].nonzero().flatten().tolist()
 
 
-def plain_logits(model: PreTrainedModel, frozen: FrozenRound) -> Tensor:
+def plain_logits(model: PreTrainedModel, frozen: FrozenRound, prompt: Prompt) -> Tensor:
     """[nodes, vocab] in the target's own dtype: after each node's path, by forwards without a tree and a cache.
 
     Each leaf is a row of the batch, which gives the logits of all nodes above it. Shorter rows are padded on the right.
@@ -289,10 +314,9 @@ def plain_logits(model: PreTrainedModel, frozen: FrozenRound) -> Tensor:
     width, start = max(map(len, leaves)), len(frozen.prefix) - 1
     tails = [[token_ids[node] for node in path + path[-1:] * (width - len(path))] for path in leaves]
     rows = torch.cat([frozen.prefix[:-1].expand(len(leaves), -1), torch.tensor(tails).to(frozen.prefix)], dim=1)
-    parts = rows.to(home_of(model.get_input_embeddings())).split(
-        8
-    )  # limits the memory for logits of a large vocabulary
-    logits = torch.cat([model(part, use_cache=False).logits[:, start:] for part in parts])
+    home = home_of(model.get_input_embeddings())
+    parts = rows.to(home).split(8)  # limits the memory for logits of a large vocabulary
+    logits = torch.cat([prompt.whole_logits(model, part)[:, start:] for part in parts])
     places = {node: (row, depth) for row, path in enumerate(leaves) for depth, node in enumerate(path)}
     return torch.stack([logits[places[node]] for node in paths])
 

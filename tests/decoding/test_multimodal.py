@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_specdec import verify_lossless
+from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.integration import hosts_loop
 from tests.methods import METHODS
 from tests.multimodal import prompt, tiny_model
-from tests.scripted import right_for
+from tests.scripted import random_trees, right_for
 from tests.targets import make_target
 
 NEW = 16
@@ -173,3 +176,36 @@ def test_the_pair_is_checked_for_image_text_classes_too(family: str) -> None:
     for target in (both, text):
         with pytest.raises(ValueError, match="hidden"):
             target.generate(**prompt(text, [None]), **GREEDY, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2_5_vl", "qwen3_5"])
+def test_verify_lossless_takes_prompts_with_pictures(family: str) -> None:
+    target = tiny_model(family)
+    prompts = [prompt(target, [0]), prompt(target, [1]), prompt(target, [None])["input_ids"]]
+    script = target.generate(**prompts[0], **GREEDY)
+    drafter = random_trees(script, share=0.3)
+    report = verify_lossless(target, drafter, prompts, max_new_tokens=12, verbose=False)
+    assert report.lossless, str(report)
+    assert report.num_prompts == 3
+    assert report.replays
+    assert not report.left_out
+
+
+def test_verify_lossless_finds_positions_that_are_wrong_with_a_picture_only() -> None:
+    target = tiny_model("qwen2_5_vl")
+    inputs = prompt(target, [0])
+
+    def shifted(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """As if rounds took the positions of a text without pictures."""
+        position_ids, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+        if position_ids is not None and isinstance(cache, TreeCache) and cache.get_seq_length():
+            kwargs["position_ids"] = position_ids[:1].expand_as(position_ids)
+        return args, kwargs
+
+    hook = target.register_forward_pre_hook(shifted, with_kwargs=True)
+    script = target.generate(**inputs, **GREEDY)
+    report = verify_lossless(target, right_for(2, script), [inputs], max_new_tokens=12, verbose=False)
+    hook.remove()
+    assert not report.lossless, str(report)
+    assert not report.verified
+    assert all(math.isfinite(each.gap) and not each.is_near_tie for each in report.differences.values())
