@@ -4,10 +4,13 @@ A known class computes each row of its result from the ids and scores of that ro
 call. So it may be called in any order, for drafts that are refused, and in a batch whose other rows are something else.
 Everything else is user code: it may keep a flag, a matcher or counts per row, or judge all rows together, so it must
 see the calls of plain decoding and no others. That includes subclasses, functions, the host's own classes with state
-(SynthID watermarks, classifier-free guidance) and a `prefix_allowed_tokens_fn`, which is the caller's function.
+(SynthID watermarks, classifier-free guidance) and a `prefix_allowed_tokens_fn`, which is the caller's function. A class
+whose author knows better says so by an attribute `keeps_no_state = True`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (
@@ -88,12 +91,16 @@ CRITERIA = ON_HOST | {StopStringCriteria}
 def user_code(logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList) -> list[str]:
     """The names of all processors and criteria that are not known to be stateless."""
     known = ((logits_processor, PREFIX_FREE | READS_PREFIX), (stopping_criteria, CRITERIA))
-    return [_name(each) for objects, classes in known for each in objects if type(each) not in classes]
+    return [_name(each) for objects, classes in known for each in objects if not _is_known(each, classes)]
 
 
 def late_criteria(stopping_criteria: StoppingCriteriaList) -> list[str]:
     """The names of all criteria whose result is not known from a token, its position and the time."""
     return [_name(each) for each in stopping_criteria if type(each) not in ON_HOST]
+
+
+def _is_known(each: object, classes: Collection[type]) -> bool:
+    return type(each) in classes or getattr(each, "keeps_no_state", False) is True
 
 
 def _name(function: object) -> str:

@@ -201,6 +201,8 @@ class _FrozenGenerator(TreeCandidateGenerator):
 class ForcedText(LogitsProcessor):
     """Allows only the tokens of one text, [length] int64; after its end, only its last token."""
 
+    keeps_no_state = True  # targets that verify chains draft with it, see `decoding/stateless.py`
+
     def __init__(self, text: Tensor) -> None:
         self.text = text
 

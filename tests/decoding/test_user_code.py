@@ -27,7 +27,7 @@ from hf_specdec.integration import hosts_loop
 from tests.decoding.test_outputs import assert_same_cache
 from tests.methods import METHODS
 from tests.scripted import right_for
-from tests.targets import PAD, PROMPTS, fresh_target, make_target, tiny_tokenizer
+from tests.targets import PAD, PROMPTS, VOCAB, fresh_target, make_target, tiny_tokenizer
 
 NEW = 14
 START = 9  # the prompts' length
@@ -318,3 +318,25 @@ def test_the_warning_of_a_chain_target_names_what_keeps_it_from_drafting() -> No
         run(target, "per row", settings, METHODS["ngram"](target))
     with hosts_loop(), pytest.warns(UserWarning, match="'ngram' drafts chains"):
         target.generate(**settings, repetition_penalty=1.2, assistant_model=METHODS["ngram"](target))
+
+
+def test_a_processor_that_says_it_keeps_no_state_is_called_for_rows_of_one_length() -> None:
+    """Code of the user would see each length once, for all rows together; the output is the same."""
+
+    class Lowered(LogitsProcessor):
+        keeps_no_state = True
+
+        def __init__(self) -> None:
+            self.lengths: list[int] = []
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.lengths.append(input_ids.shape[1])
+            return scores - 0.5 * torch.nn.functional.one_hot(input_ids[:, -1], scores.shape[-1])
+
+    target = make_target("llama", "sdpa")
+    settings: dict[str, Any] = {**PROMPTS["ragged batch of three"](), "max_new_tokens": 16, "do_sample": False}
+    alone = target.generate(**settings, logits_processor=[Lowered()])
+    seen = Lowered()
+    drafter = right_for([4, 0, 7], alone, siblings=0, vocab=VOCAB)
+    assert target.generate(**settings, logits_processor=[seen], assistant_model=drafter).equal(alone)
+    assert len(seen.lengths) > len(set(seen.lengths)), "rows that are behind are processed by themselves"
