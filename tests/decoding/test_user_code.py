@@ -337,6 +337,8 @@ def test_a_processor_that_says_it_keeps_no_state_is_called_for_rows_of_one_lengt
     settings: dict[str, Any] = {**PROMPTS["ragged batch of three"](), "max_new_tokens": 16, "do_sample": False}
     alone = target.generate(**settings, logits_processor=[Lowered()])
     seen = Lowered()
-    drafter = right_for([4, 0, 7], alone, siblings=0, vocab=VOCAB)
+    script = alone.clone()
+    script[0, -16:] = (script[0, -16:] + 1) % VOCAB  # no draft of the first row is right
+    drafter = right_for(4, script, siblings=0, vocab=VOCAB)
     assert target.generate(**settings, logits_processor=[seen], assistant_model=drafter).equal(alone)
     assert len(seen.lengths) > len(set(seen.lengths)), "rows that are behind are processed by themselves"
