@@ -45,13 +45,35 @@ _ENCODER: dict[str, Any] = {
 _MARKS = ("image", "img", "audio", "video", "media")
 # What the names of fields do not tell, by part of the config ("" for the whole).
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-_WITH_AXES = ("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl")
+_WITH_AXES = ("glm4v", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+_STARTS = ("vision_start_token_id", "audio_start_token_id")
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"text_config": _AXES} for name in _WITH_AXES},
     **{name: {"text_config": {**_AXES, "model_type": "glm4v_text"}} for name in ("glm46v", "glmga")},
     "gemma3": {"": {"mm_tokens_per_image": 4}},
     "kosmos-2": {"": {"latent_query_num": 4}},
-    "llama4": {"vision_config": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [24, 24],
+            "rope_parameters": {**_AXES["rope_parameters"], "mrope_section": [1, 1, 2]},
+        }
+    },
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**_AXES["rope_parameters"], "partial_rotary_factor": 1.0}},
+    },
+    "glmasr": {"audio_config": {"intermediate_size": 128}},  # of the vectors that its projector joins
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 128,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+        }
+    },
+    "qwen2_5_omni_thinker": {"": dict.fromkeys(_STARTS, MARK - 3), "text_config": _AXES},
+    "qwen3_omni_moe_thinker": {"": dict.fromkeys(_STARTS, MARK - 3)},
+    "shieldgemma2": {"": {"mm_tokens_per_image": 4}},
+    "voxtral": {"": {"audio_token_id": MARK}, "audio_config": {"intermediate_size": 128}},
     **{name: {"": {"image_grid_pinpoints": [[SIDE, SIDE]]}} for name in ("llava_next", "llava_onevision")},
     **{name: {"": {"scale_factor": 2}} for name in ("idefics3", "smolvlm")},
 }
@@ -144,7 +166,10 @@ def picture(model: PreTrainedModel, number: int = 0) -> dict[str, Tensor]:
         height, width = ((4, 4), (4, 8), (8, 4))[number % 3]
         depth = getattr(vision, "temporal_patch_size", 1) or 1
         values = noise(height * width, 3 * depth * PATCH * PATCH)
-        return {"pixel_values": values, "image_grid_thw": torch.tensor([[1, height, width]])}
+        if model.config.model_type == "paddleocr_vl":
+            values = values[:, : 3 * PATCH * PATCH].view(-1, 3, PATCH, PATCH)
+        given = {"pixel_values": values, "image_grid_thw": torch.tensor([[1, height, width]])}
+        return given | ({"image_merge_sizes": torch.tensor([1])} if "image_merge_sizes" in parameters else {})
     if "pixel_values" in parameters:
         given = {"pixel_values": noise(1, 3, SIDE, SIDE)}
         if model.config.model_type in ("idefics", "idefics2", "idefics3", "smolvlm"):
@@ -170,7 +195,9 @@ def num_entries(model: PreTrainedModel, given: dict[str, Tensor]) -> int:
     name = "get_image_features" if "pixel_values" in given else "get_audio_features"
     owner = model if hasattr(model, name) else model.model
     found = getattr(owner, name)(**given)
-    return _rows(getattr(found, "pooler_output", found))
+    if not isinstance(found, (Tensor, list, tuple)):
+        found = found.last_hidden_state if found.pooler_output is None else found.pooler_output
+    return _rows(found)
 
 
 def _rows(found: Any) -> int:

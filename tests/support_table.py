@@ -261,7 +261,8 @@ def multimodal_outcome(model_type: str) -> tuple[str, str]:
             if results.get(column, ("no plain decoding",))[0] == "no plain decoding":
                 results[column] = _multimodal_cell(model, pictures, column == "second turn")
     kinds = " / ".join(results[column][0] for column in COLUMNS)
-    return kinds, next((reason for kind, reason in results.values() if reason and kind != "trees"), "")
+    reasons = sorted((kind in UNTESTED, reason) for kind, reason in results.values() if reason and kind != "trees")
+    return kinds, reasons[0][1] if reasons else ""
 
 
 def _multimodal_cell(model: PreTrainedModel, pictures: list[int | None], turns: bool) -> tuple[str, str]:

@@ -1,12 +1,26 @@
-"""The table in docs/support.md has not shrunk: each family is verified as it says, or better."""
+"""The tables in docs/support.md have not shrunk: each family is verified as they say, or better."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support_table import FILE, KINDS, families, outcome, page, read_page
+from tests import multimodal
+from tests.support_table import (
+    COLUMNS,
+    FILE,
+    KINDS,
+    UNTESTED,
+    families,
+    multimodal_outcome,
+    multimodal_part,
+    outcome,
+    page,
+    read_multimodal_part,
+    read_page,
+)
 
 TABLE = read_page(FILE.read_text())
+PICTURES = read_multimodal_part(FILE.read_text())
 VERIFIED = KINDS[: KINDS.index("plain") + 1]
 
 
@@ -33,3 +47,36 @@ def test_a_family_is_verified_as_the_table_says(family: str) -> None:
     if kind in ("not built", "no plain decoding"):
         pytest.skip(f"not in this version of transformers: {reason:.80}")
     assert KINDS.index(kind) <= KINDS.index(TABLE[family]), reason
+
+
+def test_the_second_table_tells_of_most_families_that_decode_with_pictures() -> None:
+    cells = [cell for each in PICTURES.values() for cell in each if cell]
+    assert len(PICTURES) > 70
+    assert sum(bool(each[COLUMNS.index("one picture")]) for each in PICTURES.values()) > 45
+    assert cells.count("other tokens") == cells.count("error") == 0
+    assert cells.count("trees") >= 0.95 * len(cells)
+
+
+def test_the_second_table_holds_every_family_that_was_tested() -> None:
+    found = {
+        "llava": (" / ".join(["trees"] * 4), ""),
+        "odd": ("trees / plain / no plain decoding / chains", "Because `b` | <c>. And more."),
+        "unknown": (" / ".join(["not built"] * 4), "no"),
+    }
+    text = page({"llama": ("trees", "")}) + multimodal_part(found)
+    assert read_multimodal_part(text) == {"llava": ["trees"] * 4, "odd": ["trees", "plain", "", "chains"]}
+    assert read_page(text) == {"llama": "trees"}
+
+
+@pytest.mark.one_in(10)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", PICTURES)
+def test_a_family_is_verified_with_pictures_as_the_table_says(family: str) -> None:
+    if family not in multimodal.families():
+        pytest.skip("this version of transformers does not have it")
+    kinds, reason = multimodal_outcome(family)
+    pairs = [each for each in zip(kinds.split(" / "), PICTURES[family], strict=True) if each[1]]
+    if all(found in UNTESTED for found, _ in pairs):
+        pytest.skip(f"not in this version of transformers: {reason:.80}")
+    for found, said in pairs:
+        assert KINDS.index(found) <= KINDS.index(said), reason
