@@ -125,6 +125,7 @@ class SpecBlockOptions(ShapeOptions):
     valid_prefix: bool = HfArg(default=True, help="the mask of Eq. 5; without it an ablation of Table 2")
     slot_weights: SlotWeights = HfArg(default="alike", help="by_count: small batches")
     rank_start: ShareBelow1 = HfArg(default=0.1, help="share of the steps before the rank loss is added")
+    rank_start_step: Count | None = HfArg(default=None, help="number of steps, instead of --rank-start")
     rank_loss: RankLoss = HfArg(default="paper", help="of the paper, or of the published code")
     rank_budget: Count | None = HfArg(default=None, help="most examples of a rank class per slot and batch")
 
@@ -149,6 +150,7 @@ def _prepare(
         target,
         num_blocks=options.blocks,
         rank_start=options.rank_start,
+        rank_start_step=options.rank_start_step,
         valid_prefix=options.valid_prefix,
         slot_weights=options.slot_weights,
         rank_loss=options.rank_loss,
@@ -178,6 +180,7 @@ register_recipe(
             "prefix_broadcast",
             "layer_wise_shift",
             "rank_start",
+            "rank_start_step",
             "rank_loss",
             "rank_budget",
             "slot_weights",

@@ -34,6 +34,7 @@ class SpecBlockStep(AdaptiveStep):
         target: the frozen target it drafts for.
         num_blocks: chained blocks, including the first.
         rank_start: share of the run's steps before the rank loss is added. The paper has 2,000 steps of 20 epochs.
+        rank_start_step: number of steps before it, instead of `rank_start`; None for that share.
         valid_prefix: the mask of Eq. 5; False is an ablation of Table 2.
         slot_weights: see `block_losses`.
         top_k: see `block_losses`.
@@ -60,6 +61,7 @@ class SpecBlockStep(AdaptiveStep):
         *,
         num_blocks: int = 2,
         rank_start: float = 0.1,
+        rank_start_step: int | None = None,
         valid_prefix: bool = True,
         slot_weights: SlotWeights = "alike",
         top_k: int | None = None,
@@ -92,7 +94,7 @@ class SpecBlockStep(AdaptiveStep):
         self.reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
         self.drafter = drafter
         self.embed_tokens = target.get_input_embeddings()
-        self.num_blocks, self.rank_start = num_blocks, rank_start
+        self.num_blocks, self.rank_start, self.rank_start_step = num_blocks, rank_start, rank_start_step
         self.cross_position = cross_position
         self.window, self.sparse = window, sparse
         self.options: dict[str, Any] = {
@@ -121,7 +123,8 @@ class SpecBlockStep(AdaptiveStep):
             text_ids=text_ids, all_logits=logits,
         )  # fmt: skip
 
-        rank_weight = 1.0 if not training or self.num_updates >= int(self.rank_start * self.num_steps) else 0.0
+        first = int(self.rank_start * self.num_steps) if self.rank_start_step is None else self.rank_start_step
+        rank_weight = 1.0 if not training or self.num_updates >= first else 0.0
         loss = torch.stack([part.draft.sum() + rank_weight * part.rank for part in losses]).sum()
         # Without training all cuts are at the ends of blocks, and the slots of all blocks are one chain; random cuts
         # make them overlap.
