@@ -1,7 +1,7 @@
 """A model continues many prompts of different lengths in one batch, to the end of each text.
 
 Rows that have ended leave the batch. Keys and values are kept in buffers that grow in steps: the host's own layers copy
-everything they hold for each token, which took half of a step with 96 rows (`chat.py` has what is continued).
+everything they hold for each token. `chat.py` has what is continued.
 """
 
 from __future__ import annotations
@@ -22,27 +22,36 @@ LEAVE_SHARE = 1 / 16  # of the batch: as many ended rows leave together, because
 
 
 class BufferedLayer(DynamicLayer):
-    """A layer of the host's cache that writes new entries into a buffer; `keys` and `values` are views of it."""
+    """A layer of the host's cache that writes new entries into buffers; `keys` and `values` are views of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends [batch, heads, new, head_dim] keys and values; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        self.keys = _appended(self.keys, key_states)
-        self.values = _appended(self.values, value_states)
+        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if self._buffers is None or self._buffers[0].shape[2] < end:
+            self._buffers = _longer(self.keys, end + GROWTH), _longer(self.values, end + GROWTH)
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, in tensors of their own."""
+        super().batch_select_indices(indices)
+        self._buffers = None
 
-def _appended(held: Tensor, new: Tensor) -> Tensor:
-    """`held` with `new` behind it, in the buffer of `held` if that has room."""
-    start, end = held.shape[2], held.shape[2] + new.shape[2]
-    buffer = held._base
-    if buffer is None or buffer.dim() != 4 or buffer.shape[2] < end or buffer.shape[0] != new.shape[0]:
-        buffer = new.new_empty(*new.shape[:2], end + GROWTH, new.shape[3])
-        buffer[:, :, :start] = held
-    buffer[:, :, start:end] = new
-    return buffer[:, :, :end]
+
+def _longer(held: Tensor, entries: int) -> Tensor:
+    """A buffer of so many entries that begins with those of `held`."""
+    buffer = held.new_empty(*held.shape[:2], entries, held.shape[3])
+    buffer[:, :, : held.shape[2]] = held
+    return buffer
 
 
 def buffered_cache(model: PreTrainedModel) -> DynamicCache:
@@ -115,7 +124,7 @@ def choose(logits: Tensor, temperature: Tensor, draw: torch.Generator) -> Tensor
     """The next token of each row: the argmax, or a draw at the row's temperature.
 
     A draw takes one uniform number per row and searches the running sum of the probabilities: `torch.multinomial` draws
-    one number for each token of the vocabulary, which takes ten times as long.
+    one number for each token of the vocabulary, which takes several times as long.
 
     Args:
         logits: [batch, vocab].

@@ -17,7 +17,7 @@ from hf_specdec.training.chat import (
     write_answers,
     write_invented,
 )
-from hf_specdec.training.continuation import continuations
+from hf_specdec.training.continuation import buffered_cache, continuations
 from hf_specdec.training.write import main
 from tests.targets import EOS, VOCAB, fresh_target
 
@@ -78,6 +78,20 @@ def test_answers_of_a_ragged_batch_are_those_of_plain_generate():
         assert answer == alone[0, len(prompt) :].tolist()
     assert len({len(answer) for answer in written}) > 2
     assert written == answered(target, prompts, room, temperatures), "the seed decides"
+
+
+def test_a_step_does_not_copy_what_the_cache_holds():
+    target = fresh_target(dtype=torch.float64, attention="sdpa")
+    cache = buffered_cache(target)
+    with torch.inference_mode():  # as answers are written
+        places = set()
+        for token in (5, 9, 2, 7):
+            target(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            places.add(cache.layers[0].keys.data_ptr())
+        assert len(places) == 1
+        cache.batch_select_indices(torch.tensor([0]))
+        target(torch.tensor([[4]]), past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 5
 
 
 def test_sampled_answers_follow_the_target():
