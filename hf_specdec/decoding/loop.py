@@ -190,7 +190,7 @@ class SpeculativeDecoding:
         self.stats.lap("accept")
         self.commit(verified)
         self.stats.lap("commit")
-        packing_s = self.packed.pack(self.config.max_length - max(self.sequences.lengths))
+        packing_s = self.packed.after_round(self.config.max_length - max(self.sequences.lengths))
         if packing_s:
             self.policy.leave_out(packing_s)
             self.stats.lap("prefill")  # like all that prepares rounds

@@ -5,11 +5,9 @@ another layout in each forward, which takes longer than the product itself. oneD
 and products with the stored copy are equal within rounding. On other processors torch's product of a few rows is
 faster: a trial for each shape of weight, once per process, decides.
 
-A copy takes as long as some twenty products save. Therefore it is made
-
-- between two rounds, only of a weight that rounds have run often enough to have saved that time, and only while all
-  packing takes at most `MOST_SHARE` of the time of all rounds of the process;
-- once: it is kept for later calls, as long as the weight itself exists, at most `MOST_BYTES` per call.
+A copy takes as long as some twenty products save. Therefore it is made after the first rounds of a call, of weights
+that these rounds have run, if the tokens that the call may still write are enough to pay for it. It is kept for later
+calls, as long as the weight itself exists, at most `MOST_BYTES` per call.
 
 Weights may change between calls without notice. Therefore a call first compares the weight's product with a fixed
 vector with the one at the time of the copy, which takes as long as one token; calls that end soon do not use copies.
@@ -26,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +32,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LEAST_BYTES, MOST_BYTES = 8 << 20, 2 << 30  # of the weights that rounds of a call run
-MOST_SHARE = 0.1  # of the time of rounds
 LEAST_TOKENS = 16  # that a call may still write; otherwise looking at its weights takes longer than copies save
 FIRST_ROUNDS = 2  # of a call, which run on the weights
+TOKENS_PER_ROUND = 2  # to estimate the number of rounds that a call still has
 ROWS = 16  # number of rows for which the layout is chosen; other numbers work too
-TRIAL_AFTER = 16  # products
 TRIAL_ROWS = 1, 9  # a skipped round, and one with a small tree
-TRIAL_LAYERS, TRIAL_REPEATS, TRIAL_BYTES = 4, 3, 16 << 20
+TRIAL_BYTES, TRIAL_REPEATS = 16 << 20, 3
 DTYPES = (torch.float32, torch.bfloat16)
 _LINEAR_FORWARD = nn.Linear.forward
 
@@ -86,9 +83,9 @@ class Trial:
     packing_s: float
     saved_s: float
 
-    def has_paid(self, num_products: int) -> bool:
-        """Whether so many products would have saved the time of the copy."""
-        return self.saved_s * num_products > self.packing_s
+    def pays(self, num_tokens: int) -> bool:
+        """Whether a call that still writes this many tokens is faster with the copy."""
+        return self.saved_s * num_tokens / TOKENS_PER_ROUND > self.packing_s
 
 
 _trials: dict[tuple[Any, ...], Trial] = {}
@@ -104,7 +101,8 @@ def trial_of(weights: Sequence[Tensor]) -> Trial:
     if key not in _trials:
         height, width = weights[0].shape
         part = min(height, max(1, TRIAL_BYTES // (width * weights[0].itemsize)))
-        tried = [weight.detach()[:part] for weight in weights[:TRIAL_LAYERS]]
+        num_tried = -(-TRIAL_BYTES // (part * width * weights[0].itemsize))
+        tried = [weight.detach()[:part] for weight in weights[:num_tried]]
         started = time.perf_counter()
         copies = [_pack(weight) for weight in tried]
         packing_s = time.perf_counter() - started
@@ -129,71 +127,40 @@ def _seconds(multiply: Callable[[], list[Tensor]]) -> float:
     return least
 
 
-@dataclass
-class _Copy:
-    """What is known of one weight, in all calls.
+class _Copy(NamedTuple):
+    """A copy of a weight, and what the weight contained when it was made."""
 
-    Attributes:
-        num_products: that rounds have computed without a copy.
-        packed: the copy; None as long as there is none.
-        contents: of the weight when it was packed.
-    """
+    packed: Tensor
+    contents: Tensor
 
-    num_products: int = 0
-    packed: Tensor | None = None
-    contents: Tensor | None = None
+    @classmethod
+    def of(cls, weight: Tensor) -> _Copy:
+        return cls(_pack(weight), _contents(weight))
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether there is a copy of the weight's present values; otherwise it has to pay anew."""
-        if self.packed is None or self.contents is None:
-            return False
-        if self.contents.dtype == weight.dtype and torch.equal(self.contents, _contents(weight)):
-            return True
-        self.num_products, self.packed, self.contents = 0, None, None
-        return False
-
-    def make(self, weight: Tensor) -> None:
-        """Copies the weight."""
-        self.packed, self.contents = _pack(weight), _contents(weight)
+        return self.contents.dtype == weight.dtype and torch.equal(self.contents, _contents(weight))
 
 
 _COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> `_Copy`; freed with the weight
 
 
-@dataclass
-class _Spent:
-    """The time of rounds and of packing in this process."""
-
-    rounds_s: float = 0.0
-    packing_s: float = 0.0
-
-    @property
-    def left_s(self) -> float:
-        """What packing may take now."""
-        return MOST_SHARE * self.rounds_s - self.packing_s
-
-
-_spent = _Spent()
-
-
 class _Forward:
-    """The forward of a layer during rounds of one call: counts products, or computes them with the copy."""
+    """The forward of a layer during rounds of one call: with its copy, if there is one."""
 
-    __slots__ = ("before", "copy", "layer", "packed", "version", "weight")
+    __slots__ = ("has_run", "layer", "packed", "version", "weight")
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer, self.weight = layer, layer.weight
-        self.copy: _Copy = _COPIES.setdefault(layer.weight, _Copy())
-        self.before = self.copy.num_products
+        self.has_run = False
         self.packed: Tensor | None = None
         self.version = 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         layer, weight = self.layer, self.weight
-        if self.packed is None:
-            self.copy.num_products += 1
-        elif not (
-            torch.compiler.is_compiling()
+        self.has_run = True
+        if not (
+            self.packed is None
+            or torch.compiler.is_compiling()
             or torch.is_grad_enabled()  # in another thread, which trains the model
             or layer._parameters.get("weight") is not weight
             or weight._version != self.version
@@ -203,14 +170,15 @@ class _Forward:
             return _multiply(self.packed, layer.bias, rows)
         return nn.Linear.forward(layer, rows)
 
-    @property
-    def has_run(self) -> bool:
-        """Whether a round of this call has run the layer."""
-        return self.copy.num_products > self.before
-
-    def use(self) -> None:
-        """Uses the copy from now on."""
-        self.packed, self.version = self.copy.packed, self.weight._version
+    def use_copy(self, may_make: bool) -> None:
+        """Uses the weight's copy from now on, if there is one or it may be made."""
+        copy = _COPIES.get(self.weight)
+        if copy is None or not copy.is_current(self.weight):
+            _COPIES.pop(self.weight, None)
+            if not may_make:
+                return
+            copy = _COPIES[self.weight] = _Copy.of(self.weight)
+        self.packed, self.version = copy.packed, self.weight._version
 
 
 class PackedLinears(AbstractContextManager[None]):
@@ -222,84 +190,55 @@ class PackedLinears(AbstractContextManager[None]):
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        forwards = {}
-        if not torch.are_deterministic_algorithms_enabled():  # when a weight is packed depends on time
-            forwards = {layer: _Forward(layer) for model in models for layer in _plain_linears(model)}
-        # Entered in every round, for hundreds of layers: the instances' dicts are faster than setattr.
-        self._layers = [(layer.__dict__, forward) for layer, forward in forwards.items()]
-        self._undecided = list(forwards.values())
+        self._forwards: list[_Forward] = []
+        if not torch.are_deterministic_algorithms_enabled():  # whether a weight is packed depends on time
+            layers = dict.fromkeys(layer for model in models for layer in _plain_linears(model))
+            self._forwards = [_Forward(layer) for layer in layers]
         self._depth = self._num_rounds = 0
-        self._since = time.perf_counter()
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            for attributes, forward in self._layers:
-                attributes["forward"] = forward
+            for forward in self._forwards:
+                forward.layer.__dict__["forward"] = forward  # for hundreds of layers, faster than setattr
 
     def __exit__(self, *raised: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            for attributes, _ in self._layers:
-                attributes.pop("forward", None)
+            for forward in self._forwards:
+                forward.layer.__dict__.pop("forward", None)
 
-    def pack(self, tokens_left: int) -> float:
-        """Between two rounds: makes and uses copies of the weights for which that has paid.
+    def after_round(self, tokens_left: int) -> float:
+        """After the first rounds of a call: makes the copies that pay, and uses all that there are.
 
         Args:
             tokens_left: that the call may still write.
 
         Returns:
-            The seconds that it took, if it looked at any weight; else 0.
+            The seconds that it took.
         """
-        if not self._undecided:
+        self._num_rounds += 1
+        if not self._forwards or self._num_rounds != FIRST_ROUNDS:
             return 0.0
         started = time.perf_counter()
-        if self._num_rounds:  # the time since the construction includes that of the prompt
-            _spent.rounds_s += started - self._since
-        self._num_rounds += 1
-        may_pack = self._num_rounds >= FIRST_ROUNDS and tokens_left >= LEAST_TOKENS and _spent.left_s > 0
-        if may_pack:
-            with torch.inference_mode(False), torch.no_grad():  # copies outlive the call
-                self._pack(until=started + _spent.left_s)
-        self._since = time.perf_counter()
-        _spent.packing_s += self._since - started
-        return self._since - started if may_pack else 0.0
+        run = [forward for forward in self._forwards if forward.has_run]
+        fits = LEAST_BYTES <= sum(forward.weight.nbytes for forward in run) <= MOST_BYTES
+        # A mode watches all operations: for example, verify_lossless runs every one in float64.
+        if fits and tokens_left >= LEAST_TOKENS and _get_current_dispatch_mode() is None:
+            self._pack(run, lambda trial: trial.pays(tokens_left))
+        self._forwards = [forward for forward in run if forward.packed is not None]
+        return time.perf_counter() - started
 
     def pack_all(self) -> None:
         """At once: makes and uses copies of all weights of shapes for which a copy is faster. For comparisons."""
-        with torch.inference_mode(False), torch.no_grad():
-            for group in _by_shape(self._undecided):
-                if trial_of([forward.weight for forward in group]).saved_s > 0:
-                    for forward in group:
-                        if not forward.copy.is_current(forward.weight):
-                            forward.copy.make(forward.weight)
-                        forward.use()
+        self._pack(self._forwards, lambda trial: trial.saved_s > 0)
 
-    def _pack(self, until: float) -> None:
-        if _get_current_dispatch_mode() is not None:  # for example, verify_lossless runs every operation in float64
-            return
-        run = [forward for _, forward in self._layers if forward.has_run or forward.packed is not None]
-        if not LEAST_BYTES <= sum(forward.weight.nbytes for forward in run) <= MOST_BYTES:
-            return
-        decided = set()
-        for group in _by_shape([forward for forward in self._undecided if forward.has_run]):
-            if all(forward.copy.num_products < TRIAL_AFTER and forward.copy.packed is None for forward in group):
-                continue
-            trial = trial_of([forward.weight for forward in group])
-            if trial.saved_s <= 0:
-                decided.update(group)
-                continue
-            for forward in group:
-                if time.perf_counter() > until:
-                    break
-                if not forward.copy.is_current(forward.weight):
-                    if not trial.has_paid(forward.copy.num_products):
-                        continue
-                    forward.copy.make(forward.weight)
-                forward.use()
-                decided.add(forward)
-        self._undecided = [forward for forward in self._undecided if forward not in decided]
+    def _pack(self, forwards: Sequence[_Forward], pays: Callable[[Trial], bool]) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # copies outlive the call
+            for group in _by_shape(forwards):
+                may_make = pays(trial_of([forward.weight for forward in group]))
+                for forward in group:
+                    forward.use_copy(may_make)
 
 
 def _by_shape(forwards: Sequence[_Forward]) -> list[list[_Forward]]:

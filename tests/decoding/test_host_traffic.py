@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -37,47 +38,39 @@ class CountWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class CountTransfers(TorchFunctionMode):
+    """Notes transfers that are no operations. Replaced methods of `Tensor` would leave their traces in its type."""
+
+    def __init__(self, waits: CountWaits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, seen = kwargs or {}, self.waits.seen
+        if func in (Tensor.tolist, Tensor.numpy):
+            before = list(seen)
+            value = func(*args, **kwargs)
+            seen[:] = [*before, func.__name__]  # without the operations of which the transfer consists
+            return value
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            seen.append(f"upload by {func.__name__}")  # a copy that is waited for; `from_host` does not
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            key = args[1]
+            if isinstance(key, list) or (isinstance(key, tuple) and any(isinstance(part, list) for part in key)):
+                seen.append("upload of a list of indices")
+        return func(*args, **kwargs)
+
+
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
-    """Per round, the operations that would wait; `tolist` and `numpy` pass no dispatcher, so they are wrapped."""
+    """Per round, the operations and transfers that would wait."""
     rounds: list[list[str]] = []
     play = loop.SpeculativeDecoding.round
-    tolist, numpy, getitem, setitem = Tensor.tolist, Tensor.numpy, Tensor.__getitem__, Tensor.__setitem__
 
     def counted(self: Any) -> None:
-        transfers: list[str] = []
-
-        def uploading(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def made(*args: Any, **kwargs: Any) -> Tensor:
-                if kwargs.get("device") is not None:  # a copy that is waited for; `from_host` does not
-                    transfers.append(f"upload by {make.__name__}")
-                return make(*args, **kwargs)
-
-            return made
-
-        def indexing(index: Callable[..., Any]) -> Callable[..., Any]:
-            def indexed(tensor: Tensor, key: Any, *value: Any) -> Any:
-                if isinstance(key, list) or (isinstance(key, tuple) and any(isinstance(part, list) for part in key)):
-                    transfers.append("upload of a list of indices")
-                return index(tensor, key, *value)
-
-            return indexed
-
-        with pytest.MonkeyPatch.context() as patch, CountWaits() as mode:
-            patch.setattr(torch, "tensor", uploading(torch.tensor))
-            patch.setattr(torch, "as_tensor", uploading(torch.as_tensor))
-            patch.setattr(Tensor, "tolist", lambda tensor: transfers.append("tolist") or plain(tolist, tensor, mode))
-            patch.setattr(Tensor, "numpy", lambda tensor: transfers.append("numpy") or plain(numpy, tensor, mode))
-            patch.setattr(Tensor, "__getitem__", indexing(getitem))
-            patch.setattr(Tensor, "__setitem__", indexing(setitem))
+        with CountWaits() as mode, CountTransfers(mode):
             play(self)
-        rounds.append(transfers + mode.seen)
-
-    def plain(read: Callable[[Tensor], Any], tensor: Tensor, mode: CountWaits) -> Any:
-        before = len(mode.seen)
-        value = read(tensor)
-        del mode.seen[before:]  # what the transfer itself is made of
-        return value
+        rounds.append(mode.seen)
 
     monkeypatch.setattr(loop.SpeculativeDecoding, "round", counted)
     # A look at host memory is no transfer, so there is none.
