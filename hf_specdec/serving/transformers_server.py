@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from hf_specdec.drafters.base import Drafter
 from hf_specdec.hub.checkpoint import check_is_target
 from hf_specdec.hub.loading import load_drafter
 from hf_specdec.integration import attach
@@ -13,7 +16,9 @@ from hf_specdec.serving.engine import check_port
 def serve_with_transformers(target: str, drafter: str, *, host: str, port: int, dtype: str, **settings: Any) -> None:
     """Serves a target with a drafter until the process is interrupted.
 
-    Requests are decoded one after the other, each by `generate`.
+    Requests are decoded one after the other, each by `generate`. The `usage` of an answer counts its accepted and
+    rejected draft tokens, under the names that OpenAI has for predicted outputs: `completion_tokens_details` with
+    `accepted_prediction_tokens` and `rejected_prediction_tokens`.
 
     Args:
         target: Hub id or folder; clients name it so.
@@ -44,7 +49,79 @@ def serve_with_transformers(target: str, drafter: str, *, host: str, port: int, 
     class _Serve(Serve):
         def start_server(self) -> None:
             (loaded,) = self._model_manager.loaded_models.values()
-            attach(loaded.model, load_drafter(drafter, loaded.model, **settings))
+            loaded_drafter = load_drafter(drafter, loaded.model, **settings)
+            attach(loaded.model, loaded_drafter)
+            for handler in (self._chat_handler, self._completion_handler):
+                _report_drafts(handler, loaded_drafter)
             self.server.run()
 
     _Serve(force_model=target, host=host, port=port, dtype=dtype, non_blocking=True)  # which calls `start_server`
+
+
+class _Counted:
+    """A target as the handler of one request sees it: `generate` keeps the counts of that call."""
+
+    def __init__(self, model: Any, drafter: Drafter) -> None:
+        self.model, self.drafter = model, drafter
+        self.details: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
+        self.drafter.stats = None  # it stays None if the call is decoded plainly
+        if streamer is None:
+            output = self.model.generate(*args, **kwargs)
+            self.count()
+            return output
+        end = streamer.end
+
+        def count_and_end() -> None:  # after the end, another thread sends the last chunk at once
+            self.count()
+            end()
+
+        streamer.end = count_and_end
+        return self.model.generate(*args, streamer=streamer, **kwargs)
+
+    def count(self) -> None:
+        stats = self.drafter.stats
+        accepted, drafted = (stats.num_accepted_draft_tokens, stats.num_draft_tokens) if stats else (0, 0)
+        self.details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+
+
+def _report_drafts(handler: Any, drafter: Drafter) -> None:
+    """Makes a handler of transformers' server report the drafts of each answer in its `usage`."""
+    from fastapi.responses import JSONResponse
+    from openai.types.completion_usage import CompletionTokensDetails
+
+    whole, stream, chunk_of = handler._non_streaming, handler._streaming, handler._build_chunk_sse
+    streamed: dict[str, _Counted] = {}
+
+    async def answer(request_id: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+        counted = _Counted(model, drafter)
+        content = json.loads((await whole(request_id, counted, *args, **kwargs)).body)
+        content["usage"]["completion_tokens_details"] = counted.details
+        return JSONResponse(content)
+
+    def start_stream(request_id: str, model: Any, *args: Any, **kwargs: Any) -> Any:
+        counted = streamed[request_id] = _Counted(model, drafter)
+        response = stream(request_id, counted, *args, **kwargs)
+        response.body_iterator = _until_closed(response.body_iterator, lambda: streamed.pop(request_id))
+        return response
+
+    def build_chunk(request_id: str = "", *args: Any, usage: Any = None, **kwargs: Any) -> Any:
+        if usage is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(**streamed[request_id].details)
+        return chunk_of(request_id, *args, usage=usage, **kwargs)
+
+    handler._non_streaming, handler._streaming, handler._build_chunk_sse = answer, start_stream, build_chunk
+
+
+async def _until_closed(chunks: AsyncGenerator[str, None], closed: Callable[[], Any]) -> AsyncGenerator[str, None]:
+    """The same chunks; calls `closed` after the last one, or when the client goes away."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    finally:
+        await chunks.aclose()
+        closed()

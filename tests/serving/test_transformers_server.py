@@ -103,6 +103,29 @@ def test_chats_and_completions_are_those_of_plain_generate(
     assert text.choices[0].text == plain(target, "hello")
 
 
+def test_usage_counts_the_drafts_of_the_answer(client: Any, pair: list[str], target: PreTrainedModel) -> None:
+    drafter = make_ddtree(target)
+    inputs = tiny_tokenizer()("uhelloxq", return_tensors="pt")
+    target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=drafter)
+    assert drafter.stats is not None
+    accepted = drafter.stats.num_accepted_draft_tokens
+    wanted = (accepted, drafter.stats.num_draft_tokens - accepted)
+    assert sum(wanted) > 0
+
+    def counts(usage: Any) -> tuple[int, int]:
+        details = usage.completion_tokens_details
+        return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+    assert counts(client.chat.completions.create(**settings(pair, "hello")).usage) == wanted
+    text = {"model": pair[0], "prompt": "uhelloxq", "max_tokens": NEW, "temperature": 0}
+    assert counts(client.completions.create(**text).usage) == wanted
+    for chunks in (
+        client.chat.completions.create(**settings(pair, "hello"), stream=True),
+        client.completions.create(**text, stream=True),
+    ):
+        assert [counts(chunk.usage) for chunk in chunks if chunk.usage] == [wanted]
+
+
 def test_stop_strings_end_an_answer_inside_an_accepted_path(
     client: Any, pair: list[str], target: PreTrainedModel
 ) -> None:
