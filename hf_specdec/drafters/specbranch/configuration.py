@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedConfig
 
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
 from hf_specdec.drafters.registry import unknown_name
 
@@ -22,7 +23,7 @@ WORKERS = ("auto", "process", "thread")
 OWN_DRAFT_MODEL = "draft_model"  # subfolder of a checkpoint that contains its draft model
 
 
-class SpecBranchConfig(PreTrainedConfig):
+class SpecBranchConfig(TargetFields, PreTrainedConfig):
     """A pair of models, and the predictor of draft lengths for them.
 
     Args:
@@ -37,9 +38,6 @@ class SpecBranchConfig(PreTrainedConfig):
         h_rad_sizes: sizes of its hidden layers.
         dropout: after each of them, in training.
         min_confidence: epsilon, the default of the drafting option.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     model_type = "hf_specdec_specbranch"
@@ -56,9 +54,6 @@ class SpecBranchConfig(PreTrainedConfig):
         h_rad_sizes: Sequence[int] = (256, 64),
         dropout: float = 0.4,
         min_confidence: float = 0.4,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -72,9 +67,6 @@ class SpecBranchConfig(PreTrainedConfig):
         self.h_rad_sizes = list(h_rad_sizes)
         self.dropout = dropout
         self.min_confidence = min_confidence
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:
