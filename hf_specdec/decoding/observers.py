@@ -55,7 +55,7 @@ class Observer:
     def on_prefill(self, prefill: Round) -> None:
         """The prompt was run and the first token chosen."""
 
-    def on_round(self, each: Round) -> None:
+    def on_round(self, step: Round) -> None:
         """A round was read: its tokens are in the sequences, and not streamed yet."""
 
     def on_commit(self, committed: Committed) -> None:

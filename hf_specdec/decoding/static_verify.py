@@ -80,8 +80,10 @@ def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple
     assert target is not None
     token_ids, position_ids, depths, sees, lengths, starts = inputs
     masks = {
-        kind: node_mask(sees, depths, lengths, at, target.dtype, window=sight.window, chunk=sight.chunk, starts=starts)
-        for kind, sight in target.sights.items()
+        kind: node_mask(
+            sees, depths, lengths, at, target.dtype, window=limits.window, chunk=limits.chunk, starts=starts
+        )
+        for kind, limits in target.ranges.items()
     }
     with target.own_attention:
         outputs = target.model(
