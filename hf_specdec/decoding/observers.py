@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hf_specdec.decoding.accept import HostVerdict, Verdict
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.exchange import Committed, NodeNotes
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hf_specdec.decoding.generator import Committed
-    from hf_specdec.decoding.trace import NodeNotes
 
 
 @dataclass(frozen=True)

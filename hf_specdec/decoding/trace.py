@@ -8,26 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.observers import Observer, Round
-
-
-@dataclass(frozen=True)
-class NodeNotes:
-    """The drafter's information on the nodes of a tree.
-
-    Attributes:
-        probs: [batch, nodes] floating, the drafter's probability of each node's token given the path to its parent;
-            None if unknown. Undefined at the root and at invalid nodes.
-        forwards: [batch, nodes] int64, which of the round's drafter forwards made each node, counted from 1; None for
-            drafters without forwards.
-        sources: [batch][nodes], names of the drafters that proposed each node, joined by "+"; None for one drafter.
-    """
-
-    probs: Tensor | None = None
-    forwards: Tensor | None = None
-    sources: list[list[str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
@@ -42,7 +43,6 @@ from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.config import TargetFields

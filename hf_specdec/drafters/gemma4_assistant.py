@@ -31,12 +31,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.eagle3 import Eagle3Options
