@@ -171,6 +171,7 @@ class SpeculativeDecoding:
             self.drop_finished_rows()
         if self.sequences.done:
             return
+        self.prepare()
         tree = self.draft()
         if lag == 1 and self.read(self.unread):
             return
@@ -190,10 +191,13 @@ class SpeculativeDecoding:
         self.stats.lap("accept")
         self.commit(verified)
         self.stats.lap("commit")
-        packing_s = self.packed.after_round(self.config.max_length - max(self.sequences.lengths))
-        if packing_s:
-            self.policy.leave_out(packing_s)
-            self.stats.lap("prefill")  # like all that prepares rounds
+
+    def prepare(self) -> None:
+        """Chooses which weights this round multiplies with; the time belongs to no round."""
+        seconds = self.packed.prepare(self.config.max_length - max(self.sequences.lengths))
+        if seconds:
+            self.policy.leave_out(seconds)
+            self.stats.lap("prefill")
 
     def lag(self) -> int:
         """When the host reads the verdict of a round.
