@@ -13,6 +13,7 @@ a GPU replace the graph by an emulation; the speed on a GPU has not been measure
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import weakref
@@ -31,8 +32,10 @@ from hf_specdec.decoding.rotary import rotary_limits
 
 logger = logging.getLogger(__name__)
 
-# Nodes of a tree, root included; larger trees are padded to multiples of the last bucket.
-NODE_BUCKETS = (1, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+# Drafted nodes, root not counted, to which trees are padded and for which times are measured; larger trees are padded
+# to multiples of the last one.
+DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+NODE_BUCKETS = tuple(1 + size for size in DRAFT_SIZES)
 FIRST_PREFIX = 256  # entries; longer prefixes are padded to this times a power of 2
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
@@ -357,16 +360,25 @@ def compiled_forward() -> Callable[..., Any]:
 
 
 def nodes_bucket(nodes: int) -> int:
-    """The number of nodes that a tree is padded to.
+    """The number of nodes, root included, that a tree is padded to.
 
     Example:
-        >>> nodes_bucket(1), nodes_bucket(17), nodes_bucket(65), nodes_bucket(300)
-        (1, 24, 80, 512)
+        >>> nodes_bucket(1), nodes_bucket(17), nodes_bucket(66), nodes_bucket(300)
+        (1, 17, 97, 513)
     """
-    for size in NODE_BUCKETS:
-        if nodes <= size:
-            return size
-    return -(-nodes // NODE_BUCKETS[-1]) * NODE_BUCKETS[-1]
+    return 1 + draft_size(nodes - 1)
+
+
+def draft_size(nodes: int) -> int:
+    """The number of drafted nodes that a draft of so many is padded to.
+
+    Example:
+        >>> draft_size(5), draft_size(16), draft_size(300)
+        (6, 16, 512)
+    """
+    if nodes > DRAFT_SIZES[-1]:
+        return -(-nodes // DRAFT_SIZES[-1]) * DRAFT_SIZES[-1]
+    return DRAFT_SIZES[bisect.bisect_left(DRAFT_SIZES, nodes)]
 
 
 def prefix_bucket(entries: int) -> int:

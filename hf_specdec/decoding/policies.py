@@ -30,13 +30,12 @@ from torch import Tensor, nn
 
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.graphs import DRAFT_SIZES, draft_size
 from hf_specdec.decoding.observers import Observer, Round
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 
 MOST_NODES = 64  # upper limit of "auto"
-# Node counts that are measured together; trees in device memory are cut to these, so that shapes repeat.
-BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FIRST_SIZES = (64, 16, 4)  # nodes of the first rounds, to measure how the time depends on them
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # nats
 
@@ -55,7 +54,7 @@ class RoundTimes:
         if nodes == 0:
             self._skipped.append(seconds)
             return
-        bucket = bucket_of(nodes)
+        bucket = draft_size(nodes)
         seen = self._drafted.setdefault(bucket, deque(maxlen=9))
         seen.append((nodes, seconds))
         count = len(seen)
@@ -322,7 +321,7 @@ class AutoBudget(Always):
         if not abilities(tree.path_logprobs.device).host_memory:
             # Reading the tree's probabilities would need a sync: use the mean of recent rounds.
             gains = self.knowledge.curve[:most]
-            sizes: Sequence[int] = [size for size in BUCKETS if size <= len(gains)] or [most]
+            sizes: Sequence[int] = [size for size in DRAFT_SIZES if 0 < size <= len(gains)] or [most]
         else:
             probabilities = self.knowledge.calibration.probabilities
             logprobs = zip(tree.path_logprobs.tolist(), active, strict=True)
@@ -422,13 +421,3 @@ class AutoBudget(Always):
             # Measurements before the pause do not count any more, and a single rejected draft must not decide.
             self._tokens = self._seconds = 0.0
             self._credit, self._num_consecutive = self.CREDIT_AFTER_REST, 0
-
-
-def bucket_of(nodes: int) -> int:
-    """The smallest of `BUCKETS` that is at least `nodes`; the largest one for more.
-
-    Example:
-        >>> bucket_of(5), bucket_of(16), bucket_of(5000)
-        (6, 16, 1024)
-    """
-    return BUCKETS[min(bisect.bisect_left(BUCKETS, nodes), len(BUCKETS) - 1)]
