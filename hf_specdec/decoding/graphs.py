@@ -17,6 +17,7 @@ import bisect
 import functools
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 # to multiples of the last one.
 DRAFT_SIZES = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NODE_BUCKETS = tuple(1 + size for size in DRAFT_SIZES)
+MOST_CAPTURED, MOST_SLAB_SHAPES = 64, 4  # of a workspace; those that were not used for the longest time leave
 FIRST_PREFIX = 256  # entries; longer prefixes are padded to this times a power of 2
 CompileMode = Literal["none", "reduce-overhead"]
 Forward = Callable[[], tuple[Tensor, ...]]
@@ -166,8 +168,8 @@ class Workspace:
         self.owner: weakref.ref[Any] | None = None
         self._weights: frozenset[int] = frozenset()
         self._state: list[object] = []
-        self._captured: dict[Hashable, Captured] = {}
-        self._slabs: dict[Hashable, list[Tensor]] = {}
+        self._captured: OrderedDict[Hashable, Captured] = OrderedDict()
+        self._slabs: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
         self._taken: list[Tensor] = []
         self._capture_failed = False
 
@@ -191,7 +193,7 @@ class Workspace:
         )
         state = state_of(modules, passing)
         if weights != self._weights or state != self._state:
-            self._captured, self._slabs, self._taken = {}, {}, []
+            self._captured, self._slabs, self._taken = OrderedDict(), OrderedDict(), []
             self._weights, self._state = weights, state
         for slab in self._taken:  # left by a call that raised an error
             self._keep(slab)
@@ -224,12 +226,19 @@ class Workspace:
         self._keep(slab)
 
     def _keep(self, slab: Tensor) -> None:
-        self._slabs.setdefault((tuple(slab.shape), slab.dtype, slab.device), []).append(slab)
+        key = (tuple(slab.shape), slab.dtype, slab.device)
+        self._slabs.setdefault(key, []).append(slab)
+        self._slabs.move_to_end(key)
+        if len(self._slabs) > MOST_SLAB_SHAPES:
+            self._slabs.popitem(last=False)
 
     def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The static inputs for a key; write them before `run`."""
         if key not in self._captured:
             self._captured[key] = Captured(make(), None)
+        self._captured.move_to_end(key)
+        if len(self._captured) > MOST_CAPTURED:
+            self._captured.popitem(last=False)
         return self._captured[key].inputs
 
     def run(self, key: Hashable, forward: Forward, model: nn.Module) -> tuple[Tensor, ...]:
@@ -247,6 +256,15 @@ class Workspace:
     def _capture(self, forward: Forward, model: nn.Module) -> Graph | None:
         try:
             return make_graph(forward)
+        except torch.OutOfMemoryError:  # the memory of other shapes may be enough; if not, this round runs without
+            for other in self._captured.values():
+                other.graph = None
+            logger.warning(
+                "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and this "
+                "round runs without one, with the same result.",
+                type(model).__name__,
+            )
+            return None
         except RuntimeError as error:
             self._capture_failed = True
             logger.warning(

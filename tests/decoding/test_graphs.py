@@ -210,6 +210,48 @@ def test_trees_of_one_bucket_share_a_graph() -> None:
     assert Replaying.made == 1
 
 
+def test_shapes_that_were_not_used_for_long_leave_and_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_CAPTURED", 2)
+    target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
+    alone = target.generate(**prompts, **GREEDY)
+    drafters = [compiling(right_for(count, alone.sequences)) for count in (1, 5, 9)]
+    for drafter in (*drafters, *drafters):
+        assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+        assert assisted.sequences.tolist() == alone.sequences.tolist()
+        assert len(graphs._WORKSPACES[target]._captured) <= 2
+
+
+def test_buffers_of_few_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_SLAB_SHAPES", 2)
+    target = fresh_target("llama", "sdpa")
+    for length in (4, 40, 80, 160):
+        ids = torch.full((1, length), 5)
+        settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+        alone = target.generate(ids, **settings)
+        assert target.generate(ids, **settings, assistant_model=compiling(right_for(2, alone))).equal(alone)
+    assert len(graphs._WORKSPACES[target]._slabs) <= 2
+
+
+def test_rounds_are_captured_again_after_a_lack_of_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, prompts, lacking = fresh_target("llama", "sdpa"), PROMPTS["batch of one"](), [1]
+
+    def make_graph(forward: graphs.Forward) -> Replaying:
+        if lacking:
+            raise torch.OutOfMemoryError(f"in attempt {lacking.pop()}")
+        return Replaying(forward)
+
+    alone = target.generate(**prompts, **GREEDY)
+    monkeypatch.setattr(graphs, "make_graph", make_graph)
+    drafter = compiling(right_for(3, alone.sequences))
+    with caplog.at_level(logging.WARNING):
+        assisted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
+    assert assisted.sequences.tolist() == alone.sequences.tolist()
+    assert "no memory to capture" in caplog.text
+    assert Replaying.replays == drafter.stats.num_target_forwards - 1
+
+
 def test_rows_leave_a_captured_batch() -> None:
     target = make_target("llama", "sdpa")
     settings = settings_of(target)
