@@ -333,9 +333,9 @@ class Sequences:
         """Passes to the streamer what no later round can change."""
         if self._streamer is None:
             return
-        for column in range(self._streamed, self._final_length()):
-            self._streamer.put(torch.tensor([self._token_at(row, column) for row in range(self.batch)]))
-            self._streamed = column + 1
+        for column in self._final_columns(self._streamed).cpu().unbind(1):
+            self._streamer.put(column)
+            self._streamed += 1
 
     def _final_length(self) -> int:
         """Columns of the output that no later round can change."""
@@ -348,20 +348,19 @@ class Sequences:
         ]
         return min(growing)
 
-    def _token_at(self, row: int, column: int) -> int:
-        if column < self.lengths[row]:
-            return int(self.ids[row, column])
-        assert self.pad_token_id is not None, "a finished row is padded only where generate defines a pad token"
-        return self.pad_token_id
-
-    def finish(self) -> Tensor:
-        """Ends the stream; returns [batch, length] int64 as plain `generate` would."""
+    def _final_columns(self, first: int) -> Tensor:
+        """[batch, columns] int64, the columns from `first` on that no later round can change, padded."""
         length = self._final_length()
-        output = self.ids[:, :length].clone()
+        columns = self.ids[:, first:length].clone()
         for row in range(self.batch):
             if self.lengths[row] < length:
                 assert self.pad_token_id is not None, "a finished row is padded only where generate defines a pad token"
-                output[row, self.lengths[row] :] = self.pad_token_id
+                columns[row, max(0, self.lengths[row] - first) :] = self.pad_token_id
+        return columns
+
+    def finish(self) -> Tensor:
+        """Ends the stream; returns [batch, length] int64 as plain `generate` would."""
+        output = self._final_columns(0)
         if self._streamer is not None:
             self._streamer.end()
         return output
