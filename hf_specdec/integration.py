@@ -45,7 +45,7 @@ from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trial import chains_trouble, check_trees
+from hf_specdec.decoding.trial import check_trees, why_no_chains
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.call_settings import CallSettings, report_unused
 
@@ -222,7 +222,7 @@ def _wrap_assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
             return _decode_plainly(self, assistant_model, f"{reason}. In this call {calls}", *args, **kwargs)
         trouble = f"they are verified for one row, and this batch has {rows}" if rows > 1 else None
         trouble = trouble or chains_refused(self, kwargs["generation_config"].max_length)
-        trouble = trouble or continuation_refused(input_ids, kwargs) or chains_trouble(self, padded=padded)
+        trouble = trouble or continuation_refused(input_ids, kwargs) or why_no_chains(self, padded=padded)
         if trouble is not None:
             why = f"{reason}. Chains cannot be verified either: {trouble}. Nothing is drafted in this call"
             return _decode_plainly(self, assistant_model, why, *args, **kwargs)

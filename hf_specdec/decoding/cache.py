@@ -343,10 +343,10 @@ class TreeCache(Cache):
             self._set_lengths(list(row_lengths))
         self._end_round()
 
-    def wipe(self) -> None:
+    def clear_uncommitted(self) -> None:
         """Drops the nodes of the round and zeros their entries, which may hold NaN."""
         for states in self._stored:
-            states.wipe(self.row_lengths)
+            states.clear_uncommitted(self.row_lengths)
         self.rollback()
 
     # Rows, and the end of the call.

@@ -171,11 +171,12 @@ class SpeculativeDecoding:
             self.drop_finished_rows()
         if self.sequences.done:
             return
+        self.prepare()
         tree = self.draft()
         if lag == 1 and self.read(self.unread):
             return
         if self.nan_rows is not None:  # verify these roots again, without drafts and without NaN in the cache
-            self.target.cache.wipe()
+            self.target.cache.clear_uncommitted()
             tree = tree.without_drafts(from_host(self.nan_rows, tree.token_ids.device))
         with inference_on_cpu(tree.token_ids.device), self.packed:
             output = self.generator.verify(self.target, tree, self.state)
@@ -190,10 +191,13 @@ class SpeculativeDecoding:
         self.stats.lap("accept")
         self.commit(verified)
         self.stats.lap("commit")
-        packing_s = self.packed.after_round(self.config.max_length - max(self.sequences.lengths))
-        if packing_s:
-            self.policy.leave_out(packing_s)
-            self.stats.lap("prefill")  # like all that prepares rounds
+
+    def prepare(self) -> None:
+        """Chooses which weights this round multiplies with; the time belongs to no round."""
+        seconds = self.packed.prepare(self.config.max_length - max(self.sequences.lengths))
+        if seconds:
+            self.policy.leave_out(seconds)
+            self.stats.lap("prefill")
 
     def lag(self) -> int:
         """When the host reads the verdict of a round.
@@ -201,12 +205,14 @@ class SpeculativeDecoding:
         0: at once. 1: after the next draft is launched, which then must not depend on values on the host. 2: after the
         next verify is launched too, if the tokens are not needed earlier; the round after the last one is discarded.
         """
-        device_only = self.generator.drafts_early and self.target.static is not None and self.acceptor.prefix_free
-        if not device_only or self.nan_rows is not None or any(each.waits for each in self.observers):
-            return 0
-        if self.sequences.lockstep:
-            return 0
-        if self.may_drop_rows and self.sequences.finished_indices:
+        host_decides = (
+            not self.generator.drafts_early or self.target.static is None,  # the next draft depends on the verdict
+            not self.acceptor.prefix_free or self.sequences.lockstep,  # processors and criteria read the text
+            self.nan_rows is not None,  # the next tree has no drafts
+            any(observer.waits for observer in self.observers),
+            self.may_drop_rows and bool(self.sequences.finished_indices),  # rows leave with no round under way
+        )
+        if any(host_decides):
             return 0
         return 2 if abilities(self.sequences.ids.device).works_ahead and self.sequences.can_defer_read else 1
 

@@ -15,7 +15,7 @@ SLIDING, CHUNKED = ("sliding_attention", "hybrid_sliding"), "chunked_attention"
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionRange:
     """The attention range of the layers of one type, see `node_mask`.
 
     Attributes:
@@ -32,23 +32,26 @@ class Sight:
         return self.window is None and self.chunk is None
 
 
-def sights_of(model: PreTrainedModel) -> dict[str, Sight]:
+def ranges_of(model: PreTrainedModel) -> dict[str, AttentionRange]:
     """The masks that a target needs: by layer type if it takes a dict of masks, else under the key "all".
 
     Empty if the target has no attention layer.
     """
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
-    window = Sight(window=getattr(config, "sliding_window", None))
+    window = AttentionRange(window=getattr(config, "sliding_window", None))
     if set(types) == {"linear_attention"}:
         return {}
     if not {*SLIDING, CHUNKED}.intersection(types):
         # Without layer types the window applies to all layers (Mistral); if all layers are full, it is unused (Qwen2).
-        return {"all": Sight() if types else window}
+        return {"all": AttentionRange() if types else window}
     kept = zip(types, cache_layers(model), strict=False)
     attending = {kind for kind, layer in kept if isinstance(layer, DynamicLayer)}
-    limited = {CHUNKED: Sight(chunk=getattr(config, "attention_chunk_size", None)), **dict.fromkeys(SLIDING, window)}
-    return {kind: limited.get(kind, Sight()) for kind in ("full_attention", *sorted(attending))}
+    limited = {
+        CHUNKED: AttentionRange(chunk=getattr(config, "attention_chunk_size", None)),
+        **dict.fromkeys(SLIDING, window),
+    }
+    return {kind: limited.get(kind, AttentionRange()) for kind in ("full_attention", *sorted(attending))}
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hf_specdec.decoding.accept import HostVerdict, Verdict
 from hf_specdec.decoding.cache import TreeCache
+from hf_specdec.decoding.exchange import Committed, NodeNotes
 from hf_specdec.decoding.sequences import Sequences
 from hf_specdec.decoding.target import TargetOutput
 from hf_specdec.decoding.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hf_specdec.decoding.generator import Committed
-    from hf_specdec.decoding.trace import NodeNotes
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Observer:
     def on_prefill(self, prefill: Round) -> None:
         """The prompt was run and the first token chosen."""
 
-    def on_round(self, each: Round) -> None:
+    def on_round(self, step: Round) -> None:
         """A round was read: its tokens are in the sequences, and not streamed yet."""
 
     def on_commit(self, committed: Committed) -> None:

@@ -9,8 +9,8 @@ A copy takes as long as some twenty products save. Therefore it is made after th
 that these rounds have run, if the tokens that the call may still write are enough to pay for it. It is kept for later
 calls, as long as the weight itself exists, at most `MOST_BYTES` per call.
 
-Weights may change between calls without notice. Therefore a call first compares the weight's product with a fixed
-vector with the one at the time of the copy, which takes as long as one token; calls that end soon do not use copies.
+Weights may change between calls without notice. Therefore a call first compares the product of each copied weight and a
+fixed vector with the one at the time of the copy, which takes as long as one token; calls that end soon use no copies.
 
 Only plain weights of plain layers are packed, none inside a module that is compiled, and only products without
 gradients use the copies: a thread that trains the same model at that time uses its weights.
@@ -33,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 LEAST_BYTES, MOST_BYTES = 8 << 20, 2 << 30  # of the weights that rounds of a call run
 LEAST_TOKENS = 16  # that a call may still write; otherwise looking at its weights takes longer than copies save
-FIRST_ROUNDS = 2  # of a call, which run on the weights
+FIRST_ROUNDS = 2  # of a call, before it makes copies
 TOKENS_PER_ROUND = 2  # to estimate the number of rounds that a call still has
 ROWS = 16  # number of rows for which the layout is chosen; other numbers work too
 TRIAL_ROWS = 1, 9  # a skipped round, and one with a small tree
@@ -173,8 +173,10 @@ class _Forward:
     def use_copy(self, may_make: bool) -> None:
         """Uses the weight's copy from now on, if there is one or it may be made."""
         copy = _COPIES.get(self.weight)
-        if copy is None or not copy.is_current(self.weight):
-            _COPIES.pop(self.weight, None)
+        if copy is not None and not copy.is_current(self.weight):
+            del _COPIES[self.weight]
+            copy = None
+        if copy is None:
             if not may_make:
                 return
             copy = _COPIES[self.weight] = _Copy.of(self.weight)
@@ -208,8 +210,8 @@ class PackedLinears(AbstractContextManager[None]):
             for forward in self._forwards:
                 forward.layer.__dict__.pop("forward", None)
 
-    def after_round(self, tokens_left: int) -> float:
-        """After the first rounds of a call: makes the copies that pay, and uses all that there are.
+    def prepare(self, tokens_left: int) -> float:
+        """Before a round: uses the copies of earlier calls, and after the first rounds makes those that pay.
 
         Args:
             tokens_left: that the call may still write.
@@ -217,16 +219,23 @@ class PackedLinears(AbstractContextManager[None]):
         Returns:
             The seconds that it took.
         """
-        self._num_rounds += 1
-        if not self._forwards or self._num_rounds != FIRST_ROUNDS:
+        num_rounds, self._num_rounds = self._num_rounds, self._num_rounds + 1
+        # A mode watches all operations: for example, verify_lossless runs every one in float64.
+        if not self._forwards or tokens_left < LEAST_TOKENS or _get_current_dispatch_mode() is not None:
             return 0.0
         started = time.perf_counter()
-        run = [forward for forward in self._forwards if forward.has_run]
-        fits = LEAST_BYTES <= sum(forward.weight.nbytes for forward in run) <= MOST_BYTES
-        # A mode watches all operations: for example, verify_lossless runs every one in float64.
-        if fits and tokens_left >= LEAST_TOKENS and _get_current_dispatch_mode() is None:
-            self._pack(run, lambda trial: trial.pays(tokens_left))
-        self._forwards = [forward for forward in run if forward.packed is not None]
+        if num_rounds == 0:
+            with torch.no_grad():
+                for forward in self._forwards:
+                    forward.use_copy(may_make=False)
+        elif num_rounds == FIRST_ROUNDS:
+            self._forwards = [forward for forward in self._forwards if forward.has_run]
+            if LEAST_BYTES <= sum(forward.weight.nbytes for forward in self._forwards) <= MOST_BYTES:
+                new = [forward for forward in self._forwards if forward.packed is None]
+                self._pack(new, lambda trial: trial.pays(tokens_left))
+            self._forwards = [forward for forward in self._forwards if forward.packed is not None]
+        else:
+            return 0.0
         return time.perf_counter() - started
 
     def pack_all(self) -> None:

@@ -235,8 +235,8 @@ class Limited(Always):
     def on_prefill(self, prefill: Round) -> None:
         self.policy.on_prefill(prefill)
 
-    def on_round(self, each: Round) -> None:
-        self.policy.on_round(each)
+    def on_round(self, step: Round) -> None:
+        self.policy.on_round(step)
 
     def on_commit(self, committed: Committed) -> None:
         self.policy.on_commit(committed)
@@ -295,8 +295,8 @@ class AutoBudget(Always):
         limit = self.node_limit if context.node_limit is None else min(self.node_limit, context.node_limit)
         return self.cut(generator.draft(replace(context, node_limit=limit)), context.active)
 
-    def on_round(self, each: Round) -> None:
-        self.learn(each.tree, each.verdict.path, [len(tokens) - 1 for tokens in each.host.tokens])
+    def on_round(self, step: Round) -> None:
+        self.learn(step.tree, step.verdict.path, [len(tokens) - 1 for tokens in step.host.tokens])
 
     def learn(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
         self._last = tree, path, num_accepted

@@ -91,13 +91,13 @@ class TokenRecords(Observer):
         if self.keeps_attentions and prefill.output.attentions is not None:
             self._prefill_attentions = self._within_windows(prefill.output.attentions)
 
-    def on_round(self, each: Round) -> None:
+    def on_round(self, step: Round) -> None:
         if not self.waits:
             return
-        self._record_logits(each)
-        hidden_states, attentions = each.output.hidden_states, each.output.attentions
-        for row, count in enumerate(each.kept):
-            nodes = each.verdict.path[row, :count] if count else None
+        self._record_logits(step)
+        hidden_states, attentions = step.output.hidden_states, step.output.attentions
+        for row, count in enumerate(step.kept):
+            nodes = step.verdict.path[row, :count] if count else None
             if nodes is not None and self.keeps_hidden_states and hidden_states is not None:
                 # A family with several residual streams has them before the batch: [streams, batch, nodes, hidden].
                 layers = [
@@ -106,15 +106,15 @@ class TokenRecords(Observer):
                 ]
                 self._hidden_states[row] += list(zip(*layers, strict=True))
             if nodes is not None and self.keeps_attentions and attentions is not None:
-                self._attentions[row] += self._own_attentions(attentions, row, nodes, each.tree, each.cache)
+                self._attentions[row] += self._own_attentions(attentions, row, nodes, step.tree, step.cache)
 
-    def _record_logits(self, each: Round) -> None:
+    def _record_logits(self, step: Round) -> None:
         """Records scores and logits of the tokens that each row kept, bonus token included. No row has been dropped."""
-        for row, count in enumerate(each.kept):
-            if count and each.verdict.scores is not None:
-                self._scores[row] += list(each.verdict.scores[row, :count].split(1))
+        for row, count in enumerate(step.kept):
+            if count and step.verdict.scores is not None:
+                self._scores[row] += list(step.verdict.scores[row, :count].split(1))
             if count and self.keeps_logits:
-                self._logits[row] += list(each.output.logits[row, each.verdict.path[row, :count]].split(1))
+                self._logits[row] += list(step.output.logits[row, step.verdict.path[row, :count]].split(1))
 
     def _within_windows(self, attentions: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Without the entries that a sliding layer of the host's cache has dropped before the prefill's last chunk."""

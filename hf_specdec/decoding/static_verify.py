@@ -7,7 +7,7 @@ computes the masks, from row lengths on the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from hf_specdec.decoding.graphs import NODE_BUCKETS, Workspace, nodes_bucket, prefix_bucket, write_tree
 from hf_specdec.decoding.masks import node_mask
 from hf_specdec.decoding.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hf_specdec.decoding.target import TargetModel
 
 
 def capacity_for(entries: int) -> int:
@@ -36,12 +33,12 @@ class StaticVerify:
         self.workspace = workspace
 
     def __call__(
-        self, target: TargetModel, tree: DraftTree, position_ids: Tensor, first: int = 0, lead: int = 0
+        self, target: Any, tree: DraftTree, position_ids: Tensor, first: int = 0, lead: int = 0
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [batch, nodes, vocab] float32 and features; valid until the next call.
 
         Args:
-            target: of this call. Each prompt is one interval of entries (`prompt_starts`).
+            target: the `TargetModel` of this call. Each prompt is one interval of entries (`prompt_starts`).
             tree: to verify.
             position_ids: [batch, nodes] int64.
             first: runs nodes from this index on, see `TargetModel.verify`.
@@ -76,12 +73,14 @@ class StaticVerify:
 
 def _forward(workspace: Workspace, inputs: tuple[Tensor, ...], at: int) -> tuple[Tensor, ...]:
     """The forward to capture, for the call that currently owns the workspace."""
-    target: TargetModel | None = workspace.owner() if workspace.owner is not None else None
+    target: Any = workspace.owner() if workspace.owner is not None else None
     assert target is not None
     token_ids, position_ids, depths, sees, lengths, starts = inputs
     masks = {
-        kind: node_mask(sees, depths, lengths, at, target.dtype, window=sight.window, chunk=sight.chunk, starts=starts)
-        for kind, sight in target.sights.items()
+        kind: node_mask(
+            sees, depths, lengths, at, target.dtype, window=limits.window, chunk=limits.chunk, starts=starts
+        )
+        for kind, limits in target.ranges.items()
     }
     with target.own_attention:
         outputs = target.model(

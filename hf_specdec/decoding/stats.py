@@ -200,10 +200,10 @@ class SpeculationStats(Observer):
         """Adds the time since the last lap to a stage of the call."""
         self.stopwatch.lap(stage)
 
-    def on_round(self, each: Round) -> None:
-        host = each.host
-        for index, row in enumerate(each.sequences.rows):
-            if each.kept[row]:
+    def on_round(self, step: Round) -> None:
+        host = step.host
+        for index, row in enumerate(step.sequences.rows):
+            if step.kept[row]:
                 self.per_step_accepted[row].append(len(host.tokens[index]) - 1)
                 self.num_draft_tokens += host.num_drafted[index]
                 self.num_plain_steps += not host.finite[index]

@@ -29,7 +29,7 @@ from hf_specdec.decoding.graphs import CompileMode, can_capture, compiled_forwar
 from hf_specdec.decoding.layers import places, standins
 from hf_specdec.decoding.layers.nodes import Prefix, on_nodes
 from hf_specdec.decoding.layers.stepped import STEPPED, stepping
-from hf_specdec.decoding.masks import node_mask, sights_of, whole_prefix_mask
+from hf_specdec.decoding.masks import node_mask, ranges_of, whole_prefix_mask
 from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.rotary import rotary_limits
@@ -128,11 +128,11 @@ class TargetModel:
         options = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         self.output_options = {name: True for name, requested in options.items() if requested}
         self.bound_rows = bound_rows(model)
-        self.sights = sights_of(model)
+        self.ranges = ranges_of(model)
         self.steps_on_nodes = standins.counts_entries(model)
         self.cache_name = host.cache_name(model)
         self.takes_positions = host.takes_positions(model)
-        self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.sights]
+        self.unmasked = [kind for kind in getattr(self.config, "layer_types", None) or () if kind not in self.ranges]
         self.rotary_limits = rotary_limits(self.config)
         self.known_positions: int = getattr(self.config, "max_position_embeddings", None) or 0
         self.dtype = model.dtype
@@ -536,22 +536,22 @@ class TargetModel:
         plain = self.prompt_mask is None and cache.is_even
         return {
             kind: whole_prefix_mask(sees, cache.longest, self.dtype)
-            if plain and sight.is_whole
+            if plain and limits.is_whole
             else node_mask(
                 sees,
                 tree.depths,
                 cache.lengths,
                 cache.longest,
                 self.dtype,
-                window=sight.window,
-                chunk=sight.chunk,
+                window=limits.window,
+                chunk=limits.chunk,
                 prompt_mask=self.prompt_mask,
             )
-            for kind, sight in self.sights.items()
+            for kind, limits in self.ranges.items()
         }
 
     def masks_for_host(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None] | None:
-        """Converts masks by the keys of `sights` to the form of the host."""
+        """Converts masks by the keys of `ranges` to the form of the host."""
         if not masks:  # no layer has attention
             return None
         if "all" in masks:

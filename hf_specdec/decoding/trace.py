@@ -8,26 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.observers import Observer, Round
-
-
-@dataclass(frozen=True)
-class NodeNotes:
-    """The drafter's information on the nodes of a tree.
-
-    Attributes:
-        probs: [batch, nodes] floating, the drafter's probability of each node's token given the path to its parent;
-            None if unknown. Undefined at the root and at invalid nodes.
-        forwards: [batch, nodes] int64, which of the round's drafter forwards made each node, counted from 1; None for
-            drafters without forwards.
-        sources: [batch][nodes], names of the drafters that proposed each node, joined by "+"; None for one drafter.
-    """
-
-    probs: Tensor | None = None
-    forwards: Tensor | None = None
-    sources: list[list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,18 +90,18 @@ class Trace(Observer):
         self.first_ids = [tokens[-1] for tokens in prefill.host.tokens]
         self.rounds = []
 
-    def on_round(self, each: Round) -> None:
-        tree, notes = each.tree, NodeNotes()
+    def on_round(self, step: Round) -> None:
+        tree, notes = step.tree, NodeNotes()
         if tree.num_nodes > 1:
-            notes = each.describe(tree) or notes
-        for batch_index, row in enumerate(each.sequences.rows):
-            tokens, num_kept = each.host.tokens[batch_index], each.kept[row]
+            notes = step.describe(tree) or notes
+        for batch_index, row in enumerate(step.sequences.rows):
+            tokens, num_kept = step.host.tokens[batch_index], step.kept[row]
             if not tokens or not num_kept:  # inactive, or its text has ended
                 continue
             valid = tree.valid[batch_index].nonzero().squeeze(1).tolist()
             index = {node: at for at, node in enumerate(valid)}
             parents = tree.parents[batch_index].tolist()
-            path = each.verdict.path[batch_index, 1 : len(tokens)].tolist()
+            path = step.verdict.path[batch_index, 1 : len(tokens)].tolist()
             probs = forwards = None
             if notes.probs is not None:
                 probs = [1.0, *notes.probs[batch_index, valid[1:]].tolist()]
@@ -128,7 +110,7 @@ class Trace(Observer):
             self.rounds.append(
                 TracedRound(
                     row=row,
-                    position=each.sequences.lengths[row] - num_kept - 1,
+                    position=step.sequences.lengths[row] - num_kept - 1,
                     token_ids=tree.token_ids[batch_index, valid].tolist(),
                     parents=[-1, *(index[parents[node]] for node in valid[1:])],
                     path=[index[node] for node in path],

@@ -44,16 +44,16 @@ def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
         model: the target.
         padded: whether prompts have left padding, for which some families have code of their own.
     """
-    trouble = _trees_trouble(model)
+    trouble = _why_no_trees(model)
     if trouble is None and padded and not host.looks_attention_up(model):
-        trouble = _padded_trees_trouble(model)
+        trouble = _why_no_padded_trees(model)
     if trouble is not None:
         raise TreesRefusedError(trouble)
 
 
-def chains_trouble(model: PreTrainedModel, *, padded: bool = False) -> str | None:
+def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
     """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
-    return _chains_trouble(model) or (_padded_chains_trouble(model) if padded else None)
+    return _why_no_chains(model) or (_why_no_padded_chains(model) if padded else None)
 
 
 def _needs_trial(model: PreTrainedModel) -> bool:
@@ -64,24 +64,24 @@ def _needs_trial(model: PreTrainedModel) -> bool:
 
 
 @once_per_model
-def _trees_trouble(model: PreTrainedModel) -> str | None:
+def _why_no_trees(model: PreTrainedModel) -> str | None:
     """Why trees do not work; None if they do, possibly with layers that step from node to node."""
-    trouble = _tree_trouble(model) if _needs_trial(model) else None
+    trouble = _compare_trees(model) if _needs_trial(model) else None
     if trouble is None or not keeps_states(model):
         return trouble
     STEPPED.add(model)
-    if _tree_trouble(model) is None:
+    if _compare_trees(model) is None:
         return None
     STEPPED.discard(model)
     return trouble
 
 
 @once_per_model
-def _padded_trees_trouble(model: PreTrainedModel) -> str | None:
-    return _tree_trouble(model, PADDING)
+def _why_no_padded_trees(model: PreTrainedModel) -> str | None:
+    return _compare_trees(model, PADDING)
 
 
-def _tree_trouble(model: PreTrainedModel, padding: int = 0) -> str | None:
+def _compare_trees(model: PreTrainedModel, padding: int = 0) -> str | None:
     name = type(model).__name__
     try:
         with undisturbed(model):
@@ -99,16 +99,16 @@ def _tree_trouble(model: PreTrainedModel, padding: int = 0) -> str | None:
 
 
 @once_per_model
-def _chains_trouble(model: PreTrainedModel) -> str | None:
-    return _chain_trouble(model)
+def _why_no_chains(model: PreTrainedModel) -> str | None:
+    return _compare_chains(model)
 
 
 @once_per_model
-def _padded_chains_trouble(model: PreTrainedModel) -> str | None:
-    return _chain_trouble(model, PADDING)
+def _why_no_padded_chains(model: PreTrainedModel) -> str | None:
+    return _compare_chains(model, PADDING)
 
 
-def _chain_trouble(model: PreTrainedModel, padding: int = 0) -> str | None:
+def _compare_chains(model: PreTrainedModel, padding: int = 0) -> str | None:
     try:
         with undisturbed(model):
             tokens = _tokens(model)[1]

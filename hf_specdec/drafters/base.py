@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.policies import Always, AutoBudget, BudgetKnowledge
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes, Trace
+from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.growth import marginal_notes
 from hf_specdec.drafters.options import DrafterOptions, TreeOptions

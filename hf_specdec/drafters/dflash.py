@@ -44,6 +44,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import (
@@ -78,7 +79,7 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
 
 
 @strict  # checks the type of vocab_size
-class DFlashConfig(Qwen3Config):
+class DFlashConfig(TargetFields, Qwen3Config):
     """The config of a Qwen3 decoder and what DFlash adds.
 
     Args:
@@ -93,9 +94,6 @@ class DFlashConfig(Qwen3Config):
         num_target_layers: of the target, needed only without `target_layer_ids`.
         is_causal: whether attention inside a block is causal in every layer; None for the rule of `block_is_causal`.
         final_logit_softcapping: tanh cap on the logits of the target's head.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     vocab_size: int | None = 151936
@@ -108,9 +106,6 @@ class DFlashConfig(Qwen3Config):
         num_target_layers: int | None = None,
         is_causal: bool | None = None,
         final_logit_softcapping: float | None = None,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._as_published: dict[str, Any] | None = None  # the content of the file that was loaded
@@ -127,9 +122,6 @@ class DFlashConfig(Qwen3Config):
         self.num_target_layers = num_target_layers
         self.is_causal = is_causal
         self.final_logit_softcapping = final_logit_softcapping
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [self.architecture]
 
     def check(self) -> None:

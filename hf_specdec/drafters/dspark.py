@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashDrafter, DFlashMarginals, check_block_option
 from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes

@@ -35,6 +35,7 @@ from transformers.models.llama.modeling_llama import (
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
@@ -42,9 +43,9 @@ from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.attention import HeadProjections
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -76,7 +77,7 @@ def default_target_layer_ids(num_target_layers: int) -> list[int]:
     return [1, num_target_layers // 2 - 1, num_target_layers - 4]
 
 
-class Eagle3Config(LlamaConfig):
+class Eagle3Config(TargetFields, LlamaConfig):
     """The config of a Llama decoder (usually with one layer) and what EAGLE-3 adds.
 
     `vocab_size` is the target's. The input of the first layer is the concatenation of embedding and state, so its q, k
@@ -94,9 +95,6 @@ class Eagle3Config(LlamaConfig):
         norm_output: whether the state passed to the next draft step is taken after the final norm.
         norm_before_head: whether the final norm is applied before the head.
         own_embeddings: whether the checkpoint has token embeddings; if not, the target's are used, unscaled.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     model_type = "hf_specdec_eagle3"
@@ -113,9 +111,6 @@ class Eagle3Config(LlamaConfig):
         norm_output: bool = False,
         norm_before_head: bool = True,
         own_embeddings: bool = False,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"num_hidden_layers": 1} | kwargs)
@@ -129,9 +124,6 @@ class Eagle3Config(LlamaConfig):
         self.norm_output = norm_output
         self.norm_before_head = norm_before_head
         self.own_embeddings = own_embeddings
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:

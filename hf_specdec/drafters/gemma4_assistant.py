@@ -31,13 +31,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, rotate_half
 
 from hf_specdec.decoding.devices import in_inference_mode
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.eagle3 import Eagle3Options
 from hf_specdec.drafters.growth import best_tree, grow_levels, path_notes
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -52,7 +53,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE_TYPES = ("default", "proportional")
 
 
-class Gemma4AssistantConfig(PreTrainedConfig):
+class Gemma4AssistantConfig(TargetFields, PreTrainedConfig):
     """Layers of Gemma 4 without keys and values of their own.
 
     Args:
@@ -77,9 +78,6 @@ class Gemma4AssistantConfig(PreTrainedConfig):
         num_centroids: clusters of the head's rows, of which a few are scored; None for a head whose rows all are.
         centroid_intermediate_top_k: clusters that are scored.
         target_model_type: what the `model_type` of its targets begins with; None where it is not compared.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     model_type = "hf_specdec_gemma4_assistant"
@@ -108,9 +106,6 @@ class Gemma4AssistantConfig(PreTrainedConfig):
         num_centroids: int | None = None,
         centroid_intermediate_top_k: int = 32,
         target_model_type: str | None = None,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -138,9 +133,6 @@ class Gemma4AssistantConfig(PreTrainedConfig):
         self.num_centroids = num_centroids
         self.centroid_intermediate_top_k = centroid_intermediate_top_k
         self.target_model_type = target_model_type
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:

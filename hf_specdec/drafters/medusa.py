@@ -26,6 +26,7 @@ from hf_specdec.decoding.taps import decoder_states
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.growth import static_tree
 from hf_specdec.drafters.options import TreeOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -40,7 +41,7 @@ STATIC_TREE = "static_tree"
 MAX_LAYERS = 256  # of all heads together
 
 
-class MedusaConfig(PreTrainedConfig):
+class MedusaConfig(TargetFields, PreTrainedConfig):
     """Shape of Medusa-1 heads.
 
     Args:
@@ -49,9 +50,6 @@ class MedusaConfig(PreTrainedConfig):
         medusa_num_heads: heads; head i, from 0, predicts the token i + 1 positions after the root.
         medusa_num_layers: residual blocks of a head.
         own_head: whether each head has its own output matrix; if not, all use the target's.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     model_type = "hf_specdec_medusa"
@@ -63,9 +61,6 @@ class MedusaConfig(PreTrainedConfig):
         medusa_num_heads: int = 5,
         medusa_num_layers: int = 1,
         own_head: bool = True,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -74,9 +69,6 @@ class MedusaConfig(PreTrainedConfig):
         self.medusa_num_heads = medusa_num_heads
         self.medusa_num_layers = medusa_num_layers
         self.own_head = own_head
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:

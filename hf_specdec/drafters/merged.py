@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.decoding.generator import GREEDY, Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.exchange import GREEDY, NodeNotes
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.stats import SourceCounts, SpeculationStats
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.options import TreeOptions

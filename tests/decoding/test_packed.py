@@ -121,6 +121,11 @@ def test_first_rounds_and_the_prefill_run_on_the_weights_and_later_rounds_on_cop
     assert later == sorted(set(later)), "every later round uses copies"
     assert with_copy(drafter)
     assert not replaced(drafter)
+    forwards.clear()
+    multiplied.clear()
+    generate(target, drafter)
+    assert forwards[0] == 0
+    assert forwards[1:] == sorted({*forwards[1:]} - {0}), "a later call uses them in every round"
 
 
 def test_networks_of_a_merged_drafter_run_on_copies(target: PreTrainedModel, drafter: Any) -> None:

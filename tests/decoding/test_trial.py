@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from hf_specdec.decoding.trial import chains_trouble, check_trees
+from hf_specdec.decoding.trial import check_trees, why_no_chains
 from hf_specdec.integration import hosts_loop
 from tests.multimodal import prompt, tiny_model
 from tests.scripted import right_for
@@ -121,7 +121,7 @@ def test_trials_leave_the_state_that_a_call_has_left() -> None:
     target.generate(**one_prompt(), **GREEDY)
     before = dict(vars(target))
     check_trees(target)
-    assert chains_trouble(target) is None
+    assert why_no_chains(target) is None
     assert vars(target).keys() == before.keys()
     assert all(vars(target)[name] is value for name, value in before.items())
 

@@ -72,7 +72,7 @@ class LayerStates(ABC):
         """
 
     @abstractmethod
-    def wipe(self, row_lengths: Sequence[int]) -> None:
+    def clear_uncommitted(self, row_lengths: Sequence[int]) -> None:
         """Zeros the entries of nodes, and those that the host's own cache would have dropped.
 
         They may hold NaN, and masks do not stop NaN, because 0 * NaN is NaN.

@@ -218,7 +218,7 @@ class Entries(LayerStates):
             flat = slab.view(slab.shape[0], self.batch * self.capacity, -1)
             flat.index_copy_(1, target.to(slab.device), flat.index_select(1, source.to(slab.device)))
 
-    def wipe(self, row_lengths: Sequence[int]) -> None:
+    def clear_uncommitted(self, row_lengths: Sequence[int]) -> None:
         for slab in self._slabs:
             for row, length in enumerate(row_lengths):
                 slab[:, row, length:] = 0

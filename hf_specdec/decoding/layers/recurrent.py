@@ -256,7 +256,7 @@ class Recurrent(LayerStates):
             for layer in self.layers:
                 layer.tape = layer.tape.of(carried)
 
-    def wipe(self, row_lengths: Sequence[int]) -> None:
+    def clear_uncommitted(self, row_lengths: Sequence[int]) -> None:
         """Empties the tapes; states do not contain nodes that were not committed."""
         self.apply_commit()
         for layer in self.layers:

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import NODE_BUCKETS
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host, pick
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 from hf_specdec.drafters.causal_lm.stopping import StoppingRule

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import abilities, in_inference_mode
+from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trace import NodeNotes
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.growth import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter

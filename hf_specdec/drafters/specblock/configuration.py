@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from transformers import LlamaConfig
 
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import TreeOptions
 
 ARCHITECTURE = "LlamaForCausalLMSpecBlock"
@@ -25,7 +26,7 @@ MAX_BLOCKS = 64
 RANK_BOUNDS = (1, 4, 10)
 
 
-class SpecBlockConfig(LlamaConfig):
+class SpecBlockConfig(TargetFields, LlamaConfig):
     """The config of a Llama decoder and what SpecBlock adds.
 
     Args:
@@ -51,9 +52,6 @@ class SpecBlockConfig(LlamaConfig):
             them, as in Appendix B. Published drafters were trained with 20; their inference code defaults to 10.
         block_positions: rotary position of a later block's slots: "start", those of the first block (published), or
             "path", the positions after the token at which the block starts.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     def __init__(
@@ -72,9 +70,6 @@ class SpecBlockConfig(LlamaConfig):
         rank_state: RankState = "normed",
         rank_features_top: int | None = 20,
         block_positions: BlockPositions = "start",
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -93,9 +88,6 @@ class SpecBlockConfig(LlamaConfig):
         self.rank_state = rank_state
         self.rank_features_top = rank_features_top
         self.block_positions = block_positions
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
 
     @property

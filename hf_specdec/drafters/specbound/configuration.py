@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_specdec.decoding.logits_process import check_annealing
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import DrafterOptions, is_number
 
 ARCHITECTURE = "SpecBoundDrafter"
@@ -19,7 +20,7 @@ MAX_WIDTH = 1024
 PAPER_WIDTH, PAPER_DEPTH_SHARE, PAPER_ALPHA, PAPER_THRESHOLD = 8, 10 / 32, 0.2, 0.55
 
 
-class SpecBoundConfig(PreTrainedConfig):
+class SpecBoundConfig(TargetFields, PreTrainedConfig):
     """Exit heads over a frozen target. Layers are counted as in the paper: exit layer l comes after l layers, from 1.
 
     Args:
@@ -40,9 +41,6 @@ class SpecBoundConfig(PreTrainedConfig):
         learn_refusals: default of the drafting option: whether rejected drafts are not repeated.
         target_head_sample: some values of the target's head, to recognise other targets; None if unknown.
         calibration: what `SpecBoundDrafter.calibrate` measured when it set the defaults; None before.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     model_type = "hf_specdec_specbound"
@@ -65,9 +63,6 @@ class SpecBoundConfig(PreTrainedConfig):
         learn_refusals: bool = True,
         target_head_sample: list[float] | None = None,
         calibration: dict[str, Any] | None = None,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -89,9 +84,6 @@ class SpecBoundConfig(PreTrainedConfig):
         self.learn_refusals = learn_refusals
         self.target_head_sample = target_head_sample
         self.calibration = calibration
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:

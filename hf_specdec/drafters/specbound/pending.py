@@ -194,7 +194,7 @@ class PendingChain:
         target = self.target
         # Without padding, shorter rows and windows the last node attends to all entries, and needs no mask.
         sees_all = self.cache.batch == 1 and target.prompt_mask is None
-        sees_all &= all(sight.is_whole for sight in target.sights.values())
+        sees_all &= all(limits.is_whole for limits in target.ranges.values())
         if states.shape[1] > 1 or not sees_all:
             if self._masks is None:
                 self._masks = self.target.attention_masks(self._template)

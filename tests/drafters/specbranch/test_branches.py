@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_specdec.decoding.generator import GREEDY, ChoiceRule
+from hf_specdec.decoding.exchange import GREEDY, ChoiceRule
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.drafters.specbranch.drafting import (
