@@ -248,8 +248,7 @@ OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", 
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "drafters/mtp/modeling", "drafters/specblock/modeling", "drafters/specbound/modeling",
-        "integration", "serving/transformers_server",
+        "drafters/mtp/modeling", "drafters/specblock/modeling", "integration", "serving/transformers_server",
     )
 }  # fmt: skip
 

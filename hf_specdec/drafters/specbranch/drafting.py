@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import abilities
-from hf_specdec.decoding.generator import ChoiceRule
+from hf_specdec.decoding.exchange import ChoiceRule
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
 

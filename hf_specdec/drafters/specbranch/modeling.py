@@ -26,6 +26,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
@@ -38,7 +39,7 @@ NUM_CLASSES = 3  # of H-RAD: all reject, by confidence, all accept
 OWN_DRAFT_MODEL = "draft_model"  # subfolder of a checkpoint that contains its draft model
 
 
-class SpecBranchConfig(PreTrainedConfig):
+class SpecBranchConfig(TargetFields, PreTrainedConfig):
     """A pair of models, and the predictor of draft lengths for them.
 
     Args:
@@ -53,9 +54,6 @@ class SpecBranchConfig(PreTrainedConfig):
         h_rad_sizes: sizes of its hidden layers.
         dropout: after each of them, in training.
         min_confidence: epsilon, the default of the drafting option.
-        target_name_or_path: the target it was trained for, if known.
-        target_revision: the commit or branch of that target.
-        target_tokenizer_sha256: `tokenizer_fingerprint` of the target's tokenizer.
     """
 
     model_type = "hf_specdec_specbranch"
@@ -72,9 +70,6 @@ class SpecBranchConfig(PreTrainedConfig):
         h_rad_sizes: Sequence[int] = (256, 64),
         dropout: float = 0.4,
         min_confidence: float = 0.4,
-        target_name_or_path: str | None = None,
-        target_revision: str | None = None,
-        target_tokenizer_sha256: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -88,9 +83,6 @@ class SpecBranchConfig(PreTrainedConfig):
         self.h_rad_sizes = list(h_rad_sizes)
         self.dropout = dropout
         self.min_confidence = min_confidence
-        self.target_name_or_path = target_name_or_path
-        self.target_revision = target_revision
-        self.target_tokenizer_sha256 = target_tokenizer_sha256
         self.architectures = ["SpecBranchDrafter"]
 
     @classmethod
@@ -364,10 +356,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         """Sets `draft_model` to a subfolder of the checkpoint if the current value is not valid at the destination."""
         location = self.config.draft_model
         adapted = self.draft_model is not None and has_adapters(self.draft_model)  # what is there has no adapters
-        if _is_found(location, folder) and not adapted:
-            yield
-            return
-        if self.draft_model is None:
+        stays = _is_found(location, folder) and not adapted
+        if not stays and self.draft_model is None:
             where = "the Hub" if folder is None else repr(str(folder))
             warnings.warn(
                 f"The draft model {location!r} cannot be found from {where}, and this drafter has not loaded it, "
@@ -375,9 +365,8 @@ class SpecBranchDrafter(PretrainedDrafter):
                 "again.",
                 stacklevel=4,
             )
-            yield
-            return
-        self.config.draft_model = OWN_DRAFT_MODEL
+            stays = True
+        self.config.draft_model = location if stays else OWN_DRAFT_MODEL
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -184,10 +184,16 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
         posterior, rows = self.options.selection == "posterior", list(range(batch))
         if posterior and self.hedged:  # chosen branches are verified completely: H-RAD decides for other rows only
-            found = zip(drafting.rows, self.emitted, context.active, strict=True)
-            chosen = [row.chosen_branch(tokens) for row, tokens, _ in found]
+            pairs = zip(drafting.rows, self.emitted, strict=True)
+            chosen = [row.chosen_branch(tokens) for row, tokens in pairs]
             rows = [row for row in rows if context.active[row] and chosen[row] is None]
-        kinds = dict(zip(rows, self._predict(context.root_ids, rows), strict=True))
+        kinds: dict[int, int] = {}
+        if rows:
+            assert self.last is not None, "the prefill has been observed"
+            features, index = last_features(self.last), torch.tensor(rows, device=context.root_ids.device)
+            root_ids = context.root_ids[index]
+            found_kinds = self.drafter.predict(features[index.to(features.device)], root_ids, self.embeddings)
+            kinds = dict(zip(rows, found_kinds.tolist(), strict=True))
         return [
             Signals(
                 kept_branch=kind if posterior and not self.hedged else ALL_ACCEPT,
@@ -196,15 +202,6 @@ class SpecBranchGenerator(TreeCandidateGenerator):
             )
             for kind in (kinds.get(row, ALL_ACCEPT) for row in range(batch))
         ]
-
-    def _predict(self, root_ids: Tensor, rows: Sequence[int]) -> list[int]:
-        """H-RAD's classes for some rows."""
-        assert self.last is not None, "the prefill has been observed"
-        if not rows:
-            return []
-        index = torch.tensor(rows, device=root_ids.device)
-        features = last_features(self.last)
-        return self.drafter.predict(features[index.to(features.device)], root_ids[index], self.embeddings).tolist()
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         """Verifies while the thread drafts branches after the chains."""
