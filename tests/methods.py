@@ -281,9 +281,9 @@ def make_specblock(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -
 def make_specbranch(
     target: PreTrainedModel, *, noise: float = 0.05, seed: int = 0, h_rad: bool = True, **options: Any
 ) -> SpecBranchDrafter:
-    """The same draft model beside the target, with a random H-RAD; a process for each would take minutes."""
+    """The same draft model beside the target, with a random H-RAD."""
     model = make_causal_lm(target, noise=noise, seed=seed).model
-    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "min_certainty": 0.0, "worker": "thread"}
+    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "min_certainty": 0.0}
     torch.manual_seed(seed)
     return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
 

@@ -243,13 +243,12 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 # Packages that need not be installed, and what Windows lacks.
 OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", "rich", "uvicorn"}
-# Modules of one method that still import each other; the worker's process, which must start before torch is loaded;
-# the wraps, which importing a drafter enables; and transformers' server, which needs packages that are optional.
+# Modules of one method that still import each other; the wraps, which importing a drafter enables; and transformers'
+# server, which needs packages that are optional.
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "drafters/mtp/modeling", "drafters/specblock/modeling", "drafters/specbound/modeling",
-        "drafters/specbranch/modeling", "drafters/specbranch/serve", "integration", "serving/transformers_server",
+        "drafters/mtp/modeling", "drafters/specblock/modeling", "integration", "serving/transformers_server",
     )
 }  # fmt: skip
 

@@ -39,9 +39,8 @@ from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
-from hf_specdec.drafters.specbranch.candidates import last_features
-from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
-from hf_specdec.drafters.specbranch.modeling import last_layers
+from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL, last_layers
+from hf_specdec.drafters.specbranch.worker import last_features
 from hf_specdec.drafters.targets import whole_target
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
@@ -235,16 +234,13 @@ def collect(
 
 
 def _config(target: PreTrainedModel, draft_model: PreTrainedModel, *, h_rad: bool = True) -> SpecBranchConfig:
-    own, text = (model.config.get_text_config(decoder=True) for model in (draft_model, target))
-    return SpecBranchConfig(
+    own = draft_model.config.get_text_config(decoder=True)
+    return SpecBranchConfig.of_target(
+        target,
         draft_model=draft_model.name_or_path or None,
         draft_hidden_size=own.hidden_size,
         draft_num_layers=own.num_hidden_layers,
         h_rad=h_rad,
-        target_hidden_size=text.hidden_size,
-        num_target_layers=text.num_hidden_layers,
-        num_feature_layers=min(4, text.num_hidden_layers),
-        target_name_or_path=target.name_or_path or None,
     )
 
 

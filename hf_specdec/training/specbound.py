@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from hf_specdec.drafters.specbound.adapters import sample_of
-from hf_specdec.drafters.specbound.configuration import HEAD_KINDS, PAPER_DEPTH_SHARE, SpecBoundConfig
-from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
-from hf_specdec.drafters.specbound.slices import LayerSlices
+from hf_specdec.drafters.specbound.drafting import LayerSlices
+from hf_specdec.drafters.specbound.modeling import (
+    HEAD_KINDS,
+    PAPER_DEPTH_SHARE,
+    SpecBoundConfig,
+    SpecBoundDrafter,
+    sample_of,
+)
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader
 from hf_specdec.training.losses import ce_loss, kl_loss

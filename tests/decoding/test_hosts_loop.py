@@ -107,7 +107,7 @@ def test_gpt_neo_and_opt_give_the_tokens_of_plain_decoding_in_the_hosts_loop(met
         drafter = drafter_of(method, make_target("llama", "sdpa"))
     elif method == "specbranch":
         draft_model = make_causal_lm_chain(make_target("llama", "sdpa")).model
-        drafter = SpecBranchDrafter.from_models(draft_model, target, worker="thread", speed_ratio=4.0, h_rad=False)
+        drafter = SpecBranchDrafter.from_models(draft_model, target, speed_ratio=4.0, h_rad=False)
     else:
         drafter = drafter_of(method, target)
     alone = target.generate(**prompts, **GREEDY)
@@ -332,7 +332,7 @@ BUNDLED = Path(__file__).parents[2] / "examples" / "tiny-code"
         ("dspark", {}),
         ("specblock", {}),
         ("specbound", {}),
-        ("specbranch", {"worker": "thread", "speed_ratio": 4.0}),  # a process would take seconds to start
+        ("specbranch", {"speed_ratio": 4.0}),
         ("draft-lm", {}),
     ],
     ids=str,

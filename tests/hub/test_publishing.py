@@ -17,7 +17,7 @@ from hf_specdec import load_drafter
 from hf_specdec.drafters.card import MARKER
 from hf_specdec.drafters.custom_generate import CODE_FILE
 from hf_specdec.drafters.dflash import DFlashConfig, DFlashDrafter
-from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
+from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.methods import (
     make_causal_lm,

@@ -80,7 +80,7 @@ def test_sampled_output_follows_the_target_with_a_draft_vocabulary(draws: int) -
 
 def test_specbranch_drafts_with_a_draft_vocabulary(cut: CausalLMDrafter) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    drafter = SpecBranchDrafter.from_models(cut.model, target, worker="thread", speed_ratio=4.0, h_rad=False)
+    drafter = SpecBranchDrafter.from_models(cut.model, target, speed_ratio=4.0, h_rad=False)
     drafted = target.generate(**prompts, **GREEDY, assistant_model=drafter)
     assert drafted.tolist() == target.generate(**prompts, **GREEDY).tolist()
     assert drafter.stats.num_draft_tokens > 0

@@ -9,10 +9,11 @@ number of tokens. Here rounds are simulated along the text with the measured exi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import wait_for
-from hf_specdec.decoding.taps import decoder_states
+from hf_specdec.decoding.taps import decoder_states, tap_layer
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.fingerprint import local_tokenizer
-from hf_specdec.drafters.specbound.pending import SlicedTarget
-from hf_specdec.drafters.specbound.slices import LayerSlices
+from hf_specdec.drafters.specbound.drafting import LayerSlices, PendingChain
 
 if TYPE_CHECKING:
     from hf_specdec.drafters.specbound.modeling import SpecBoundDrafter
@@ -90,19 +90,12 @@ class Calibration:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """For the drafter's config: JSON, with the summary."""
-        record = asdict(self) | {"summary": self.summary, "prompts": list(self.prompts)}
-        record["accuracy"] = {str(layer): round(value, 4) for layer, value in self.accuracy.items()}
-        record["exits"] = {
-            str(layer): {str(threshold): [round(value, 4) for value in pair] for threshold, pair in table.items()}
-            for layer, table in self.exits.items()
-        }
-        return record | {
-            name: round(getattr(self, name), 4) for name in ("layer_ms", "head_ms", "token_ms", "predicted_speedup")
-        }
+        """For the drafter's config: with the summary, rounded."""
+        return _rounded(asdict(self)) | {"summary": self.summary}
 
     def __str__(self) -> str:
-        shown = [threshold for threshold in THRESHOLDS if round(threshold * 100) % 10 == 0]
+        measured = next(iter(self.exits.values()))
+        shown = [threshold for threshold in measured if round(threshold * 100) % 10 == 0]
         head = "".join(f"{threshold:>14.2f}" for threshold in shown)
         lines = [f"exits by threshold: share of positions, accuracy\n{'layer':>6}{'right':>8}{head}"]
         for layer, table in self.exits.items():
@@ -110,6 +103,14 @@ class Calibration:
             lines.append(f"{layer:>6}{self.accuracy[layer]:>8.0%}{cells}")
         options = ", ".join(f"{name} {value}" for name, value in self.chosen.items())
         return "\n".join([*lines, f"chosen: {options}", self.summary])
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_rounded, value))
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def calibrate(
@@ -128,40 +129,33 @@ def calibrate(
     texts, token_s = continue_alone(target, rows, new_tokens)
     confidence, right = exits_of(drafter, target, rows, texts)
     times = measure_times(drafter, target, texts[0], token_s, max(widths))
-    best: tuple[float, dict[str, Any]] = (0.0, {})
     lengths = [len(text) - len(row) for row, text in zip(rows, texts, strict=True)]
-    for layers in _choices(drafter.config.exit_layers):
-        for threshold in thresholds:
-            depths, hits, evaluated = exits_at(layers, threshold, confidence, right)
-            for width in widths:
-                predicted = predicted_speedup(
-                    depths, hits, evaluated, lengths, width, times, drafter.config.num_target_layers, token_s
-                )
-                if predicted > best[0]:
-                    options = {
-                        "threshold": threshold,
-                        "w_max": width,
-                        "d_max": layers[-1],
-                        "use_exit_layers": list(layers),
-                    }
-                    best = predicted, options
-    exits = {
-        layer: {
-            threshold: _share_and_accuracy(confidence[layer] >= threshold, right[layer]) for threshold in thresholds
-        }
-        for layer in drafter.config.exit_layers
-    }
+    heads, depth = drafter.config.exit_layers, drafter.config.num_target_layers
+    best, chosen = 0.0, dict[str, Any]()
+    choices = [
+        each for count in range(1, min(len(heads), MOST_EXITS) + 1) for each in itertools.combinations(heads, count)
+    ]
+    for layers, threshold in itertools.product(choices, thresholds):
+        depths, hits, evaluated = exits_at(layers, threshold, confidence, right)
+        for width in widths:
+            predicted = predicted_speedup(depths, hits, evaluated, lengths, width, times, depth, token_s)
+            if predicted > best:
+                best, options = predicted, {"threshold": threshold, "w_max": width}
+                chosen = options | {"d_max": layers[-1], "use_exit_layers": list(layers)}
     result = Calibration(
-        accuracy={layer: float(right[layer].mean()) for layer in drafter.config.exit_layers},
-        exits=exits,
+        accuracy={layer: float(right[layer].mean()) for layer in heads},
+        exits={
+            layer: {each: _share_and_accuracy(confidence[layer] >= each, right[layer]) for each in thresholds}
+            for layer in heads
+        },
         layer_ms=1e3 * times.layer_of(1),
         head_ms=1e3 * statistics.mean(times.head.values()),
         token_ms=1e3 * token_s,
-        chosen=best[1] | {"alpha": drafter.options.alpha},
-        predicted_speedup=best[0],
+        chosen=chosen | {"alpha": drafter.options.alpha},
+        predicted_speedup=best,
         prompts=(len(rows), new_tokens),
     )
-    drafter.set_options(**best[1])
+    drafter.set_options(**chosen)
     drafter.config.calibration = result.to_record()
     return result
 
@@ -182,14 +176,11 @@ def continue_alone(
     target: PreTrainedModel, rows: Sequence[list[int]], new_tokens: int
 ) -> tuple[list[list[int]], float]:
     """Greedy continuations by the target alone, prompts included, and the median time of a token in seconds."""
+    arguments: dict[str, Any] = {"do_sample": False, "pad_token_id": target.generation_config.pad_token_id or 0}
     texts, seconds = [], []
     for row in [rows[0], *rows]:  # the first one twice, as warm-up
         prompt = torch.tensor([row], device=target.device)
-        arguments: dict[str, Any] = {
-            "attention_mask": torch.ones_like(prompt),
-            "do_sample": False,
-            "pad_token_id": target.generation_config.pad_token_id or 0,
-        }
+        arguments["attention_mask"] = torch.ones_like(prompt)
         started = time.perf_counter()
         target.generate(prompt, max_new_tokens=1, **arguments)
         first = time.perf_counter()
@@ -208,24 +199,16 @@ def exits_of(
     drafter: SpecBoundDrafter, target: PreTrainedModel, rows: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
     """Per exit layer the annealed confidence and whether the head is right, at all continued positions."""
-    slices = LayerSlices(target)
-    all_exits = drafter.exit_rules(drafter.config.exit_layers)
+    slices, rules = LayerSlices(target), drafter.exit_rules(drafter.config.exit_layers)
     states: dict[int, Tensor] = {}
-
-    def store(layer: int) -> Callable[..., None]:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            states[layer] = output if isinstance(output, Tensor) else output[0]
-
-        return hook
-
-    found: dict[int, list[Tensor]] = {layer: [] for layer in all_exits}
-    hits: dict[int, list[Tensor]] = {layer: [] for layer in all_exits}
-    handles = [slices.layers[layer - 1].register_forward_hook(store(layer)) for layer in all_exits]
+    found: dict[int, list[Tensor]] = {layer: [] for layer in rules}
+    hits: dict[int, list[Tensor]] = {layer: [] for layer in rules}
+    handles = [tap_layer(target, layer - 1, functools.partial(states.__setitem__, layer)) for layer in rules]
     try:
         for row, text in zip(rows, texts, strict=True):
             decoder_states(target, torch.tensor([text[:-1]], device=target.device))
             labels = torch.tensor(text[len(row) :])
-            for layer, rule in all_exits.items():
+            for layer, rule in rules.items():
                 logits = drafter.exit_logits(layer, states[layer][0, len(row) - 1 :], slices)
                 confidence, likeliest = rule.confidence(logits)
                 ids = likeliest if drafter.draft_ids is None else drafter.draft_ids[likeliest]
@@ -248,22 +231,19 @@ def measure_times(
     bound = TargetModel(target)
     bound.prefill_alone(torch.tensor([list(text)], device=target.device), max_length=len(text) + widest)
     bound.begin_rounds(len(text) + widest)
-    sliced = SlicedTarget(bound)
-    slices = sliced.slices
-    node = torch.tensor([text[-1]], device=target.device)
-    layer_s = {}
-    for nodes in sorted({1, 2, widest // 2, widest} - {0}):
+    slices = LayerSlices(target)
 
-        def run(nodes: int = nodes) -> None:
-            chain = sliced.begin_chain(bound.root_positions(), nodes)
-            for _ in range(nodes):
-                chain.extend(node)
-            chain.advance(slices.num_layers)
+    def run(nodes: int, layers: int) -> Tensor:
+        chain = PendingChain(bound, slices, bound.root_positions(), nodes)
+        for _ in range(nodes):
+            chain.extend(torch.tensor([text[-1]], device=target.device))
+        return chain.advance(layers)
 
-        layer_s[nodes] = _seconds(run, target.device) / slices.num_layers
-    chain = sliced.begin_chain(bound.root_positions(), 1)
-    chain.extend(node)
-    state = chain.advance(1)
+    layer_s = {
+        nodes: _seconds(functools.partial(run, nodes, slices.num_layers), target.device) / slices.num_layers
+        for nodes in sorted({1, 2, widest // 2, widest} - {0})
+    }
+    state = run(1, 1)
     head_s = {
         layer: _seconds(lambda: rule.confidence(drafter.exit_logits(layer, state, slices))[0].tolist(), target.device)  # noqa: B023
         for layer, rule in drafter.exit_rules(drafter.config.exit_layers).items()
@@ -279,11 +259,6 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 9) 
         wait_for(device)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[2:])
-
-
-def _choices(layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for count in range(1, min(len(layers), MOST_EXITS) + 1):
-        yield from itertools.combinations(layers, count)
 
 
 def _share_and_accuracy(exits: np.ndarray, right: np.ndarray) -> tuple[float, float]:

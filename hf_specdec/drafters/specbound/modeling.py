@@ -1,47 +1,211 @@
 """SpecBoundDrafter: exit heads on shallow layers of a frozen target, which drafts for itself.
 
-Source: SpecBound, Sections 2.2, 2.3 and 3.1. A head is the target's final norm, followed by the target's head with its
-own low-rank update ("lora", the default) or by its own matrix ("full", as in the paper). The drafter has no layers;
-`candidates.py` runs the target's.
+A head is the target's final norm, followed by the target's head with its own low-rank update ("lora", the default) or
+by its own matrix ("full", as in the paper). The drafter has no layers; `drafting.py` runs the target's. A low-rank
+update is a PEFT adapter on disk: `PeftModel.from_pretrained(target, checkpoint, subfolder="exit-layer-04")` is the
+target with the exit head of its 4th layer. Source: SpecBound, Sections 2.2, 2.3 and 3.1.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from peft import LoraConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
-from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
+from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor, check_annealing
 from hf_specdec.decoding.modules import apply_head, has_plain_weight
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.options import DrafterOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
-from hf_specdec.drafters.specbound.adapters import (
-    SIDE_FILES,
-    folder_of,
-    read_adapters,
-    remove_adapters,
-    sample_of,
-    write_adapter,
-)
-from hf_specdec.drafters.specbound.configuration import SpecBoundConfig, SpecBoundOptions
-from hf_specdec.drafters.specbound.pending import check_slices
-from hf_specdec.drafters.specbound.slices import LayerSlices
+from hf_specdec.drafters.specbound.calibration import Calibration, calibrate
+from hf_specdec.drafters.specbound.drafting import EarlyExitGenerator, LayerSlices, check_slices
 from hf_specdec.drafters.vocabulary import check_draft_to_target
 from hf_specdec.drafters.wrapped import unwrapped
 
-if TYPE_CHECKING:
-    from hf_specdec.drafters.specbound.calibration import Calibration
-
+HEAD_KINDS = ("lora", "full")
+# Section 3.1 of the paper: 10 of Vicuna-7B's 32 layers.
+PAPER_WIDTH, PAPER_DEPTH_SHARE, PAPER_ALPHA, PAPER_THRESHOLD = 8, 10 / 32, 0.2, 0.55
+SIDE_FILES = ("exit-layer-*/adapter_config.json", f"exit-layer-*/{SAFETENSORS_WEIGHTS_NAME}")
 # Least cosine similarity of two samples of the same head, which may be loaded in different dtypes or quantised.
 LEAST_LIKENESS = 0.8
+
+
+class SpecBoundConfig(TargetFields, PreTrainedConfig):
+    """Exit heads over a frozen target. Layers are counted as in the paper: exit layer l comes after l layers, from 1.
+
+    Args:
+        num_target_layers: L, decoder layers of the target.
+        hidden_size: the target's.
+        vocab_size: embeddings of the target.
+        exit_layers: layers with a head, ascending, each below L.
+        head: "lora" (the target's final norm and head plus a low-rank update per layer) or "full" (the target's final
+            norm and a separate head per layer, as in the paper).
+        lora_rank: of "lora".
+        draft_vocab_size: tokens that can be drafted; None for the complete vocabulary.
+        head_module: name of the target's head within the target, which the adapters update.
+        w_max: default of the drafting option: positions run through shallow layers per round, root included.
+        d_max: default of the drafting option: deepest exit layer; None for the paper's share of L.
+        alpha: default of the drafting option: strength of the annealing.
+        threshold: default of the drafting option: least annealed top probability for an exit.
+        use_exit_layers: default of the drafting option: those of `exit_layers` in use; None for all.
+        learn_refusals: default of the drafting option: whether rejected drafts are not repeated.
+        target_head_sample: some values of the target's head, to recognise other targets; None if unknown.
+        calibration: what `SpecBoundDrafter.calibrate` measured when it set the defaults; None before.
+    """
+
+    model_type = "hf_specdec_specbound"
+
+    def __init__(
+        self,
+        num_target_layers: int = 32,
+        hidden_size: int = 4096,
+        vocab_size: int = 32000,
+        exit_layers: Sequence[int] = (4, 7, 10),
+        head: str = "lora",
+        lora_rank: int = 64,
+        draft_vocab_size: int | None = None,
+        head_module: str = "lm_head",
+        w_max: int = PAPER_WIDTH,
+        d_max: int | None = None,
+        alpha: float = PAPER_ALPHA,
+        threshold: float = PAPER_THRESHOLD,
+        use_exit_layers: Sequence[int] | None = None,
+        learn_refusals: bool = True,
+        target_head_sample: list[float] | None = None,
+        calibration: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not isinstance(exit_layers, (list, tuple)):
+            raise ValueError(f"exit_layers is {exit_layers!r}; it must be a list of at least one layer.")
+        self.num_target_layers = num_target_layers
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.exit_layers = list(exit_layers)
+        self.head = head
+        self.lora_rank = lora_rank
+        self.draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.head_module = head_module
+        self.w_max = w_max
+        self.d_max = paper_depth(num_target_layers, exit_layers) if d_max is None else d_max
+        self.alpha = alpha
+        self.threshold = threshold
+        self.use_exit_layers = None if use_exit_layers is None else list(use_exit_layers)
+        self.learn_refusals = learn_refusals
+        self.target_head_sample = target_head_sample
+        self.calibration = calibration
+        self.architectures = ["SpecBoundDrafter"]
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, if no heads can be built from this config."""
+        for field in ("num_target_layers", "hidden_size", "vocab_size", "lora_rank", "draft_vocab_size"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}; it must be an integer of at least 1.")
+        if self.head not in HEAD_KINDS:
+            raise ValueError(f"head is {self.head!r}; it must be one of {list(HEAD_KINDS)}.")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but the target's vocabulary has {self.vocab_size} "
+                "tokens; leave it out to draft all of them."
+            )
+        check_exit_layers(self.exit_layers, self.num_target_layers)
+        SpecBoundOptions.defaults(self).validate(self)
+
+
+def check_exit_layers(layers: Sequence[int], num_target_layers: int) -> None:
+    """Raises ValueError, with the list and the rule, unless exit layers ascend and exist in the target."""
+    if not isinstance(layers, (list, tuple)) or not layers or not all(isinstance(layer, int) for layer in layers):
+        raise ValueError(f"exit layers {layers!r} must be a list of at least one integer.")
+    if any(earlier >= later for earlier, later in itertools.pairwise(layers)):
+        raise ValueError(f"exit layers {list(layers)} must ascend without repetition: {sorted(set(layers))}.")
+    if layers[0] < 1 or layers[-1] >= num_target_layers:
+        raise ValueError(
+            f"exit layers {list(layers)} must be from 1 to {num_target_layers - 1}: they count layers passed, and the "
+            f"target has {num_target_layers}."
+        )
+
+
+def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
+    """The paper's share of the layers, rounded, and at least the first exit.
+
+    Example:
+        >>> paper_depth(32, [4, 7, 10]), paper_depth(24, [9, 13])
+        (10, 9)
+    """
+    return max(round(PAPER_DEPTH_SHARE * num_target_layers), 1, *exit_layers[:1])
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecBoundOptions(DrafterOptions):
+    """Drafting options of exit heads; `SpecBoundDrafter.calibrate` chooses them for heads and machine.
+
+    The fields of the same names in the config are the defaults, and what is saved.
+
+    Attributes:
+        threshold: tau, the least annealed top probability for an exit; between 0 and 1.
+        alpha: strength of the annealing (Eq. 1); 0 for none.
+        w_max: positions that a round runs, root included; it commits at most as many tokens.
+        d_max: deepest exit layer. A token without an exit up to there ends the round's draft. L, the number of the
+            target's layers, means no bound: such a token is decoded alone and the draft continues.
+        use_exit_layers: those of the trained exit layers that are in use; None for all. Each one adds the time of a
+            head.
+        learn_refusals: whether a draft also ends before a token that was rejected after the same previous token; False
+            for exactly the paper's rule.
+    """
+
+    method = "specbound"
+    threshold: float
+    alpha: float
+    w_max: int
+    d_max: int
+    use_exit_layers: Sequence[int] | None
+    learn_refusals: bool
+
+    @classmethod
+    def defaults(cls, config: Any = None) -> SpecBoundOptions:
+        """As for every drafter; `config` is a `SpecBoundConfig`."""
+        return cls(**{name: getattr(config, name) for name in cls.names() if name != "compile_mode"})
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter; `config` is a `SpecBoundConfig`."""
+        DrafterOptions.validate(self, config)
+        self.check_switches("learn_refusals")
+        self.check_integers(w_max=1024)
+        num_layers, heads, chosen = config.num_target_layers, config.exit_layers, self.use_exit_layers
+        if type(self.d_max) is not int or not 1 <= self.d_max <= num_layers:
+            raise ValueError(
+                f"d_max={self.d_max!r} must be an integer from 1 to {num_layers}, the layers of the target, which "
+                "mean no bound."
+            )
+        for name in ("alpha", "threshold"):
+            if not is_number(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number.")
+        check_annealing(self.alpha, self.threshold)
+        if chosen is not None:
+            check_exit_layers(chosen, num_layers)
+            if unknown := [layer for layer in chosen if layer not in heads]:
+                raise ValueError(f"use_exit_layers={list(chosen)} has {unknown}, but there are heads only for {heads}.")
+        first = heads[0] if chosen is None else chosen[0]
+        if first > self.d_max:
+            raise ValueError(
+                f"No exit is left: d_max={self.d_max}, but the first exit layer in use is {first}. Raise d_max, or use "
+                f"a shallower head of {heads}."
+            )
 
 
 class ExitHead(nn.Module):
@@ -196,8 +360,6 @@ class SpecBoundDrafter(PretrainedDrafter):
         return self._merged[layer][1:]
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.specbound.candidates import EarlyExitGenerator
-
         return EarlyExitGenerator(self, target)
 
     def calibrate(
@@ -220,9 +382,8 @@ class SpecBoundDrafter(PretrainedDrafter):
         Raises:
             ValueError: no target, no prompts, or a target that does not fit.
         """
-        from hf_specdec.drafters.specbound.calibration import calibrate
-
-        target = target if target is not None else self._paired() if self._paired is not None else None
+        if target is None and self._paired is not None:
+            target = self._paired()
         if target is None:
             raise ValueError("calibrate() needs a target: pass target=, or call generate with this drafter first.")
         target = unwrapped(target)
@@ -241,20 +402,28 @@ class SpecBoundDrafter(PretrainedDrafter):
         return {name: tensor for name, tensor in self.state_dict().items() if ".lora_" not in name}
 
     def write_side_files(self, folder: Path) -> None:
-        layers = self.config.exit_layers if self.config.head == "lora" else []
-        remove_adapters(folder, keep=layers)
-        for layer in layers:
+        self.remove_side_files(folder)  # of layers that have no head now, which would be loaded too
+        for layer in self.config.exit_layers if self.config.head == "lora" else ():
             head: Any = self.heads[str(layer)]
-            write_adapter(
-                folder / folder_of(layer),
-                head.lora_A.detach(),
-                head.lora_B.detach(),
-                head_module=self.config.head_module,
-                base_model=self.config.target_name_or_path,
-            )
+            rank, module = self.config.lora_rank, self.config.head_module
+            adapter = folder / folder_of(layer)
+            LoraConfig(
+                r=rank,
+                lora_alpha=rank,  # lora_alpha / r scales the update: 1
+                target_modules=[module],
+                base_model_name_or_path=self.config.target_name_or_path,
+                task_type="CAUSAL_LM",
+                inference_mode=True,
+            ).save_pretrained(str(adapter))
+            parts = {"lora_A": head.lora_A, "lora_B": head.lora_B}
+            tensors = {f"base_model.model.{module}.{part}.weight": parts[part].detach().cpu() for part in parts}
+            save_file(tensors, adapter / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
     def remove_side_files(self, folder: Path) -> None:
-        remove_adapters(folder, keep=())
+        for file in [file for pattern in SIDE_FILES for file in folder.glob(pattern)]:
+            file.unlink()
+            if not any(file.parent.iterdir()):
+                file.parent.rmdir()
 
     def store_options(self) -> None:
         """As for every drafter; also sets the config's own fields for the options."""
@@ -318,3 +487,75 @@ class SpecBoundDrafter(PretrainedDrafter):
                 )
         check_slices(model)
         self._paired = weakref.ref(model)
+
+
+def folder_of(layer: int) -> str:
+    """The folder of an exit layer's adapter within a checkpoint.
+
+    Example:
+        >>> folder_of(4)
+        'exit-layer-04'
+    """
+    return f"exit-layer-{layer:02d}"
+
+
+def read_adapters(checkpoint: Path, name: str) -> dict[str, Tensor]:
+    """The adapters of a checkpoint, by their names in the drafter's state dict; empty without such folders.
+
+    Args:
+        checkpoint: its folder.
+        name: what the user has passed, for messages.
+
+    Raises:
+        ValueError: an adapter is not a LoRA of one module, or is damaged; names the file.
+    """
+    found: dict[str, Tensor] = {}
+    for folder in sorted(checkpoint.glob("exit-layer-*")):
+        where = f"{folder.name} of {name!r}"
+        layer = folder.name.removeprefix("exit-layer-")
+        if not layer.isdigit():
+            raise ValueError(f"{where} does not end in a layer number; adapter folders are {folder_of(4)!r}, ...")
+        try:
+            config = LoraConfig.from_pretrained(str(folder))
+            tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+            if type(config.r) is not int or config.r < 1 or not 0 <= config.lora_alpha < float("inf"):
+                raise ValueError(
+                    f"r is {config.r!r} and lora_alpha {config.lora_alpha!r}; both must be numbers above 0"
+                )
+        except Exception as error:  # foreign files, read by foreign classes: any exception is possible
+            raise ValueError(
+                f"{where} cannot be read as a PEFT LoRA adapter ({type(error).__name__}: {error}). Copy or download "
+                "the checkpoint again."
+            ) from error
+        parts = {key.split(".")[-2]: tensor for key, tensor in tensors.items() if key.endswith(".weight")}
+        if len(tensors) != 2 or parts.keys() != {"lora_A", "lora_B"}:
+            raise ValueError(
+                f"{where} holds {', '.join(sorted(tensors)) or 'no tensors'}; an exit head is the lora_A and lora_B "
+                "of one module, the target's head."
+            )
+        scale, update = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r), parts["lora_B"]
+        found[f"heads.{int(layer)}.lora_A"] = parts["lora_A"]
+        found[f"heads.{int(layer)}.lora_B"] = update if scale == 1 else (update.float() * scale).to(update.dtype)
+    return found
+
+
+def sample_of(weight: Tensor, rows: int, count: int = 32) -> Tensor:
+    """[count] float32: values of a matrix at indices that depend only on `rows` and the number of columns.
+
+    Fewer values if the matrix has fewer rows.
+    """
+    flat = weight.detach().flatten()
+    indices = torch.arange(count, device=flat.device) * (rows * weight.shape[1] // count)
+    return flat[indices[indices < flat.numel()]].float().cpu()
+
+
+def adapter_shapes(fields: dict[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors of the adapters that a config describes, by file."""
+    if fields.get("head", "lora") != "lora":
+        return {}
+    rank = fields.get("lora_rank", 64)
+    parts: dict[str, tuple[int, ...]] = {
+        ".lora_A.weight": (rank, fields["hidden_size"]),
+        ".lora_B.weight": (fields["vocab_size"], rank),
+    }
+    return {f"{folder_of(layer)}/{SAFETENSORS_WEIGHTS_NAME}": parts for layer in fields["exit_layers"]}

@@ -1,8 +1,7 @@
-"""The draft model's side of SpecBranch: its text, its cache and its branches, as lists that can be sent to a process.
+"""The draft model's side of SpecBranch: its text, its cache, and its branches as a tree of Python lists per row.
 
-`BranchDrafting` runs during verification, in a thread or a separate process (`worker.py`). Its messages are small: the
-tokens that a round emitted, and the chain to verify next. Source: SpecBranch, Section 5.2, Algorithm 1 and Figures 8
-and 9 of its appendix. The target's side is in `candidates.py`.
+`BranchDrafting` runs during verification, in a thread (`worker.py`). Its messages are small: the tokens that a round
+emitted, and the chain to verify next. Source: SpecBranch, Section 5.2, Algorithm 1 and Figures 8 and 9 of its appendix.
 
 The entries of one row's round in the draft model's cache, after the text: the root; the chain that is being verified,
 whose last node is the leaf; and after the leaf the branches, k candidates of the branch point with their continuations.
@@ -12,33 +11,232 @@ round's chain. The same cache update that commits the accepted entries drops tho
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import abilities
+from hf_specdec.decoding.exchange import ChoiceRule
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.causal_lm.draft_model import DraftModel
-from hf_specdec.drafters.specbranch.branches import (
-    ALL_ACCEPT,
-    ALL_REJECT,
-    CONFIDENCE,
-    Branches,
-    Chains,
-    Counters,
-    DraftingPlan,
-    Node,
-    Prediction,
-    Row,
-    Signals,
-    num_branches,
-)
+
+# Classes of H-RAD for the tokens that would be verified next (SpecBranch, Eq. 6).
+ALL_REJECT, CONFIDENCE, ALL_ACCEPT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class DraftingPlan:
+    """The settings of a call.
+
+    Attributes:
+        most_tokens: gamma, most tokens of a chain, most tokens of a branch after its candidate, and most forwards of
+            the draft model during one verification.
+        most_branches: k_max.
+        most_hedges: most branches from nodes within the chain that is being verified; 0 for none.
+        min_confidence: epsilon; a node is a branch point if the draft model's likeliest next token has less.
+        draw_candidates: whether the candidates of a branch point are sampled without replacement in calls that sample;
+            if not, they are the likeliest tokens.
+        choice: how the call chooses tokens.
+        vocab_size: columns of the target's logits.
+    """
+
+    most_tokens: int
+    most_branches: int
+    most_hedges: int
+    min_confidence: float
+    draw_candidates: bool
+    choice: ChoiceRule
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Signals:
+    """The decisions of H-RAD, or of its replacement, for one row.
+
+    Attributes:
+        kept_branch: how much of the branch that the target has chosen is verified next.
+        fresh: how much is drafted before the next verification if the target has chosen no branch.
+        branches: how far branches are drafted during verification: the a-priori approach of Appendix G.2; `ALL_ACCEPT`
+            for the posterior one, which decides afterwards.
+    """
+
+    kept_branch: int
+    fresh: int
+    branches: int = ALL_ACCEPT
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The tokens to verify next.
+
+    Attributes:
+        tokens: per row the chain after the root.
+        draft_probs: [batch, longest chain, vocab] float32, the distributions of sampled tokens; None if greedy.
+        finite: per row, whether the draft model's logits were finite.
+    """
+
+    tokens: list[list[int]]
+    draft_probs: Tensor | None
+    finite: list[bool]
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The branches drafted during a verification.
+
+    Attributes:
+        busy_s: seconds it took, without waiting.
+        candidates: per row the candidates of the branch point.
+        draft_probs: [batch, most candidates, vocab] float32, the distribution that each was sampled from, conditioned
+            on the previous siblings; None if none were sampled.
+    """
+
+    busy_s: float
+    candidates: list[list[int]]
+    draft_probs: Tensor | None
+
+
+@dataclass
+class Counters:
+    """Totals of a call.
+
+    Attributes:
+        path_drafts: tokens drafted in sequence, each by its own forward, summed over rows: `Row.count_drafts`.
+        path_kept: those of them that became part of the text.
+        peak_entries: most cache entries of a row at any time.
+    """
+
+    path_drafts: int = 0
+    path_kept: int = 0
+    peak_entries: int = 0
+
+
+@dataclass
+class Prediction:
+    """The draft model's output after a node.
+
+    Attributes:
+        token_ids: the likeliest tokens, likeliest first.
+        probs: their probabilities, at temperature 1 (Appendix E.3).
+        chosen: the token drafted next: the likeliest, or the sampled one.
+        draft_probs: [vocab] float32, the distribution that `chosen` was sampled from; None if it was not sampled.
+    """
+
+    token_ids: list[int]
+    probs: list[float]
+    chosen: int
+    draft_probs: Tensor | None
+
+
+@dataclass
+class Node:
+    """A node of the tree.
+
+    Attributes:
+        token: its id.
+        parent: index of its parent; -1 for none.
+        cache_index: index of its cache entry; -1 if it was not run.
+        prediction: the draft model's output after it; None if it was not run.
+        next: the node that continues its branch; -1 for none.
+        counted: whether its forward was counted as a draft.
+    """
+
+    token: int
+    parent: int
+    cache_index: int = -1
+    prediction: Prediction | None = None
+    next: int = -1
+    counted: bool = False
+
+
+@dataclass
+class Row:
+    """One row: its text, root included, and the draft tree. Nodes 0 to `root` are text that is not yet in the cache."""
+
+    text: list[int]
+    active: bool = True
+    nodes: list[Node] = field(default_factory=list)
+    root: int = 0
+    chain: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
+    hedges: list[int] = field(default_factory=list)
+    finite: bool = True
+
+    @property
+    def leaf(self) -> int:
+        """The last node that is verified in this round."""
+        return self.chain[-1] if self.chain else self.root
+
+    def add(self, token: int, parent: int) -> int:
+        """Adds a node; returns its index."""
+        self.nodes.append(Node(token, parent))
+        return len(self.nodes) - 1
+
+    def extend(self, node: int) -> int | None:
+        """Adds the drafted token after a node that was run; None if its logits were not finite."""
+        prediction = self.nodes[node].prediction
+        if prediction is None:
+            return None
+        self.nodes[node].next = self.add(prediction.chosen, node)
+        return self.nodes[node].next
+
+    def prepared(self) -> dict[tuple[int, int], int]:
+        """The branches, by the result of the target that chooses each: how many tokens it accepts, and its next one."""
+        path = [self.root, *self.chain]
+        branches = (*self.branches, *self.hedges)
+        results = [(path.index(self.nodes[branch].parent), self.nodes[branch].token) for branch in branches]
+        return dict(zip(results, branches, strict=True))
+
+    def chosen_branch(self, tokens: list[int]) -> int | None:
+        """The branch that the target chose, from the tokens that the round emitted; None if it chose none."""
+        return self.prepared().get((len(tokens) - 1, tokens[-1])) if tokens else None
+
+    def branch_nodes(self, branch: int | None) -> list[int]:
+        """The nodes of a branch, from its candidate to its last node; [] for None."""
+        nodes = []
+        while branch is not None and branch >= 0:
+            nodes.append(branch)
+            branch = self.nodes[branch].next
+        return nodes
+
+    def count_drafts(self, branch: int | None) -> int:
+        """The number of drafted tokens, not counted before, on the path that is continued.
+
+        This is the branch that the target chose, or else the likeliest one. Forwards for other branches are the cost of
+        branching, and do not count as rolled back (Appendix E.3).
+        """
+        if branch is None and self.branches:
+            branch = self.branches[0]
+        nodes = self.branch_nodes(branch)
+        path = [self.root, *self.chain]
+        if nodes:
+            path = [*path[: path.index(self.nodes[nodes[0]].parent) + 1], *nodes]
+        run = [node for node in (self.nodes[index] for index in path) if node.cache_index >= 0 and not node.counted]
+        for node in run:
+            node.counted = True
+        return len(run)
+
+    def clear(self) -> None:
+        """Removes the tree."""
+        self.nodes, self.root, self.chain, self.branches, self.hedges = [], 0, [], [], []
+
+
+def num_branches(most_branches: int, confidence: float) -> int:
+    """K = max(1, floor(k_max (1 - q))): the number of candidates of a branch point. SpecBranch, Eq. 7.
+
+    Example:
+        >>> [num_branches(6, confidence) for confidence in (0.99, 0.5, 0.1)]
+        [1, 3, 5]
+    """
+    return max(1, int(most_branches * (1 - confidence)))
 
 
 class BranchDrafting:
@@ -58,25 +256,20 @@ class BranchDrafting:
         self.rows: list[Row] = []
         self.counters = Counters()
         self.stopped = False  # set by another thread to end `draft_ahead` before its next forward
-        self.num_positions: int | None = getattr(self.drafter.config, "max_position_embeddings", None)
+        self.num_positions: int = getattr(self.drafter.config, "max_position_embeddings", None) or sys.maxsize
         self.random = torch.Generator(model.device)
         self.num_entries = 0
-        self.cache_update: tuple[list[list[int]], list[list[int]]] | None = (
-            None  # the arguments of the next `_update_cache`
-        )
-        # By row and cache entry of the round: token, depth and ancestors.
-        self.token_ids: np.ndarray = np.zeros((0, 0), dtype=np.int64)
-        self.depths: np.ndarray = np.zeros((0, 0), dtype=np.int64)
-        self.mask: np.ndarray = np.zeros((0, 0, 0), dtype=bool)
+        # The arguments of the next `_update_cache`.
+        self.cache_update: tuple[list[list[int]], list[list[int]]] | None = None
 
     @torch.no_grad()
-    def start(self, texts: list[list[int]], prompt_mask: list[list[bool]] | None, seed: int) -> None:
+    def start(self, texts: list[list[int]], prompt_mask: Tensor | None, seed: int) -> None:
         """Runs the draft model over all texts without their last token.
 
         Args:
             texts: per row all tokens so far, root included.
-            prompt_mask: False at padding of the prompt; ignored unless its length is that of the shortest text without
-                the root; None for no padding.
+            prompt_mask: [batch, seq] bool, False at padding of the prompt; ignored unless its length is that of the
+                shortest text without the root; None for no padding.
             seed: of all samples of this call.
         """
         self.rows = [Row(list(text)) for text in texts]
@@ -84,13 +277,14 @@ class BranchDrafting:
         device = self.drafter.model.device
         length = min(map(len, texts)) - 1  # further tokens of longer rows are run in the first round
         token_ids = torch.tensor([text[:length] for text in texts], device=device)
-        mask = None
-        if prompt_mask is not None and len(prompt_mask[0]) == length:
-            mask = torch.tensor(prompt_mask, device=device)
+        mask = None if prompt_mask is None or prompt_mask.shape[1] != length else prompt_mask.to(device)
         # Drafted nodes may use all positions of the model.
-        self.drafter.prefill_for_drafting(token_ids, mask, self.num_positions or sys.maxsize)
+        self.drafter.prefill_for_drafting(token_ids, mask, self.num_positions)
         self.drafter.begin_rounds(length + 256)
-        self._grow_arrays(64)
+        # By row and cache entry of the round: token, depth and ancestors.
+        self.token_ids = np.zeros((len(texts), 64), dtype=np.int64)
+        self.depths = np.zeros_like(self.token_ids)
+        self.mask = np.zeros((len(texts), 64, 64), dtype=bool)
 
     @torch.no_grad()
     def seconds_per_forward(self, repeats: int = 9) -> float:
@@ -112,11 +306,7 @@ class BranchDrafting:
         self._update_cache()
         self.counters = Counters()
         self.random.set_state(random)
-        return sorted(seconds[3:])[repeats // 2]
-
-    def bound_tokens(self, speed_ratio: float) -> None:
-        """Limits draft lengths to c = T_p / T_q, rounded down, so that drafting takes no longer than verification."""
-        self.plan = replace(self.plan, most_tokens=max(1, min(self.plan.most_tokens, int(speed_ratio))))
+        return statistics.median(seconds[3:])
 
     @torch.no_grad()
     def draft(self, emitted: Sequence[list[int]], active: Sequence[bool], signals: Sequence[Signals]) -> Chains:
@@ -129,13 +319,11 @@ class BranchDrafting:
         """
         self._update_rows(emitted, active, signals)
         if self._has_positions():
-            self._draft_fresh([row if row.active and not row.nodes else None for row in self.rows], signals)
+            self._draft_fresh(signals)
         tokens = [[row.nodes[node].token for node in row.chain] for row in self.rows]
-        draft_probs = None
-        if self.plan.choice.do_sample and any(tokens):
-            above = [[row.nodes[row.nodes[node].parent].prediction for node in row.chain] for row in self.rows]
-            draft_probs = _padded([[each.draft_probs for each in row if each is not None] for row in above])
-        return Chains(tokens, draft_probs, [row.finite for row in self.rows])
+        above = [[row.nodes[row.nodes[node].parent].prediction for node in row.chain] for row in self.rows]
+        draft_probs = [[each.draft_probs for each in row if each and each.draft_probs is not None] for row in above]
+        return Chains(tokens, _padded(draft_probs), [row.finite for row in self.rows])
 
     @torch.no_grad()
     def draft_ahead(self, signals: Sequence[Signals]) -> Branches:
@@ -144,15 +332,11 @@ class BranchDrafting:
         began = clock()
         forwards = 0
         if not self._has_positions():
-            return Branches(0.0, [set() for _ in self.rows], [[] for _ in self.rows], None)
-        unrun = [
-            [node for node in [*range(row.root + 1), *row.chain] if row.nodes[node].cache_index < 0]
-            if row.nodes
-            else []
-            for row in self.rows
-        ]
-        for row in self.rows:
+            return Branches(0.0, [[] for _ in self.rows], None)
+        unrun: list[list[int]] = [[] for _ in self.rows]
+        for row, nodes in zip(self.rows, unrun, strict=True):
             if row.nodes:
+                nodes += [node for node in [*range(row.root + 1), *row.chain] if row.nodes[node].cache_index < 0]
                 self._add_hedges(row)
         if any(unrun):  # candidates need the leaf's output, but hedges do not
             self._run_branches(signals, unrun)
@@ -161,8 +345,7 @@ class BranchDrafting:
         while forwards < self.plan.most_tokens and not self.stopped and self._run_branches(signals):
             forwards += 1
         candidates = [[row.nodes[node].token for node in row.branches] for row in self.rows]
-        prepared = [set(row.prepared()) for row in self.rows]
-        return Branches(clock() - began, prepared, candidates, _padded(draft_probs) if any(draft_probs) else None)
+        return Branches(clock() - began, candidates, _padded(draft_probs))
 
     def final_counters(self, emitted: Sequence[list[int]]) -> Counters:
         """The totals of the call; `emitted` is as for `draft`, from the last round."""
@@ -225,12 +408,11 @@ class BranchDrafting:
 
     # Drafting.
 
-    def _draft_fresh(self, rows: Sequence[Row | None], signals: Sequence[Signals]) -> None:
-        """The draft stage: new chains for rows without a chosen branch; None for other rows."""
-        frontiers: list[list[int]] = [[] for _ in rows]
-        for index, row in enumerate(rows):
-            if row is None:
-                continue
+    def _draft_fresh(self, signals: Sequence[Signals]) -> None:
+        """The draft stage: new chains for rows without a chosen branch."""
+        rows = {index: row for index, row in enumerate(self.rows) if row.active and not row.nodes}
+        frontiers: list[list[int]] = [[] for _ in self.rows]
+        for index, row in rows.items():
             committed = self.drafter.cache.row_lengths[index]
             if self.cache_update is not None:
                 committed += len(self.cache_update[0][index])
@@ -241,11 +423,10 @@ class BranchDrafting:
                 frontiers[index] = list(range(len(missing)))
         while any(frontiers):
             self._run(frontiers)
-            for index, row in enumerate(rows):
-                tip = frontiers[index][-1] if frontiers[index] else -1
-                frontiers[index] = []
-                if row is None or tip < 0:
+            for index, row in rows.items():
+                if not frontiers[index]:
                     continue
+                tip, frontiers[index] = frontiers[index][-1], []
                 if tip == row.root:
                     row.finite = row.nodes[tip].prediction is not None
                 if signals[index].fresh == CONFIDENCE and not self._is_confident(row, tip):
@@ -255,7 +436,7 @@ class BranchDrafting:
                     row.chain.append(drafted)
                     if len(row.chain) < self.plan.most_tokens:
                         frontiers[index] = [drafted]
-        self.counters.path_drafts += sum(row.count_drafts(None) for row in rows if row is not None)
+        self.counters.path_drafts += sum(row.count_drafts(None) for row in rows.values())
 
     def _is_confident(self, row: Row, node: int) -> bool:
         """Whether the token after a node is not a branch point.
@@ -264,7 +445,7 @@ class BranchDrafting:
         another distribution than the recorded one.
         """
         prediction = row.nodes[node].prediction
-        return prediction is not None and prediction.confidence >= self.plan.min_confidence
+        return prediction is not None and prediction.probs[0] >= self.plan.min_confidence
 
     def _add_candidates(self, row: Row) -> list[Tensor]:
         """Adds the candidates after the leaf; returns the distribution of each sampled one, [] if none were sampled."""
@@ -273,15 +454,14 @@ class BranchDrafting:
         prediction = leaf.prediction
         if prediction is None:
             return []
-        count = num_branches(self.plan.most_branches, prediction.confidence)
+        count = num_branches(self.plan.most_branches, prediction.probs[0])
         draft_probs: list[Tensor] = []
         tokens = prediction.token_ids[:count]
         if prediction.draft_probs is not None and self.plan.draw_candidates:
             # The token sampled at the leaf comes first: its branch may exist already.
             tokens, draft_probs, remaining = [prediction.chosen], [prediction.draft_probs], prediction.draft_probs
             while len(tokens) < count:
-                remaining = remaining.clone()
-                remaining[tokens[-1]] = 0
+                remaining = remaining.index_fill(0, torch.tensor(tokens[-1], device=remaining.device), 0)
                 total = remaining.sum()
                 if not float(total) > 0:
                     break
@@ -337,28 +517,27 @@ class BranchDrafting:
 
     def _tips(self, row: Row) -> list[int]:
         """The last nodes of branches that may be extended."""
-        tips = []
-        for branch in [*row.branches, *row.hedges]:
-            length, tip = 0, branch
-            while row.nodes[tip].next >= 0:
-                length, tip = length + 1, row.nodes[tip].next
-            if row.nodes[tip].cache_index < 0 and length < self.plan.most_tokens:
-                tips.append(tip)
-        return tips
+        paths = [row.branch_nodes(branch) for branch in [*row.branches, *row.hedges]]
+        return [
+            path[-1] for path in paths if row.nodes[path[-1]].cache_index < 0 and len(path) <= self.plan.most_tokens
+        ]
 
     # Running the draft model.
 
     def _has_positions(self) -> bool:
         """Whether the draft model has enough positions for a round; if not, the target decodes without drafts."""
         longest = max(len(row.text) for row in self.rows)
-        return self.num_positions is None or longest + 2 * self.plan.most_tokens + 2 <= self.num_positions
+        return longest + 2 * self.plan.most_tokens + 2 <= self.num_positions
 
     def _run(self, frontiers: Sequence[Sequence[int]]) -> None:
         """One forward over nodes of every row, parents before children; sets their outputs."""
         self._update_cache()
         first, width = self.num_entries, max(map(len, frontiers))
         self.num_entries = stop = first + width
-        self._grow_arrays(stop)
+        if stop > self.token_ids.shape[1]:
+            more = (0, 2 * stop - self.token_ids.shape[1])
+            self.token_ids, self.depths = (np.pad(array, ((0, 0), more)) for array in (self.token_ids, self.depths))
+            self.mask = np.pad(self.mask, ((0, 0), more, more))
         self.token_ids[:, first:stop] = 0
         self.depths[:, first:stop] = 0
         self.mask[:, first:stop] = False
@@ -375,35 +554,28 @@ class BranchDrafting:
         logits = self.drafter.verify(tree, self.drafter.root_positions(), first=first).logits
         cache.continue_round(width)
         self.counters.peak_entries = max(self.counters.peak_entries, cache.longest + stop)
-        predictions = self._predictions(logits, drawn=self.plan.choice.do_sample)
-        for row, frontier, row_predictions in zip(self.rows, frontiers, predictions, strict=True):
+        for row, frontier, row_predictions in zip(self.rows, frontiers, self._predictions(logits), strict=True):
             for node, prediction in zip(frontier, row_predictions, strict=False):
                 row.nodes[node].prediction = prediction
 
-    def _predictions(self, logits: Tensor, *, drawn: bool) -> list[list[Prediction | None]]:
+    def _predictions(self, logits: Tensor) -> list[list[Prediction | None]]:
         """[batch, nodes, vocab] logits -> outputs per row and node; None if the logits are NaN or infinite."""
-        top = logits.softmax(-1).topk(min(self.plan.most_branches, logits.shape[-1]), dim=-1)
-        ids, sure = top.indices.tolist(), top.values.tolist()
-        finite = [[values[0] == values[0] for values in row] for row in sure]
-        draft_probs: list[list[Tensor | None]] = [[None] * len(row) for row in ids]
-        chosen = [[tokens[0] for tokens in row] for row in ids]
-        if drawn:
-            batch, nodes, vocab = logits.shape
+        batch, nodes, vocab = logits.shape
+        top = logits.softmax(-1).topk(min(self.plan.most_branches, vocab), dim=-1)
+        ids, sure = top.indices.flatten(0, 1).tolist(), top.values.flatten(0, 1).tolist()
+        draft_probs: Sequence[Tensor | None] = [None] * len(ids)
+        chosen = [tokens[0] for tokens in ids]
+        if self.plan.choice.do_sample:
             scores = logits.where(top.values[..., :1].isfinite(), 0.0).view(-1, vocab)
             scores = self.plan.choice.warpers(logits.new_zeros((batch * nodes, 1), dtype=torch.int64), scores)
             probs = scores.softmax(-1)
-            draws = torch.multinomial(probs, 1, generator=self.random).view(batch, nodes)
-            chosen = draws.tolist()
-            draft_probs = [list(row.unbind(0)) for row in probs.view(batch, nodes, vocab).unbind(0)]
-        return [
-            [
-                Prediction(ids[row][node], sure[row][node], chosen[row][node], draft_probs[row][node])
-                if finite[row][node]
-                else None
-                for node in range(len(ids[row]))
-            ]
-            for row in range(len(ids))
+            chosen = torch.multinomial(probs, 1, generator=self.random).flatten().tolist()
+            draft_probs = probs.unbind(0)
+        made = [
+            Prediction(*each) if each[1][0] == each[1][0] else None  # NaN differs from itself
+            for each in zip(ids, sure, chosen, draft_probs, strict=True)
         ]
+        return [made[first : first + nodes] for first in range(0, len(made), nodes)]
 
     def _write_entry(self, index: int, row: Row, node: Node, entry: int) -> None:
         """Writes token, depth and ancestors of a cache entry to the arrays."""
@@ -417,25 +589,10 @@ class BranchDrafting:
             self.depths[index, entry] = 0
         self.mask[index, entry, entry] = True
 
-    def _grow_arrays(self, entries: int) -> None:
-        have = self.token_ids.shape[1]
-        if entries <= have:
-            return
-        batch, room = len(self.rows), 2 * entries
-        token_ids = np.zeros((batch, room), dtype=np.int64)
-        depths = np.zeros((batch, room), dtype=np.int64)
-        mask = np.zeros((batch, room, room), dtype=bool)
-        if have:
-            token_ids[:, :have], depths[:, :have], mask[:, :have, :have] = self.token_ids, self.depths, self.mask
-        self.token_ids, self.depths, self.mask = token_ids, depths, mask
 
-
-def _padded(probs: Sequence[Sequence[Tensor | None]]) -> Tensor:
-    """[rows, longest, vocab] from lists of distributions [vocab] of different lengths; zeros for missing ones."""
-    known = [[each for each in row if each is not None] for row in probs]
-    some = next(each for row in known for each in row)
-    padded = some.new_zeros((len(known), max(map(len, known)), some.shape[-1]))
-    for row, own in enumerate(known):
-        if own:
-            padded[row, : len(own)] = torch.stack(own)
-    return padded
+def _padded(probs: Sequence[list[Tensor]]) -> Tensor | None:
+    """[rows, longest, vocab] from lists of distributions [vocab] of different lengths; None if all are empty."""
+    some = next((each for row in probs for each in row), None)
+    if some is None:
+        return None
+    return pad_sequence([torch.stack(row) if row else some.new_zeros(0, len(some)) for row in probs], batch_first=True)

@@ -1,7 +1,7 @@
 """SpecBranchDrafter: a draft model that drafts while the target verifies, and H-RAD, which predicts draft lengths.
 
-Only H-RAD is trained; the draft model is any causal language model with the target's tokenizer. The code of a call is
-in `candidates.py` and `drafting.py`. Source: SpecBranch, Sections 5.1 and 5.2.
+Only H-RAD is trained; the draft model is any causal language model with the target's tokenizer. The two sides of a call
+are in `worker.py` (the target's) and `drafting.py` (the draft model's). Source: SpecBranch, Sections 5.1 and 5.2.
 """
 
 from __future__ import annotations
@@ -11,32 +11,184 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from hf_specdec.decoding.generator import ChoiceRule, TreeCandidateGenerator
+from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
+from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
-from hf_specdec.drafters.registry import name_of
-from hf_specdec.drafters.specbranch.branches import CONFIDENCE, DraftingPlan
-from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL, SpecBranchConfig, SpecBranchOptions
-from hf_specdec.drafters.specbranch.drafting import BranchDrafting
-from hf_specdec.drafters.specbranch.placement import choose_worker, make_worker
-from hf_specdec.drafters.specbranch.process import DraftingProcesses, process_refusal
-from hf_specdec.drafters.specbranch.worker import Worker
+from hf_specdec.drafters.registry import name_of, unknown_name
+from hf_specdec.drafters.specbranch.drafting import CONFIDENCE
+from hf_specdec.drafters.specbranch.worker import SpecBranchGenerator
 from hf_specdec.drafters.wrapped import has_adapters, merged_adapters, unwrapped
 
-NUM_CLASSES = 3  # all reject, by confidence, all accept
+NUM_CLASSES = 3  # of H-RAD: all reject, by confidence, all accept
+OWN_DRAFT_MODEL = "draft_model"  # subfolder of a checkpoint that contains its draft model
+
+
+class SpecBranchConfig(TargetFields, PreTrainedConfig):
+    """A pair of models, and the predictor of draft lengths for them.
+
+    Args:
+        draft_model: the draft model: a Hub id, a folder relative to this checkpoint (begins with a dot), or
+            `"draft_model"`, the subfolder of that name in this checkpoint.
+        draft_hidden_size: the draft model's at H-RAD's training; None if H-RAD was not trained.
+        draft_num_layers: the draft model's at H-RAD's training; None if H-RAD was not trained.
+        h_rad: whether the checkpoint has an H-RAD.
+        target_hidden_size: the target's.
+        num_target_layers: the target's decoder layers.
+        num_feature_layers: K, number of the target's last layers that H-RAD reads.
+        h_rad_sizes: sizes of its hidden layers.
+        dropout: after each of them, in training.
+        min_confidence: epsilon, the default of the drafting option.
+    """
+
+    model_type = "hf_specdec_specbranch"
+
+    def __init__(
+        self,
+        draft_model: str | None = None,
+        draft_hidden_size: int | None = None,
+        draft_num_layers: int | None = None,
+        h_rad: bool = True,
+        target_hidden_size: int = 4096,
+        num_target_layers: int = 32,
+        num_feature_layers: int = 4,
+        h_rad_sizes: Sequence[int] = (256, 64),
+        dropout: float = 0.4,
+        min_confidence: float = 0.4,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.draft_model = draft_model
+        self.draft_hidden_size = draft_hidden_size
+        self.draft_num_layers = draft_num_layers
+        self.h_rad = h_rad
+        self.target_hidden_size = target_hidden_size
+        self.num_target_layers = num_target_layers
+        self.num_feature_layers = num_feature_layers
+        self.h_rad_sizes = list(h_rad_sizes)
+        self.dropout = dropout
+        self.min_confidence = min_confidence
+        self.architectures = ["SpecBranchDrafter"]
+
+    @classmethod
+    def of_target(cls, target: PreTrainedModel, **fields: Any) -> SpecBranchConfig:
+        """The config for a target, and further fields."""
+        text = target.config.get_text_config(decoder=True)
+        return cls(
+            target_hidden_size=text.hidden_size,
+            num_target_layers=text.num_hidden_layers,
+            num_feature_layers=min(4, text.num_hidden_layers),
+            target_name_or_path=target.name_or_path or None,
+            **fields,
+        )
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, if no H-RAD can be built from this config."""
+        names = ("target_hidden_size", "num_target_layers", "num_feature_layers")
+        sizes = {name: getattr(self, name) for name in names}
+        sizes |= {f"h_rad_sizes[{index}]": size for index, size in enumerate(self.h_rad_sizes)}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        if self.num_feature_layers > self.num_target_layers:
+            raise ValueError(
+                f"num_feature_layers={self.num_feature_layers} is larger than "
+                f"num_target_layers={self.num_target_layers}: correct the wrong one."
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecBranchOptions(DrafterOptions):
+    """Drafting options of a draft model that runs in parallel with the target.
+
+    Attributes:
+        parallel: whether the draft model runs during verification, in a thread, on CUDA with its own stream. If not,
+            and on devices without streams, the same code drafts serially, as in speculative sampling (SpS).
+        k_max: most branches at a branch point; the number falls with the draft model's confidence there (Eq. 7).
+        hedge: whether k_max - 1 branches are also drafted from nodes within the chain that is being verified, so that a
+            rejection there does not waste all parallel drafts. A chosen branch is then verified completely, and
+            `lengths` decides how much is drafted if none was chosen; H-RAD runs only for those rows. Not in the paper.
+        lengths: what decides how much of a draft is verified: `"h_rad"`; `"confidence"`, up to the first token for
+            which the draft model's confidence is low; or `"fixed"`, always all, which with `k_max=1` is PEARL. The
+            default is `"h_rad"` if the checkpoint has one, else `"confidence"`. It lowers the rollback rate. On the
+            bundled pair, whose models mostly agree, this cost time when serial and without hedges, and with hedges it
+            lowered the rate only a little.
+        min_confidence: epsilon; the confidence is low if the likeliest token has less. The default is the config's (0.4
+            if it has none).
+        min_certainty: H-RAD's classes "all reject" and "all accept" are used if their probability is at least this;
+            else the draft model's confidence decides. With 0 the likeliest class is always used, as in Eq. 5.
+        max_depth: most tokens of a draft; the speed ratio is another limit.
+        selection: `"posterior"`: H-RAD runs on a branch after the target has chosen it; `"a_priori"`: H-RAD runs while
+            it is being drafted, on features of the previous round (Appendix G.2).
+        candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or sampled
+            without replacement and coupled with the target's choice (`"drawn"`). Both are lossless.
+        speed_ratio: c = T_p / T_q, which limits draft lengths; None measures it in the first call with a target. Not
+            saved.
+        worker_threads: intra-op threads of drafting on a CPU; the target uses the remaining cores. Not saved.
+    """
+
+    method = "specbranch"
+    parallel: bool = True
+    k_max: int = 6
+    hedge: bool = True
+    lengths: Literal["h_rad", "confidence", "fixed"]
+    min_confidence: float
+    min_certainty: float = 0.6
+    max_depth: int = 16
+    selection: Literal["posterior", "a_priori"] = "posterior"
+    candidates: Literal["top_k", "drawn"] = "top_k"
+    speed_ratio: float | None = field(default=None, metadata=NOT_SAVED)
+    worker_threads: int = field(default=1, metadata=NOT_SAVED)
+
+    @classmethod
+    def defaults(cls, config: Any = None) -> SpecBranchOptions:
+        """As for every drafter; `config` is a `SpecBranchConfig`."""
+        return cls(lengths="h_rad" if config.h_rad else "confidence", min_confidence=config.min_confidence)
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter; `config` is a `SpecBranchConfig`."""
+        DrafterOptions.validate(self, config)
+        self.check_integers(k_max=64, max_depth=256, worker_threads=1024)
+        for name, known in (
+            ("lengths", ("h_rad", "confidence", "fixed")),
+            ("selection", ("posterior", "a_priori")),
+            ("candidates", ("top_k", "drawn")),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
+        self.check_switches("parallel", "hedge")
+        for name in ("min_confidence", "min_certainty"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r} must be from 0 to 1.")
+        ratio = self.speed_ratio
+        if ratio is not None and not (is_number(ratio) and 0 < ratio < float("inf")):
+            raise ValueError(f"speed_ratio={ratio!r} must be a positive number, or None to measure it.")
+        if self.lengths == "h_rad" and not config.h_rad:
+            raise ValueError(
+                f"lengths='h_rad' needs an H-RAD, and {config.name_or_path or 'this drafter'!r} has none: train one "
+                "for this pair, or use lengths='confidence'."
+            )
+        if self.selection == "a_priori" and self.lengths != "h_rad":
+            raise ValueError(
+                f"selection='a_priori' uses H-RAD, but lengths={self.lengths!r}: use lengths='h_rad', or leave "
+                "selection out."
+            )
 
 
 class HRAD(nn.Module):
@@ -93,8 +245,7 @@ class SpecBranchDrafter(PretrainedDrafter):
         self.h_rad = HRAD(config) if config.h_rad else None
         # Not a submodule: its weights are stored in separate files, mostly in another repo.
         self.__dict__["_pair"] = None
-        self._processes = DraftingProcesses()
-        self._measured: tuple[weakref.ref[PreTrainedModel], Any] | None = None
+        self._measured: tuple[weakref.ref[PreTrainedModel], float] | None = None
         self.post_init()
 
     @classmethod
@@ -110,16 +261,8 @@ class SpecBranchDrafter(PretrainedDrafter):
             drafting_options: of `SpecBranchOptions`.
         """
         draft_model, target = unwrapped(draft_model), unwrapped(target)
-        target_config = target.config.get_text_config(decoder=True)
-        config = SpecBranchConfig(
-            draft_model=draft_model.name_or_path if is_hub_id(draft_model.name_or_path) else OWN_DRAFT_MODEL,
-            h_rad=h_rad,
-            target_hidden_size=target_config.hidden_size,
-            num_target_layers=target_config.num_hidden_layers,
-            num_feature_layers=min(4, target_config.num_hidden_layers),
-            target_name_or_path=target.name_or_path or None,
-        )
-        drafter = cls(config).eval()
+        place = draft_model.name_or_path if is_hub_id(draft_model.name_or_path) else OWN_DRAFT_MODEL
+        drafter = cls(SpecBranchConfig.of_target(target, draft_model=place, h_rad=h_rad)).eval()
         drafter.attach(draft_model)
         drafter.set_options(**drafting_options)
         return drafter.to(dtype=target.dtype)
@@ -158,19 +301,15 @@ class SpecBranchDrafter(PretrainedDrafter):
         """
         draft_model = unwrapped(draft_model)
         own = draft_model.config.get_text_config(decoder=True)
-        for field, found in (
-            ("draft_hidden_size", own.hidden_size),
-            ("draft_num_layers", own.num_hidden_layers),
-        ):
-            trained = getattr(self.config, field)
+        for name, found in (("hidden_size", own.hidden_size), ("num_layers", own.num_hidden_layers)):
+            trained = getattr(self.config, f"draft_{name}")
             if trained not in (None, found):
                 raise ValueError(
                     f"The H-RAD of {self.name_or_path or 'this drafter'!r} was trained with a draft model whose "
-                    f"{field.removeprefix('draft_')} is {trained}, but {draft_model.name_or_path!r} has {found}. "
+                    f"{name} is {trained}, but {draft_model.name_or_path!r} has {found}. "
                     f"It fits only the pair it was trained for: use {self.config.draft_model!r}, or train another."
                 )
         self.__dict__["_pair"] = CausalLMDrafter(draft_model.eval())
-        self._processes = DraftingProcesses()  # those of the previous draft model end
 
     def load_beside(
         self,
@@ -217,10 +356,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         """Sets `draft_model` to a subfolder of the checkpoint if the current value is not valid at the destination."""
         location = self.config.draft_model
         adapted = self.draft_model is not None and has_adapters(self.draft_model)  # what is there has no adapters
-        if _is_found(location, folder) and not adapted:
-            yield
-            return
-        if self.draft_model is None:
+        stays = _is_found(location, folder) and not adapted
+        if not stays and self.draft_model is None:
             where = "the Hub" if folder is None else repr(str(folder))
             warnings.warn(
                 f"The draft model {location!r} cannot be found from {where}, and this drafter has not loaded it, "
@@ -228,9 +365,8 @@ class SpecBranchDrafter(PretrainedDrafter):
                 "again.",
                 stacklevel=4,
             )
-            yield
-            return
-        self.config.draft_model = OWN_DRAFT_MODEL
+            stays = True
+        self.config.draft_model = location if stays else OWN_DRAFT_MODEL
         try:
             yield
         finally:
@@ -281,46 +417,21 @@ class SpecBranchDrafter(PretrainedDrafter):
             return ()
         return last_layers(model, self.config.num_feature_layers)
 
+    def speed_ratio_of(self, model: PreTrainedModel) -> float | None:
+        """The ratio c = T_p / T_q with a target: the option, or what was measured; None before.
+
+        It is stored across calls, so that draft lengths, and samples, are repeatable.
+        """
+        if self.options.speed_ratio is None and self._measured is not None and self._measured[0]() is model:
+            return self._measured[1]
+        return self.options.speed_ratio
+
+    def keep_speed_ratio(self, model: PreTrainedModel, ratio: float) -> None:
+        """Stores what was measured with a target."""
+        self._measured = weakref.ref(model), ratio
+
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.specbranch.candidates import SpecBranchGenerator, SpeedRatio
-
-        options, draft_model = self.options, self.draft_model
-        assert draft_model is not None, "check_target requires it"
-        if self._measured is None or self._measured[0]() is not target.model:
-            self._measured = weakref.ref(target.model), SpeedRatio()
-
-        kind = choose_worker(options.worker if options.parallel else "none", draft_model, self._processes)
-
-        def make_drafting(choice: ChoiceRule, vocab_size: int) -> BranchDrafting:
-            branches = options.k_max if options.parallel else 1
-            plan = DraftingPlan(
-                most_tokens=options.max_depth,
-                most_branches=branches,
-                most_hedges=branches - 1 if options.hedge else 0,
-                min_confidence=options.min_confidence,
-                draw_candidates=options.candidates == "drawn",
-                choice=choice,
-                vocab_size=vocab_size,
-            )
-            return BranchDrafting(draft_model, plan)
-
-        def run_in_worker(drafting: BranchDrafting) -> Worker:
-            return make_worker(kind, drafting, options.worker_threads, self._processes)
-
-        embeddings = target.model.get_input_embeddings()
-        return SpecBranchGenerator(
-            target,
-            make_drafting,
-            run_in_worker,
-            self._measured[1] if options.speed_ratio is None else SpeedRatio(options.speed_ratio),
-            predict=(lambda features, ids: self.predict(features, ids, embeddings))
-            if options.lengths == "h_rad"
-            else None,
-            lengths=options.lengths,
-            posterior=options.selection == "posterior",
-            hedged=options.parallel and options.hedge and options.k_max > 1,
-            num_threads=options.worker_threads,
-        )
+        return SpecBranchGenerator(self, target)
 
     def card_summary(self) -> str:
         return (
@@ -339,21 +450,19 @@ class SpecBranchDrafter(PretrainedDrafter):
         return facts
 
     def check_target(self, model: PreTrainedModel) -> None:
-        target = model.config.get_text_config(decoder=True)
+        config, target = self.config, model.config.get_text_config(decoder=True)
         name, target_name = name_of(self), name_of(model)
-        if self.config.h_rad:
-            named = repr(self.config.target_name_or_path) if self.config.target_name_or_path else "that target"
-            for field, found in (
-                ("target_hidden_size", target.hidden_size),
-                ("num_target_layers", target.num_hidden_layers),
-            ):
-                trained = getattr(self.config, field)
-                if trained != found:
-                    raise ValueError(
-                        f"The H-RAD of {name!r} was trained for a target whose {field.removeprefix('target_')} is "
-                        f"{trained}, but target {target_name!r} has {found}. It fits only the pair it was trained for: "
-                        f"use {named}, or train one for this pair."
-                    )
+        for size, trained, found in (
+            ("hidden_size", config.target_hidden_size, target.hidden_size),
+            ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
+        ):
+            if config.h_rad and trained != found:
+                named = repr(config.target_name_or_path) if config.target_name_or_path else "that target"
+                raise ValueError(
+                    f"The H-RAD of {name!r} was trained for a target whose {size} is {trained}, but target "
+                    f"{target_name!r} has {found}. It fits only the pair it was trained for: use {named}, or train "
+                    "one for this pair."
+                )
         if self._pair is None:
             if self.device.type != "meta":  # on the meta device only shapes are checked
                 raise ValueError(
@@ -361,22 +470,30 @@ class SpecBranchDrafter(PretrainedDrafter):
                 )
             return
         self._pair.check_target(model)
-        if self.options.worker == "process" and self.options.parallel:
-            assert self.draft_model is not None
-            refusal = process_refusal(self.draft_model.device)
-            if refusal is not None:
-                raise ValueError(f"worker='process' cannot be used: {refusal}. Use worker='thread', or 'auto'.")
+
+
+def _is_beside(location: str) -> bool:
+    """Whether a config's `draft_model` is a folder, and no Hub id."""
+    return location == OWN_DRAFT_MODEL or location.startswith(".") or Path(location).is_absolute()
 
 
 def _is_found(location: str | None, folder: Path | None) -> bool:
     """Whether a config's `draft_model` can be resolved from a folder; None for the Hub."""
     if location is None:
         return False
-    if location == OWN_DRAFT_MODEL or location.startswith("."):
+    if _is_beside(location):
         return folder is not None and (folder / location).resolve().is_dir()
-    if Path(location).is_absolute():
-        return folder is not None and Path(location).is_dir()
-    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", location) is not None and not Path(location).exists()  # a Hub id
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", location) is not None and not Path(location).exists()
+
+
+def missing_draft_model(fields: dict[str, Any], folder: Path | None) -> list[str]:
+    """Problems with the draft model that a config names; a Hub id is not requested."""
+    place = fields.get("draft_model")
+    if not isinstance(place, str):
+        return [f"config.json names no draft model: draft_model is {place!r}"]
+    if _is_found(place, folder) or (place == OWN_DRAFT_MODEL if folder is None else not _is_beside(place)):
+        return []
+    return [f"the draft model {place!r}, relative to the checkpoint, does not exist"]
 
 
 def last_layers(model: PreTrainedModel, count: int) -> tuple[int, ...]:

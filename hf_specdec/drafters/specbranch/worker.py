@@ -1,86 +1,276 @@
-"""The worker that runs the draft model: serially, in a thread, or in a process.
+"""SpecBranch in one `generate` call, the target's side: H-RAD, the chains to verify, and the thread that drafts.
 
-All three run the same `BranchDrafting` and give the same drafts; only the speed differs. A thread shares the
-interpreter with the target, which is sufficient on a GPU, where the host only launches kernels, and for large models on
-a CPU. A small target's forward on a CPU is mostly Python code, so that two threads compete for the interpreter: on the
-bundled pair a verification takes 7 ms alone and took 18 ms with a drafting thread, without any gain. A process
-(`process.py`) has its own interpreter. `placement.py` chooses.
+The state machine of Figure 9 has two parts: draft stage and branch stage are `BranchDrafting.draft` and `draft_ahead`;
+this side reads the target's features, runs H-RAD, and turns chains into draft trees. Source: SpecBranch, Sections 5.1
+and 5.2, Algorithm 1.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import os
+import statistics
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from hf_specdec.decoding.devices import abilities
-from hf_specdec.drafters.specbranch.drafting import BranchDrafting
+from hf_specdec.decoding.accept import DrawnCandidates
+from hf_specdec.decoding.devices import abilities, wait_for
+from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
+from hf_specdec.decoding.state import RoundState
+from hf_specdec.decoding.stats import SpeculationStats
+from hf_specdec.decoding.target import TargetModel, TargetOutput
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.specbranch.drafting import (
+    ALL_ACCEPT,
+    ALL_REJECT,
+    CONFIDENCE,
+    BranchDrafting,
+    Branches,
+    Chains,
+    Counters,
+    DraftingPlan,
+    Signals,
+)
 
-
-class Pending(Protocol):
-    """A result that may not be available yet."""
-
-    def result(self) -> Any:
-        """Waits for the result; raises the exception of the work."""
-
-
-class Worker(ABC):
-    """Runs methods of a `BranchDrafting`, one at a time."""
-
-    @abstractmethod
-    def submit(self, method: str, *arguments: Any) -> Pending:
-        """Starts a method; the result of the previous one must have been read."""
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Runs a method and returns its result."""
-        return self.submit(method, *arguments).result()
-
-    def close(self) -> None:
-        """Ends the worker, even while it runs a method."""
-
-
-class SerialWorker(Worker):
-    """Serial drafting: a method is run when it is submitted."""
-
-    def __init__(self, drafting: BranchDrafting) -> None:
-        self.drafting = drafting
-
-    def submit(self, method: str, *arguments: Any) -> Pending:
-        future: Future[Any] = Future()
-        future.set_result(getattr(self.drafting, method)(*arguments))
-        return future
+if TYPE_CHECKING:
+    from hf_specdec.drafters.specbranch.modeling import SpecBranchDrafter
 
 
-class ThreadWorker(Worker):
-    """A thread with its own number of intra-op threads on a CPU, or its own stream on a GPU."""
+class DraftingThread:
+    """A thread with its own number of intra-op threads on a CPU, or its own stream on a GPU.
 
-    def __init__(self, drafting: BranchDrafting, num_threads: int) -> None:
-        self.drafting = drafting
+    A process with an interpreter of its own was no faster: see `docs/assistant.md`.
+    """
+
+    def __init__(self, device: torch.device, num_threads: int) -> None:
         self.executor = ThreadPoolExecutor(
-            1, thread_name_prefix="hf_specdec-drafting", initializer=_use_threads, initargs=(num_threads,)
+            1,
+            thread_name_prefix="hf_specdec-drafting",
+            initializer=torch.set_num_threads,  # of the calling thread
+            initargs=(num_threads,),
         )
-        device = drafting.drafter.model.device
         self.stream = torch.cuda.Stream(device) if abilities(device).works_ahead else None
         if self.stream is not None:  # pending work on the current stream may still be writing the weights
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
-    def submit(self, method: str, *arguments: Any) -> Pending:
-        return self.executor.submit(self._run, method, *arguments)
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Starts work; the result of the previous one must have been read."""
+        return self.executor.submit(self._run, work, *arguments)
 
-    def _run(self, method: str, *arguments: Any) -> Any:
+    def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
         if self.stream is None:
-            return getattr(self.drafting, method)(*arguments)
+            return work(*arguments)
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
-            result = getattr(self.drafting, method)(*arguments)
+            result = work(*arguments)
             self.stream.synchronize()  # the result may be read on any stream
             return result
 
+
+class SpecBranchGenerator(TreeCandidateGenerator):
+    """Drafts while the target verifies, for one call.
+
+    Args:
+        drafter: its options, H-RAD and draft model.
+        target: the target of this call.
+    """
+
+    def __init__(self, drafter: SpecBranchDrafter, target: TargetModel) -> None:
+        self.drafter, self.target, self.options = drafter, target, drafter.options
+        # Without hedges the paper retains a part of a chosen branch only to branch there. With them it is verified
+        # completely: verifying more tokens never reduces what is accepted.
+        self.hedged = self.options.parallel and self.options.hedge and self.options.k_max > 1
+        self.drafting: BranchDrafting | None = None  # before the first draft
+        self.thread: DraftingThread | None = None  # None drafts serially
+        self.threads_before: int | None = None
+        self.speed_ratio = 0.0  # c = T_p / T_q
+        self.emitted: list[list[int]] = []
+        self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
+        self.signals: list[Signals] = []
+        self.chains: Chains | None = None
+        self.embeddings: Any = target.model.get_input_embeddings()
+        self.device = home_of(self.embeddings)  # an offloaded model says "meta"
+        self.overlap = SpeculationStats()
+
+    def observe(self, committed: Committed) -> None:
+        self.last = committed
+        if committed.tree is not None:
+            self.emitted = list(committed.tokens)
+
+    def draft(self, context: DraftContext) -> DraftTree:
+        if self.drafting is None:
+            if min(context.lengths) < 2:  # the prompt was passed as embeddings, which the draft model cannot read
+                return DraftTree.root_only(context.root_ids)
+            self._start(context)
+        assert self.drafting is not None
+        self.signals = self._signals(context, self.drafting)
+        chains: Chains = self._call(self.drafting.draft, self.emitted, context.active, self.signals)
+        self.chains = chains
+        token_ids = [[root, *tokens] for root, tokens in zip(context.root_ids.tolist(), chains.tokens, strict=True)]
+        tree = DraftTree.from_lists(
+            token_ids,
+            [list(range(-1, len(tokens) - 1)) for tokens in token_ids],
+            finite=None if all(chains.finite) else torch.tensor(chains.finite, device=self.device),
+            device=self.device,
+        )
+        return replace(tree, draft_probs=self._to_target_device(chains.draft_probs))
+
+    def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return work(*arguments) if self.thread is None else self.thread.submit(work, *arguments).result()
+
+    def _start(self, context: DraftContext) -> None:
+        options, draft_model = self.options, self.drafter.draft_model
+        assert draft_model is not None, "check_target requires it"
+        assert self.last is not None, "the prefill has been observed"
+        texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
+        branches = options.k_max if options.parallel else 1
+        plan = DraftingPlan(
+            most_tokens=options.max_depth,
+            most_branches=branches,
+            most_hedges=branches - 1 if options.hedge else 0,
+            min_confidence=options.min_confidence,
+            draw_candidates=options.candidates == "drawn",
+            choice=context.choice,
+            vocab_size=self.last.target_logits.shape[-1],
+        )
+        self.drafting = drafting = BranchDrafting(draft_model, plan)
+        # Drawn from torch's global generator, so that its seed determines the drafts.
+        seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
+        can = abilities(draft_model.device)
+        # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
+        if options.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
+            self.thread = DraftingThread(draft_model.device, options.worker_threads)
+            if self.device.type == "cpu" == draft_model.device.type:
+                self._share_cores()
+        self.emitted = [[] for _ in texts]
+        self._call(drafting.start, texts, self.target.prompt_mask, seed)
+        ratio = self.drafter.speed_ratio_of(self.target.model)
+        if ratio is None:
+            ratio = self._seconds_per_verification(context) / self._call(drafting.seconds_per_forward)
+            self.drafter.keep_speed_ratio(self.target.model, ratio)
+        self.speed_ratio = ratio
+        # No longer than c, rounded down, so that drafting takes no longer than verification.
+        drafting.plan = replace(plan, most_tokens=max(1, min(plan.most_tokens, int(ratio))))
+
+    def _share_cores(self) -> None:
+        """Reserves the worker's cores during the call: with more threads than cores both sides would be slower."""
+        self.threads_before = torch.get_num_threads()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, min(self.threads_before, cores - self.options.worker_threads)))
+
+    def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
+        """T_p: the median time of a verification of a few nodes. Nothing is committed."""
+        tree = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes))
+        seconds = []
+        for _ in range(repeats + 1):  # the first one is a warm-up
+            began = time.perf_counter()
+            self.target.verify(tree, context.root_positions)
+            wait_for(self.device)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[1:])
+
+    def _signals(self, context: DraftContext, drafting: BranchDrafting) -> list[Signals]:
+        batch = len(context.lengths)
+        if self.options.lengths == "fixed":
+            # PEARL (arXiv 2408.11850): a new chain is verified from its first token on while the rest is drafted
+            # (pre-verify), and a continued one is verified completely (post-verify). Serial: always all tokens.
+            return [Signals(ALL_ACCEPT, ALL_ACCEPT if self.thread is None else ALL_REJECT)] * batch
+        if self.options.lengths == "confidence":
+            return [Signals(ALL_ACCEPT if self.hedged else CONFIDENCE, CONFIDENCE)] * batch
+        posterior, rows = self.options.selection == "posterior", list(range(batch))
+        if posterior and self.hedged:  # chosen branches are verified completely: H-RAD decides for other rows only
+            pairs = zip(drafting.rows, self.emitted, strict=True)
+            chosen = [row.chosen_branch(tokens) for row, tokens in pairs]
+            rows = [row for row in rows if context.active[row] and chosen[row] is None]
+        kinds: dict[int, int] = {}
+        if rows:
+            assert self.last is not None, "the prefill has been observed"
+            features, index = last_features(self.last), torch.tensor(rows, device=context.root_ids.device)
+            root_ids = context.root_ids[index]
+            found_kinds = self.drafter.predict(features[index.to(features.device)], root_ids, self.embeddings)
+            kinds = dict(zip(rows, found_kinds.tolist(), strict=True))
+        return [
+            Signals(
+                kept_branch=kind if posterior and not self.hedged else ALL_ACCEPT,
+                fresh=kind,
+                branches=ALL_ACCEPT if posterior else kind,
+            )
+            for kind in (kinds.get(row, ALL_ACCEPT) for row in range(batch))
+        ]
+
+    def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
+        """Verifies while the thread drafts branches after the chains."""
+        if self.thread is None or self.drafting is None:
+            return target.verify(tree, state.root_positions)
+        # The target's own time: on a CPU without the time that the drafter takes of this thread's core.
+        clock = time.thread_time if abilities(self.device).host_memory else time.perf_counter
+        launched, busy_from = time.perf_counter(), clock()
+        pending = self.thread.submit(self.drafting.draft_ahead, self.signals)
+        output = target.verify(tree, state.root_positions)
+        if abilities(self.device).works_ahead:  # without waiting, only the launch would be measured
+            wait_for(self.device)
+        busy_s = clock() - busy_from
+        branches: Branches = pending.result()
+        self.overlap.count_ahead(branches.busy_s, busy_s, time.perf_counter() - launched)
+        return replace(output, drawn=self._drawn(branches, tree.num_nodes))
+
+    def _drawn(self, branches: Branches, num_nodes: int) -> DrawnCandidates | None:
+        """The sampled candidates after the chains, for the acceptance rule; None if none were sampled.
+
+        A chain that was cut to fewer than its nodes has no end here, and so no candidates.
+        """
+        draft_probs = self._to_target_device(branches.draft_probs)
+        if draft_probs is None:
+            return None
+        assert self.chains is not None
+        most, device = draft_probs.shape[1], draft_probs.device
+        candidates, lengths = branches.candidates, [len(tokens) for tokens in self.chains.tokens]
+        counts = [len(tokens) if length < num_nodes else 0 for tokens, length in zip(candidates, lengths, strict=True)]
+        return DrawnCandidates(
+            nodes=torch.tensor([min(length, num_nodes - 1) for length in lengths], device=device),
+            token_ids=torch.tensor([tokens + [0] * (most - len(tokens)) for tokens in candidates], device=device),
+            draft_probs=draft_probs,
+            drafted=torch.tensor([[index < count for index in range(most)] for count in counts], device=device),
+        )
+
+    def count(self, stats: SpeculationStats) -> None:
+        if self.drafting is None:
+            return
+        counters: Counters = self._call(self.drafting.final_counters, self.emitted)
+        stats.add_overlap(self.overlap)
+        stats.num_path_drafts += counters.path_drafts
+        stats.num_path_kept += counters.path_kept
+        stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
+        stats.speed_ratio = self.speed_ratio
+
     def close(self) -> None:
-        self.drafting.stopped = True
-        self.executor.shutdown(wait=True, cancel_futures=True)
+        try:
+            if self.thread is not None and self.drafting is not None:
+                self.drafting.stopped = True
+                self.thread.executor.shutdown(wait=True, cancel_futures=True)
+        finally:
+            if self.threads_before is not None:
+                torch.set_num_threads(self.threads_before)
+
+    def _to_target_device(self, draft_probs: Tensor | None) -> Tensor | None:
+        """Copies distributions from the draft model's device and stream to the target's."""
+        if draft_probs is None:
+            return None
+        if draft_probs.is_cuda:
+            draft_probs.record_stream(torch.cuda.current_stream(draft_probs.device))
+        return draft_probs.to(self.device)
 
 
-def _use_threads(num_threads: int) -> None:
-    torch.set_num_threads(num_threads)  # of the calling thread
+def last_features(committed: Committed) -> Tensor:
+    """[batch, taps * hidden]: the target's features at the last token that a round, or the prefill, committed."""
+    assert committed.features is not None
+    features, counts = committed.features, committed.num_committed
+    if committed.tree is None:  # prompts are padded on the left
+        return features[:, -1]
+    last = torch.tensor([max(0, count - 1) for count in counts], device=features.device)
+    return features[torch.arange(len(counts), device=features.device), last]

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.specbound.pending import PendingGenerator
+from hf_specdec.drafters.specbound.drafting import PendingGenerator
 from tests.scripted import StubDrafter
 from tests.targets import FAMILIES, PROMPTS, make_target
 

@@ -33,9 +33,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.specbound import SpecBoundConfig, SpecBoundDrafter
 from hf_specdec.drafters.specbound import calibration as calibrating
-from hf_specdec.drafters.specbound.candidates import EarlyExitGenerator
-from hf_specdec.drafters.specbound.pending import PendingChain
-from hf_specdec.drafters.specbound.slices import LAYOUTS, LayerSlices, Layout
+from hf_specdec.drafters.specbound.drafting import LAYOUTS, EarlyExitGenerator, LayerSlices, Layout, PendingChain
 from tests.decoding import test_sampling
 from tests.laws import assert_follows
 from tests.methods import METHODS, make_specbound

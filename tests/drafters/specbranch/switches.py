@@ -1,7 +1,4 @@
-"""Draft models that a test can count, delay and break from outside, wherever they run: in a thread or another process.
-
-The switches are buffers of the model, which the drafting process shares.
-"""
+"""Draft models that a test can count, delay and break from outside, while they run in a thread."""
 
 from __future__ import annotations
 

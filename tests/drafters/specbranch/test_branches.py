@@ -11,17 +11,17 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from hf_specdec.decoding.exchange import GREEDY, ChoiceRule
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
-from hf_specdec.drafters.specbranch.branches import (
+from hf_specdec.drafters.specbranch.drafting import (
     ALL_ACCEPT,
     ALL_REJECT,
     CONFIDENCE,
+    BranchDrafting,
     DraftingPlan,
     Node,
     Row,
     Signals,
     num_branches,
 )
-from hf_specdec.drafters.specbranch.drafting import BranchDrafting
 from tests.decoding.test_sampling import DEPTH, PROMPT, SAMPLING, count, enumerate_law, sampled_target
 from tests.laws import BOUND_SIGMA, assert_follows, deviation_sigma
 from tests.methods import make_causal_lm, make_causal_lm_chain, make_specbranch
@@ -231,7 +231,7 @@ def test_a_branch_is_hit_by_what_it_was_prepared_for() -> None:
 @pytest.mark.parametrize("way", ["hedged branches", "single sequence", "in turn", "in turn, predicted"])
 def test_a_forward_drafts_one_token_in_sequence(way: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    drafter = make_specbranch(target, noise=0.01, worker="thread", **WAYS[way])
+    drafter = make_specbranch(target, noise=0.01, **WAYS[way])
     assert drafter.draft_model is not None
     forwards = counted_forwards(drafter.draft_model)
     target.generate(**prompts, max_new_tokens=24, do_sample=False, assistant_model=drafter)

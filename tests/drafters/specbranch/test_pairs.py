@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdec import inspect_drafter, load_drafter
-from hf_specdec.drafters.specbranch import SpecBranchDrafter, parallel_latency, serial_latency
-from hf_specdec.drafters.specbranch.configuration import OWN_DRAFT_MODEL
+from hf_specdec.drafters.specbranch import SpecBranchDrafter
+from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL
 from tests.methods import make_causal_lm, make_specbranch
 from tests.targets import PROMPTS, fresh_target, make_target, tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+from measure_specbranch import parallel_latency, serial_latency
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -35,9 +39,7 @@ def saved(folder: Path, place: str) -> tuple[PreTrainedModel, SpecBranchDrafter,
 def test_a_saved_pair_drafts_the_same(place: str, tmp_path: Path) -> None:
     target, drafter, folder = saved(tmp_path, place)
     prompts = PROMPTS["batch of one"]()
-    loaded = load_drafter(
-        folder, target, speed_ratio=4.0, k_max=3, min_confidence=0.05, min_certainty=0.0, worker="thread"
-    )
+    loaded = load_drafter(folder, target, speed_ratio=4.0, k_max=3, min_confidence=0.05, min_certainty=0.0)
     runs = []
     for each in (drafter, loaded):
         target.generate(**prompts, **GREEDY, assistant_model=each)
@@ -68,7 +70,7 @@ def test_a_pair_without_h_rad_is_saved_and_loaded(dtype: torch.dtype, tmp_path: 
     assert inspect_drafter(tmp_path).problems == []
     alone = target.generate(**prompts, **GREEDY)
     for given in (None, target):
-        loaded: Any = load_drafter(tmp_path, given, speed_ratio=4.0, worker="thread")
+        loaded: Any = load_drafter(tmp_path, given, speed_ratio=4.0)
         assert (loaded.dtype, loaded.draft_model.dtype, loaded.options.lengths) == (dtype, dtype, "confidence")
         assert target.generate(**prompts, **GREEDY, assistant_model=loaded).tolist() == alone.tolist()
     assert load_drafter(tmp_path, dtype="bfloat16").draft_model.dtype == torch.bfloat16
@@ -142,7 +144,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lengths": "hrad"}, "Unknown lengths 'hrad'. Did you mean 'h_rad'?"),
     ({"selection": "prior"}, "Unknown selection 'prior'"),
     ({"candidates": "topk"}, "Unknown candidates 'topk'. Did you mean 'top_k'?"),
-    ({"worker": "fork"}, "Unknown worker 'fork'"),
     ({"parallel": 1}, "parallel=1 must be True or False"),
     ({"min_confidence": 1.5}, "min_confidence=1.5 must be from 0 to 1"),
     ({"speed_ratio": 0}, "speed_ratio=0 must be a positive number"),
@@ -194,7 +195,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_draft_model_larger_than_the_target_warns() -> None:
     target = make_target("llama", "sdpa", num_hidden_layers=1)
     model = make_target("llama", "sdpa")
-    drafter = SpecBranchDrafter.from_models(model, target, worker="thread", speed_ratio=2.0)
+    drafter = SpecBranchDrafter.from_models(model, target, speed_ratio=2.0)
     with pytest.warns(UserWarning, match="Check that the two are not swapped"):
         target.generate(**PROMPTS["batch of one"](), **GREEDY, assistant_model=drafter)
 
