@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ class Answer:
         )
 
 
-Write: TypeAlias = Callable[[str, bool, Answer], None]  # a piece of text, whether it was drafted, the answer so far
+Write: TypeAlias = Callable[[str, bool], None]  # a piece of text, and whether it was drafted
 
 
 class Conversation:
@@ -165,18 +164,19 @@ class _AnswerStreamer(BaseStreamer):
         self.accepted_left -= 1
         answer.num_tokens += 1
         answer.num_drafted += self.drafted
-        answer.seconds = time.perf_counter() - self.began
-        answer.mean_acceptance_length = stats.mean_acceptance_length
         self._write_piece(self.pieces.add(int(value)))
 
     def end(self) -> None:
         self._write_piece(self.pieces.rest())
         self.answer.seconds = time.perf_counter() - self.began
+        if self.answer.num_tokens:
+            assert self.drafter.stats is not None
+            self.answer.mean_acceptance_length = self.drafter.stats.mean_acceptance_length
 
     def _write_piece(self, piece: str) -> None:
         if piece:
             self.answer.text += piece
-            self.write(piece, self.drafted, self.answer)
+            self.write(piece, self.drafted)
 
 
 _DRAFTED, _FAINT, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -186,8 +186,7 @@ _COMMANDS = {"/reset": "begins a new conversation", "/exit": "ends"}
 def converse(conversation: Conversation) -> None:
     """Answers the lines of stdin, one by one, until it ends or a line is /exit.
 
-    On a terminal, drafted tokens are green, and the last line shows statistics of the current answer. Statistics of
-    each complete answer are written to stderr.
+    On a terminal, drafted tokens are green. Statistics of each answer are written to stderr.
 
     Raises:
         ValueError: stdin is not a terminal, and a line cannot be answered or is not UTF-8.
@@ -223,19 +222,15 @@ def converse(conversation: Conversation) -> None:
 
 def _answer(conversation: Conversation, question: str, on_terminal: bool) -> Answer:
     """Writes an answer to stdout and its statistics to stderr."""
-    with _StatusLine() if on_terminal else contextlib.nullcontext() as status:
 
-        def write(piece: str, drafted: bool, answer: Answer) -> None:
-            if status is not None:
-                # A target may generate control characters, which a terminal would obey.
-                piece = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", piece)
-                piece = f"{_DRAFTED}{piece}{_END}" if drafted else piece
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-            if status is not None:
-                status.show(str(answer))
+    def write(piece: str, drafted: bool) -> None:
+        if on_terminal:
+            # A target may generate control characters, which a terminal would obey.
+            piece = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", piece)
+            piece = f"{_DRAFTED}{piece}{_END}" if drafted else piece
+        print(piece, end="", flush=True)
 
-        answer = conversation.ask(question, write)
+    answer = conversation.ask(question, write)
     print("\n", flush=True)
     print(f"{_FAINT}{answer}{_END}" if sys.stderr.isatty() and on_terminal else answer, file=sys.stderr)
     return answer
@@ -266,33 +261,3 @@ def _piped() -> Iterator[str]:
             f"stdin must be UTF-8, but byte 0x{error.object[error.start]:02x} is not valid: convert the text first, "
             "for example with iconv."
         ) from error
-
-
-class _StatusLine:
-    """The last line of the terminal, excluded from scrolling."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.shown_at = 0.0
-
-    def __enter__(self) -> _StatusLine:
-        return self
-
-    def show(self, text: str) -> None:
-        """Shows a text, at most ten times per second."""
-        now = time.perf_counter()
-        columns, rows = shutil.get_terminal_size()
-        if now - self.shown_at < 0.1 or rows < 4:
-            return
-        self.shown_at = now
-        if rows != self.rows:
-            self.rows = rows
-            # Index and cursor up: if the cursor is in the last line, the text scrolls up by one line.
-            sys.stdout.write(f"\x1bD\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
-        sys.stdout.write(f"\x1b7\x1b[{rows};1H\x1b[2K{_FAINT}{text[: columns - 1]}{_END}\x1b8")
-        sys.stdout.flush()
-
-    def __exit__(self, *exception: object) -> None:
-        if self.rows:  # the whole terminal scrolls again
-            sys.stdout.write(f"\x1b7\x1b[r\x1b[{self.rows};1H\x1b[2K\x1b8")
-            sys.stdout.flush()

@@ -10,7 +10,7 @@
     hf-specdec chat <target> <drafter>                  the same, with messages in the target's chat template
     hf-specdec write ...                                from hf_specdec.training.write import main; main([...])
     hf-specdec train ...                                from hf_specdec.training.command import main; main([...])
-    hf-specdec bench ...                                from hf_specdec.benchmark.__main__ import main; main([...])
+    hf-specdec bench ...                                from hf_specdec.benchmark import benchmark; benchmark(...)
 
 `commands.py` and the modules of the last three run them, and are imported when they are needed: `--help` does not wait
 for torch.

@@ -148,9 +148,8 @@ def _answer(arguments: argparse.Namespace, tokenizer: Any, prompts: list[str]) -
     """The turns of a conversation: answers on stdout, statistics on stderr."""
     conversation = _conversation(arguments, tokenizer)
 
-    def write(piece: str, *figures: Any) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    def write(piece: str, drafted: bool) -> None:
+        print(piece, end="", flush=True)
 
     for prompt in prompts:
         if len(prompts) > 1:

@@ -44,7 +44,7 @@ window.addEventListener("load", () => {
   }
   const root = document.documentElement;
   if (root.scrollWidth > root.clientWidth) problems.push(`the page is ${root.scrollWidth} pixels wide`);
-  const found = {problems, counts: {}, background: getComputedStyle(document.body).backgroundColor};
+  const found = {problems, counts: {}};
   for (const name of ["svg", "figure", "table", "text"]) found.counts[name] = document.querySelectorAll(name).length;
   const note = document.createElement("pre");
   note.id = "found";
@@ -62,21 +62,17 @@ class Seen:
     Attributes:
         problems: texts on each other, or outside of their picture.
         counts: of elements by name.
-        background: of the body, as CSS colour.
         console: errors and warnings it wrote, failed loads among them.
     """
 
     problems: list[str]
     counts: dict[str, int]
-    background: str
     console: list[str]
 
 
-def look_at(html: str, folder: Path, *, dark: bool = False) -> Seen:
-    """Opens a page in Chromium, light or dark."""
+def look_at(html: str, folder: Path) -> Seen:
+    """Opens a page in Chromium."""
     assert CHROMIUM is not None
-    if dark:
-        html = html.replace("<html lang='en'>", "<html lang='en' data-theme='dark'>")
     page = folder / "page.html"
     page.write_text(html.replace("</body>", f"{_PROBE}</body>"), encoding="utf-8")
     done = subprocess.run(

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "hub": {"decoding", "formats", "drafters"},
     "serving": {"drafters", "hub", "integration"},
     "visualize": {"decoding"},
-    "benchmark": {"decoding", "drafters", "hub", "integration", "visualize"},
+    "benchmark": {"decoding", "drafters", "hub", "integration"},
 }
 METHOD_NAMES = {method.name for method in registry._BY_CLASS.values()}  # before tests register others
 # The files that register a method: its own file, or the `__init__.py` of its folder.

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -66,7 +65,7 @@ class Interrupts(LogitsProcessor):
         raise KeyboardInterrupt
 
 
-def silent(piece: str, drafted: bool, answer: Answer) -> None:
+def silent(piece: str, drafted: bool) -> None:
     """Shows nothing."""
 
 
@@ -85,7 +84,7 @@ def test_an_answer_follows_all_messages_before_it(target: PreTrainedModel) -> No
 def test_each_piece_has_a_flag_whether_it_was_drafted(target: PreTrainedModel, method: str) -> None:
     talk = conversation(target, method, max_new_tokens=30)
     heard: list[tuple[str, bool]] = []
-    answer = talk.ask("abcabc", lambda piece, drafted, answer: heard.append((piece, drafted)))
+    answer = talk.ask("abcabc", lambda piece, drafted: heard.append((piece, drafted)))
     talk.reset()
     talk.drafter.trace = Trace()
     talk.ask("abcabc", silent)
@@ -102,7 +101,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_its_text(target: PreTrainedModel) -> No
     talk = conversation(target)
     heard: list[str] = []
 
-    def interrupted(piece: str, drafted: bool, answer: Answer) -> None:
+    def interrupted(piece: str, drafted: bool) -> None:
         heard.append(piece)
         if len(heard) == 5:
             raise KeyboardInterrupt
@@ -282,23 +281,19 @@ def test_chat_in_a_terminal_colours_drafted_tokens_and_continues_after_ctrl_c(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_ddtree(target).save_pretrained(tmp_path)
-    screen, rows = Screen(), shutil.get_terminal_size().lines
+    screen = Screen()
     type_in(Keyboard(KeyboardInterrupt, "hello", "a" * 130, "/reset", "hello"))
     with contextlib.redirect_stdout(screen):
         options = ["--device", "cpu", "--max-new-tokens", str(NEW), "--temperature", "0"]
         assert main(["chat", folder, str(tmp_path), *options]) == 0
     answer = plain(target, "uhelloxq")
     shown = screen.getvalue()
-    status = re.findall(rf"\x1b7\x1b\[{rows};1H\x1b\[2K\x1b\[2m([^\x1b]+)\x1b\[0m\x1b8", shown)
-    assert all("tokens/s, mean acceptance length" in line for line in status)
-    assert len(status) >= 2, "one per answer at least"
-    assert shown.count(f"\x1b[1;{rows - 1}r") == shown.count("\x1b[r") == 2, "the last line is taken and given back"
-    written = re.sub(r"\x1b7.*?\x1b8", "", shown)
-    assert "\x1b[32m" in written
-    assert re.sub(r"\x1b(D|\[[0-9;]*[A-Za-z])", "", written).replace("> ", "").split() == [answer, answer]
+    assert "\x1b[32m" in shown
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("> ", "").split() == [answer, answer]
     told = capsys.readouterr().err
     assert "Green text was drafted" in told
     assert "reads at most 128" in told
+    assert told.count("tokens/s, mean acceptance length") == 2
 
 
 def test_ctrl_c_beside_an_answer_does_not_end_a_conversation_in_a_terminal(
@@ -319,7 +314,7 @@ def test_control_characters_are_not_written_to_a_terminal(
 ) -> None:
     class Steering(Conversation):
         def ask(self, question: str, write: Any) -> Answer:
-            write("a\x1b]2;title\x07b\tc\n\u00a0d\x9b", False, Answer())
+            write("a\x1b]2;title\x07b\tc\n\u00a0d\x9b", False)
             return Answer()
 
     type_in(io.StringIO("hello\n"))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ from torch import Tensor
 from hf_specdec.adaptation.policy import Action
 from hf_specdec.adaptation.recording import Query
 from hf_specdec.drafters.pretrained import PretrainedDrafter
+from hf_specdec.training.data import collate
+from hf_specdec.training.losses import kl_loss
 from hf_specdec.training.step import AdaptiveStep
 
 
@@ -216,7 +217,7 @@ class Learner:
 
         def losses() -> tuple[Tensor, Tensor]:
             loss, logits = self.step.head_loss(self.learning, states, labels)
-            return loss, kl_divergence(logits, before)
+            return loss, kl_loss(before, logits).mean()
 
         return losses
 
@@ -234,39 +235,19 @@ class Learner:
                 before = self.step(self.before, batch, training=True)
             assert output.logits is not None
             assert before.logits is not None
-            return output.loss, kl_divergence(output.logits, before.logits)
+            return output.loss, kl_loss(before.logits, output.logits).mean()
 
         return losses
 
     def _batch_of(self, queries: Sequence[Query]) -> dict[str, Tensor]:
         """The last `max_positions` of every row, right-padded to the same length."""
-        rows = [row for query in queries for row in query.rows]
-        columns: dict[str, list[Any]] = {name: [] for name in ("input_ids", "features", "last_hidden")}
-        first, lengths = [], []
-        for row in rows:
+        rows = []
+        for row in (row for query in queries for row in query.rows):
             length = len(row["input_ids"])
             skipped = max(0, length - self.max_positions)
-            for name, parts in columns.items():
-                parts.append(row[name][skipped:])
-            first.append(max(1, row["first_anchor"] - skipped))
-            lengths.append(length - skipped)
-        device = self.learning.device
-        padded = {name: torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) for name, parts in columns.items()}
-        return {name: tensor.to(device) for name, tensor in padded.items()} | {
-            "first_anchor": torch.tensor(first, device=device),
-            "length": torch.tensor(lengths, device=device),
-        }
-
-
-def kl_divergence(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """KL(p || reference) over the last axis, mean over positions: [positions, vocab] twice -> scalar, nats.
-
-    Example:
-        >>> kl_divergence(torch.zeros(1, 2), torch.tensor([[0.0, 0.0]]))
-        tensor(0.)
-    """
-    logprobs, reference = logits.float().log_softmax(-1), reference_logits.float().log_softmax(-1)
-    return (logprobs.exp() * (logprobs - reference)).sum(-1).mean()
+            states = {name: row[name][skipped:] for name in ("input_ids", "features", "last_hidden")}
+            rows.append(states | {"first_anchor": max(1, row["first_anchor"] - skipped), "length": length - skipped})
+        return {name: column.to(self.learning.device) for name, column in collate(rows).items()}
 
 
 def _tensors_of(model: PretrainedDrafter) -> list[Tensor]:

@@ -14,6 +14,7 @@ import random
 import statistics
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -231,12 +232,8 @@ class CostAwareBandit(Policy):
         return math.hypot(statistics.stdev(rewards) * math.hypot(*weights), self._baseline_error * shared)
 
     def _end_warmup(self) -> None:
-        seconds = sum(query.seconds for query in self._warm)
-        self.baseline = sum(query.num_tokens for query in self._warm) / seconds
-        if len(self._warm) > 1:
-            # Standard error of a ratio of sums over queries.
-            spread = sum((query.num_tokens - self.baseline * query.seconds) ** 2 for query in self._warm)
-            self._baseline_error = math.sqrt(spread * len(self._warm) / (len(self._warm) - 1)) / seconds
+        self.baseline, variance = _ratio_of_sums([(query.num_tokens, query.seconds) for query in self._warm])
+        self._baseline_error = math.sqrt(variance)
 
     def _tried(self) -> set[Action]:
         return self._measured | {interval.action for interval in self._open}
@@ -293,7 +290,7 @@ class FailSafe:
 
     def __post_init__(self) -> None:
         _check_at_least(self, window_queries=1, num_windows=2, num_sigmas=0)
-        self._queries: list[tuple[int, int]] = []  # rounds and accepted tokens, of the window
+        self._queries: list[tuple[int, int]] = []  # accepted tokens and rounds, of the window
         self._variances: list[float] = []  # of `lengths`
 
     def observe(self, query: QueryResult) -> Literal["good", "bad"] | None:
@@ -305,14 +302,10 @@ class FailSafe:
         be equal. Windows are dropped after `MEMORY` times `num_windows`, so that an exceptional one does not prevent
         "good" for ever.
         """
-        self._queries.append((query.num_rounds, query.num_accepted))
-        rounds = sum(count for count, _ in self._queries)
-        if len(self._queries) < self.window_queries or rounds == 0:
+        self._queries.append((query.num_accepted, query.num_rounds))
+        if len(self._queries) < self.window_queries or not any(rounds for _, rounds in self._queries):
             return None
-        mean = sum(accepted for _, accepted in self._queries) / rounds
-        # Variance of a ratio of sums over queries; 0 for a window of one query, so that any decrease counts.
-        spread = sum((accepted - mean * count) ** 2 for count, accepted in self._queries)
-        variance = spread / rounds**2 * len(self._queries) / max(1, len(self._queries) - 1)
+        mean, variance = _ratio_of_sums(self._queries)
         self._queries = []
         size = self.MEMORY * self.num_windows
         self.lengths = [*self.lengths, 1 + mean][-size:]
@@ -344,6 +337,14 @@ class FailSafe:
             if statistics.fmean(self.lengths[before]) - now > threshold:
                 return True
         return False
+
+
+def _ratio_of_sums(queries: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The sum of the first numbers over that of the second ones, and its variance; 0 for one query."""
+    total = sum(count for _, count in queries)
+    ratio = sum(value for value, _ in queries) / total
+    spread = sum((value - ratio * count) ** 2 for value, count in queries) if len(queries) > 1 else 0.0
+    return ratio, spread / total**2 * len(queries) / max(1, len(queries) - 1)
 
 
 def _check_at_least(policy: object, **least: float) -> None:

@@ -123,7 +123,6 @@ def measure(
             new_tokens=lengths(new_ids, model),
             seconds=seconds,
             ttft_s=clock.times[0] - clock.started,
-            token_times_s=[round(moment - clock.times[0], 6) for moment in clock.times[1:]],
             swept_from=variant.swept_from,
             budget=variant.settings.get("tree_budget") if variant.swept_from else None,
             **speculation,

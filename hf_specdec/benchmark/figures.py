@@ -8,7 +8,6 @@ speedup is the median over repeats, a method's the median over prompts.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -58,19 +57,14 @@ class Figures:
         tokens_per_s: all new tokens over all time, by repeat.
         speedup: over plain eager, by prompt; None for plain eager itself.
         speedup_compiled: over plain compiled; None if that was not measured.
-        speedups: by prompt, over plain eager.
         speedup_by_group: by prompt group.
         ttft_s: time to first token.
         tpot_s: time per further token.
         mean_acceptance_length: tokens per round, bonus included, pooled over rounds; None without speculation.
-        unconditional: entry d-1: share of all rounds that accepted at least d tokens.
-        conditional: entry d-1: of the rounds that accepted d-1 tokens, the share that also accepted the d-th.
-        histogram: entry j: rounds that accepted exactly j.
         draft_acceptance_rate: accepted over drafted tokens; on trees comparable only at equal budgets.
         drafting_share: of the whole time.
         round_s: of one round, by stage.
         round_to_floor: a round's time over the time to read the target's weights once.
-        call_s: seconds of all calls by stage, "rest" is the time outside of all stages.
         peak_bytes: largest of any call.
         num_identical: calls whose output equals plain decoding's, of `num_compared`.
         num_compared: greedy calls.
@@ -82,19 +76,14 @@ class Figures:
     tokens_per_s: Spread
     speedup: Spread | None
     speedup_compiled: Spread | None
-    speedups: list[float]
     speedup_by_group: dict[str, Spread]
     ttft_s: Spread
     tpot_s: Spread | None
     mean_acceptance_length: float | None
-    unconditional: list[float]
-    conditional: list[float]
-    histogram: list[int]
     draft_acceptance_rate: float | None
     drafting_share: float | None
     round_s: dict[str, float]
     round_to_floor: float | None
-    call_s: dict[str, float]
     peak_bytes: int | None
     num_identical: int
     num_compared: int
@@ -110,7 +99,6 @@ class Cell:
     batch_size: int
     figures: list[Figures]
     sweeps: dict[str, list[tuple[int, Figures]]]
-    tokens_per_s_by_context: dict[str, list[tuple[int, float]]]
 
     @property
     def title(self) -> str:
@@ -145,13 +133,11 @@ def _cell(temperature: float, batch_size: int, calls: list[Call], environment: E
         else:
             assert own[0].budget is not None
             sweeps.setdefault(own[0].swept_from, []).append((own[0].budget, made))
-    width = context_width(calls)
     return Cell(
         temperature,
         batch_size,
         ranked(figures),
         {name: sorted(points, key=lambda point: point[0]) for name, points in sweeps.items()},
-        {figures.variant: speed_by_context(by_variant[figures.variant], width) for figures in figures},
     )
 
 
@@ -181,7 +167,6 @@ def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], envir
     forwards = sum(call.num_target_forwards for call in calls)
     drafted = sum(call.num_draft_tokens for call in calls)
     stages = {stage: sum(call.stages_s.get(stage, 0.0) for call in calls) for stage in STAGES}
-    call_s = stages | {"rest": seconds - sum(stages.values())} if rounds else {}
     round_s = {stage: stages[stage] / forwards for stage in ROUND_STAGES} if forwards else {}
     floor_s = environment.weight_bytes / environment.copy_bytes_per_s
     tpots = [(call.seconds - call.ttft_s) / (max(call.new_tokens) - 1) for call in calls if max(call.new_tokens) > 1]
@@ -197,49 +182,19 @@ def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], envir
         tokens_per_s=Spread.of(rates_by_repeat(calls)),
         speedup=None if is_plain or not speedups else Spread.of(list(speedups.values())),
         speedup_compiled=Spread.of(list(by_compiled.values())) if by_compiled else None,
-        speedups=list(speedups.values()),
         speedup_by_group={group: Spread.of(values) for group, values in groups.items()},
         ttft_s=Spread.of([call.ttft_s for call in calls]),
         tpot_s=Spread.of(tpots) if tpots else None,
         mean_acceptance_length=1 + sum(rounds) / len(rounds) if rounds else None,
-        unconditional=acceptance_by_depth(rounds),
-        conditional=conditional_acceptance(rounds),
-        histogram=[rounds.count(accepted) for accepted in range(max(rounds) + 1)] if rounds else [],
         draft_acceptance_rate=sum(rounds) / drafted if drafted else None,
         drafting_share=(stages["draft"] + stages["tree"]) / seconds if rounds else None,
         round_s=round_s,
         round_to_floor=sum(round_s.values()) / floor_s if round_s else None,
-        call_s=call_s,
         peak_bytes=max(peaks, default=None),
         num_identical=sum(compared),
         num_compared=len(compared),
         largest_gap=max(gaps, default=None),
     )
-
-
-def acceptance_by_depth(rounds: Sequence[int]) -> list[float]:
-    """Entry d-1: the share of all rounds that accepted at least d tokens (unconditional).
-
-    Example:
-        >>> acceptance_by_depth([0, 1, 2, 1])
-        [0.75, 0.25]
-    """
-    return [
-        sum(accepted >= depth for accepted in rounds) / len(rounds) for depth in range(1, max(rounds, default=0) + 1)
-    ]
-
-
-def conditional_acceptance(rounds: Sequence[int]) -> list[float]:
-    """Entry d-1: of the rounds that accepted d-1 tokens, the share that also accepted the d-th (conditional).
-
-    A round whose draft has only d-1 tokens counts as not having accepted the d-th.
-
-    Example:
-        >>> conditional_acceptance([0, 1, 2, 1])
-        [0.75, 0.3333333333333333]
-    """
-    reached = [sum(accepted >= depth for accepted in rounds) for depth in range(max(rounds, default=0) + 1)]
-    return [after / before for before, after in itertools.pairwise(reached)]
 
 
 def rates_by_repeat(calls: Iterable[Call]) -> list[float]:
@@ -261,45 +216,6 @@ def speedups_by_prompt(calls: Iterable[Call], baseline: Iterable[Call]) -> dict[
         if base is not None:
             ratios.setdefault(call.batch, []).append(sum(call.new_tokens) / call.seconds / base)
     return {batch: statistics.median(values) for batch, values in ratios.items()}
-
-
-def context_width(calls: Iterable[Call]) -> int:
-    """Width in tokens of an interval of context, for `speed_by_context`: a power of two that gives 4 to 8 intervals."""
-    spans = [(max(call.prompt_tokens) + 1, len(call.token_times_s)) for call in calls]
-    reach = max(start + new for start, new in spans) - min(start for start, _ in spans)
-    width = 8
-    while reach > 8 * width:
-        width *= 2
-    return width
-
-
-def speed_by_context(calls: Iterable[Call], width: int) -> list[tuple[int, float]]:
-    """(tokens of context, tokens per second) over intervals of `width` tokens, prompt included, prefill excluded."""
-    tokens: dict[int, float] = {}
-    seconds: dict[int, float] = {}
-    for call in calls:
-        before = 0.0
-        # A row's tokens arrive in bursts; the time before a burst is divided among its tokens.
-        context = max(call.prompt_tokens) + 1
-        times = call.token_times_s
-        at = 0
-        while at < len(times):
-            burst = at
-            while burst < len(times) and times[burst] == times[at]:
-                burst += 1
-            share = (times[at] - before) / (burst - at)
-            for index in range(at, burst):
-                interval = (context + index) // width
-                tokens[interval] = tokens.get(interval, 0.0) + call.batch_size
-                seconds[interval] = seconds.get(interval, 0.0) + share
-            before, at = times[at], burst
-    # Intervals with few tokens are too noisy.
-    most = max(tokens.values(), default=0.0)
-    return [
-        (interval * width + width // 2, tokens[interval] / seconds[interval])
-        for interval in sorted(tokens)
-        if tokens[interval] >= most / 4 and seconds[interval] > 0
-    ]
 
 
 def _groups_of(calls: Iterable[Call], batch: int) -> set[str]:

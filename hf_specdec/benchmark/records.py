@@ -1,6 +1,6 @@
 """Records: the output of a run, one JSON object per line, from which reports are made.
 
-`Environment` comes first, then a `Call` per `generate` call, `Picture`s and `Note`s. `figures.py` computes the figures
+`Environment` comes first, then a `Call` per `generate` call, `Table`s and `Note`s. `figures.py` computes the figures
 from the calls; they are not stored, so a report can always be made again from its records.
 """
 
@@ -80,7 +80,6 @@ class Call:
         new_tokens: of each row, end of text included.
         seconds: the whole call, by the host's clock.
         ttft_s: until the first new token.
-        token_times_s: arrival of each further new token of the longest row, after the first.
         identical: whether every row equals plain decoding's; None when sampled.
         difference: of the first row that differs.
         peak_bytes: largest memory above the memory in use before the call; None if unknown.
@@ -102,7 +101,6 @@ class Call:
     new_tokens: list[int]
     seconds: float
     ttft_s: float
-    token_times_s: list[float]
     identical: bool | None = None
     difference: Difference | None = None
     peak_bytes: int | None = None
@@ -112,21 +110,6 @@ class Call:
     stages_s: dict[str, float] = field(default_factory=dict)
     swept_from: str | None = None
     budget: int | None = None
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A drawing of a variant's rounds on one prompt.
-
-    Attributes:
-        variant: its name.
-        title: what is shown.
-        html: self-contained.
-    """
-
-    variant: str
-    title: str
-    html: str
 
 
 @dataclass(frozen=True)
@@ -146,8 +129,8 @@ class Note:
     text: str
 
 
-Record: TypeAlias = Environment | Call | Picture | Table | Note
-_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Environment, Call, Picture, Table, Note)}
+Record: TypeAlias = Environment | Call | Table | Note
+_KINDS: dict[str, type[Any]] = {kind.__name__.lower(): kind for kind in (Environment, Call, Table, Note)}
 
 
 def write(records: Iterable[Record], path: Path) -> None:

@@ -107,11 +107,16 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     return split["path"], options
 
 
-def load(spec: str, target: PreTrainedModel) -> list[Variant]:
+def load(spec: str | Drafter, target: PreTrainedModel) -> list[Variant]:
     """The variant that a `--drafter` names, or one per method if it sets none and the drafter has several.
+
+    A loaded drafter is one variant, with its own options.
 
     Drafters whose names are joined by "+" are merged; the options are then those of the merged drafter.
     """
+    if isinstance(spec, Drafter):
+        spec.check_target(target)
+        return [Variant(_label(spec, spec.method), "drafter", drafter=spec, settings=asdict(spec.options))]
     path, options = parse(spec)
     parts = path.split("+") if "+" in path and not Path(path).exists() else path
     drafter = load_drafter(parts, target=target, **options)

@@ -1,7 +1,7 @@
 """Colours as CSS variables, and the styles of trees and shaded text.
 
 No information is in colour alone: accepted nodes have a thick border and a tick, nodes show the number of their
-forward, bonus tokens are underlined. Steps of lightness keep their order in greyscale.
+forward, bonus tokens are underlined.
 """
 
 from __future__ import annotations
@@ -9,22 +9,14 @@ from __future__ import annotations
 FORWARDS = 8  # colours, used in rotation; nodes also show the number of their forward
 
 _LIGHT = {
-    "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "grid": "#d8dee4", "soft": "#eef1f4", "fill": "#5b8dbf",
+    "paper": "#ffffff", "ink": "#1b1f24", "muted": "#57606a", "grid": "#d8dee4",
     "accepted": "#b7e4c0", "bonus": "#f6c9c0",
-    "step0": "#2f4b6e", "step1": "#54779f", "step2": "#84a5c6",
-    "step3": "#b4cbdf", "step4": "#dde8f0", "step5": "#ffffff",
-    "series0": "#1b1f24", "series1": "#0072b2", "series2": "#b34b00", "series3": "#00795a", "series4": "#9a3f80",
-    "series5": "#6b5b00", "series6": "#2e7dae", "series7": "#7a4b2a",
     "forward0": "#f4f6f8", "forward1": "#cfe3f5", "forward2": "#fbe3b5", "forward3": "#d3ecd0", "forward4": "#ecd5ea",
     "forward5": "#f7d4cb", "forward6": "#d6dcf2", "forward7": "#e6e3c8", "forward8": "#dfdfdf",
 }  # fmt: skip
 _DARK = {
-    "paper": "#14181d", "ink": "#e8ecf0", "muted": "#a3adb8", "grid": "#39424c", "soft": "#232a32", "fill": "#4f7fae",
+    "paper": "#14181d", "ink": "#e8ecf0", "muted": "#a3adb8", "grid": "#39424c",
     "accepted": "#215732", "bonus": "#6b2f27",
-    "step0": "#dce8f4", "step1": "#a9c4df", "step2": "#7598ba",
-    "step3": "#4a6c8f", "step4": "#2d4258", "step5": "#1b242d",
-    "series0": "#e8ecf0", "series1": "#62b4e8", "series2": "#f2994a", "series3": "#4fc9a4", "series4": "#dc8fc4",
-    "series5": "#d9c64a", "series6": "#9cc7e6", "series7": "#cfa283",
     "forward0": "#232a32", "forward1": "#1f4160", "forward2": "#594716", "forward3": "#26502a", "forward4": "#52294f",
     "forward5": "#5d3025", "forward6": "#323d6b", "forward7": "#4a471d", "forward8": "#454545",
 }  # fmt: skip
@@ -36,8 +28,7 @@ def _variables(colours: dict[str, str]) -> str:
 
 COLOURS = f"""
 :root {{ color-scheme: light dark; {_variables(_LIGHT)} }}
-@media screen and (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {_variables(_DARK)} }} }}
-@media screen {{ :root[data-theme="dark"] {{ color-scheme: dark; {_variables(_DARK)} }} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}
 @media print {{ * {{ print-color-adjust: exact; -webkit-print-color-adjust: exact; }} }}
 """
 

@@ -50,7 +50,6 @@ def call(variant: str, **fields: object) -> Call:
             "new_tokens": [10],
             "seconds": 1.0,
             "ttft_s": 0.1,
-            "token_times_s": [0.1 * index for index in range(1, 10)],
             "identical": True,
         }
         | fields
@@ -88,8 +87,7 @@ def run(num_prompts: int = 8, repeats: int = 2) -> list[Record]:
 
 def _call(draw: random.Random, variant: str, index: int, shared: dict[str, object]) -> Call:
     seconds = (1.5 + draw.random()) / (1 + 0.2 * index)
-    times = sorted(draw.uniform(0, seconds - 0.1) for _ in range(NEW - 1))
-    fields: dict[str, object] = {"seconds": seconds, "ttft_s": 0.05, "token_times_s": times, **shared}
+    fields: dict[str, object] = {"seconds": seconds, "ttft_s": 0.05, **shared}
     if index > 1:
         accepted = [draw.randint(0, 4 + index % 8) for _ in range(10)]
         stage = (seconds - 0.06) / 5

@@ -13,10 +13,10 @@ import torch
 from torch._dynamo import register_backend
 from torch._inductor.exc import InductorError
 
-from hf_specdec.benchmark import calls, records
+from hf_specdec.benchmark import benchmark, calls, records
 from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
-from hf_specdec.benchmark.records import Call, Environment, Note, Picture, Record, Table
+from hf_specdec.benchmark.records import Call, Environment, Note, Record, Table
 from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PLAIN, Variant
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, register
@@ -92,10 +92,7 @@ def test_a_call_says_what_it_took_and_leaves_nothing_out(made: list[Record]) -> 
     for call in made:
         if isinstance(call, Call):
             assert call.new_tokens == [6] * call.batch_size
-            assert len(call.token_times_s) == 5
             assert 0 < call.ttft_s < call.seconds
-            assert call.token_times_s == sorted(call.token_times_s)
-            assert call.ttft_s + call.token_times_s[-1] <= call.seconds
             drafted = call.variant not in (PLAIN, COMPILED, ASSISTED)
             assert bool(call.per_round) == drafted
             assert sum(call.stages_s.values()) < call.seconds
@@ -121,10 +118,7 @@ def test_a_run_says_where_and_how_it_was_made(made: list[Record]) -> None:
     assert environment.variants["ngram"]["tree_budget"] == NGramDrafter().options.tree_budget
 
 
-def test_drafters_are_drawn_and_show_tables_of_their_own(made: list[Record]) -> None:
-    drawn = [picture for picture in made if isinstance(picture, Picture)]
-    assert {picture.variant for picture in drawn} == {"ngram", "ddtree", "dflash"}
-    assert all("<svg" in picture.html and "class='shaded'" in picture.html for picture in drawn)
+def test_drafters_show_tables_of_their_own(made: list[Record]) -> None:
     assert [table for table in made if isinstance(table, Table)] == [Table("ngram", "own", ["prompts"], [["3"]])]
 
 
@@ -133,7 +127,7 @@ def test_a_report_can_be_made_again_from_its_records(
 ) -> None:
     records.write(made, tmp_path / "run.jsonl")
     assert main(["--from-records", str(tmp_path / "run.jsonl"), "--output", str(tmp_path)]) == 0
-    assert (tmp_path / "report.html").read_text().count("<section>") >= 4
+    assert (tmp_path / "report.md").read_text().count("## ") >= 4
     assert str(tmp_path / "report.md") in capsys.readouterr().out
 
 
@@ -169,7 +163,7 @@ def test_reports_made_again_lie_beside_their_records_and_touch_no_others(
     chdir(tmp_path)
     assert main(["--from-records", "earlier/report.jsonl"]) == 0
     assert sorted(path.name for path in (tmp_path / "earlier").iterdir()) == [
-        "report.html", "report.jsonl", "report.md",
+        "report.jsonl", "report.md",
     ]  # fmt: skip
     assert records.read(tmp_path / "earlier" / "report.jsonl") == made
     assert (tmp_path / "benchmark" / "report.md").read_text() == "of another run"
@@ -281,3 +275,28 @@ def test_the_clock_sees_every_token_of_batches_and_of_bursts() -> None:
         assert new_ids.tolist() == script[:, 9 : 9 + 9].tolist()
         assert len(clock.times) == 9
         assert 0 < clock.times[-1] - clock.started <= seconds
+
+
+def test_the_function_measures_loaded_models_and_writes_the_same_files(tmp_path: Path) -> None:
+    target = make_target()
+    drafter = make_dflash(target, method="ddtree", tree_budget=3)
+    made = benchmark(
+        target, [drafter, "ngram"], tokenizer=tiny_tokenizer(), prompts=["abcdabcd", "abcabc"], temperature=[0.0],
+        new_tokens=4, repeats=1, budgets=[], compiled=False, output=tmp_path,
+    )  # fmt: skip
+    counts = Counter(call.variant for call in made if isinstance(call, Call))
+    assert counts == {PLAIN: 2, "ddtree": 2, "ngram": 2}
+    assert all(call.identical for call in made if isinstance(call, Call))
+    environment = made[0]
+    assert isinstance(environment, Environment)
+    assert environment.variants["ddtree"]["tree_budget"] == 3
+    assert environment.prompts == "2 of 2 given texts"
+    assert records.read(tmp_path / "report.jsonl") == made
+    assert "| ddtree |" in (tmp_path / "report.md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.jsonl", "report.md"]
+
+
+def test_settings_of_a_named_target_are_refused_for_a_loaded_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'float64' is for a target given by its name"):
+        benchmark(make_target(), "ngram", prompts=["a"], dtype="float64", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

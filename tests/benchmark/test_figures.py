@@ -8,11 +8,9 @@ from hf_specdec.benchmark.figures import (
     Figures,
     Spread,
     cells,
-    context_width,
     figures_of,
     ranked,
     rates_by_repeat,
-    speed_by_context,
     speedups_by_prompt,
 )
 from hf_specdec.benchmark.variants import COMPILED, PLAIN
@@ -49,17 +47,12 @@ def test_figures_of_known_rounds() -> None:
     assert figures.speedup_compiled is not None
     assert figures.speedup_compiled.median == pytest.approx(1.6)
     assert figures.mean_acceptance_length == 2.0
-    assert figures.unconditional == [0.75, 0.25]
-    assert figures.conditional == [0.75, pytest.approx(1 / 3)]
-    assert figures.histogram == [1, 2, 1]
     assert figures.draft_acceptance_rate == 0.25
     assert figures.drafting_share == pytest.approx(0.24), "drafter forwards and the tree, over the whole call"
     assert figures.round_s == pytest.approx(
         {"draft": 0.025, "tree": 0.005, "verify": 0.05, "accept": 0.01, "commit": 0.01}
     )
     assert figures.round_to_floor == pytest.approx(0.1 / 0.01)
-    assert sum(figures.call_s.values()) == pytest.approx(0.5), "nothing of a call is left out"
-    assert figures.call_s["rest"] == pytest.approx(0.01)
     assert figures.tpot_s == Spread.of([0.4 / 9])
 
 
@@ -95,23 +88,6 @@ def test_temperatures_and_batch_sizes_are_told_apart_and_swept_ways_stand_aside(
     assert [own.variant for own in sampled.figures] == [PLAIN]
     assert greedy.title == "Greedy, batch size 1"
     assert sampled.title == "Temperature 1, batch size 1"
-
-
-def test_speed_over_context_shares_the_time_before_a_burst_among_its_tokens() -> None:
-    # Two tokens arrive together after 0.2 s, two more after another 0.4 s; the first token stands at 20.
-    own = call("own", prompt_tokens=[20], new_tokens=[5], token_times_s=[0.2, 0.2, 0.6, 0.6])
-    assert speed_by_context([own], 2) == [
-        (21, pytest.approx(10.0)),
-        (23, pytest.approx(20 / 3)),
-        (25, pytest.approx(5.0)),
-    ]
-
-
-def test_the_curve_over_context_has_points_enough_whatever_the_lengths() -> None:
-    for prompt, new in ((10, 12), (100, 48), (3000, 2000)):
-        own = call("own", prompt_tokens=[prompt], token_times_s=[0.1 * index for index in range(1, new)])
-        points = speed_by_context([own], context_width([own]))
-        assert 2 <= len(points) <= 9
 
 
 def test_quartiles_of_many_values_and_extremes_of_few() -> None:

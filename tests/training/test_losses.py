@@ -103,6 +103,12 @@ def test_equal_distributions_cost_nothing_and_disjoint_ones_cost_one_tv():
     torch.testing.assert_close(tv_loss(apart[:1], apart[1:]), torch.ones(1))
 
 
+def test_kl_is_that_of_the_formula():
+    draft, target = torch.randn(2, 4, VOCAB)
+    probs, others = target.softmax(-1), draft.softmax(-1)
+    torch.testing.assert_close(kl_loss(draft, target), (probs * (probs / others).log()).sum(-1))
+
+
 def test_lk_is_kl_where_nothing_overlaps_and_nears_tv_where_eta_is_large():
     draft, target = torch.randn(5, VOCAB), torch.randn(5, VOCAB)
     torch.testing.assert_close(lk_loss(draft, target, eta=0.0), kl_loss(draft, target))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -144,13 +143,9 @@ def lightness(colour: str) -> float:
 
 
 @pytest.mark.parametrize("colours", [_LIGHT, _DARK], ids=["light", "dark"])
-def test_colours_keep_their_order_in_greyscale(colours: dict[str, str]) -> None:
-    steps = [lightness(colours[f"step{index}"]) for index in range(6)]
-    gaps = [abs(after - before) for before, after in itertools.pairwise(steps)]
-    assert sorted(steps) in (steps, steps[::-1]), "parts of a bar keep their order"
-    assert min(gaps) > 0.05
+def test_text_can_be_read_on_every_colour(colours: dict[str, str]) -> None:
     paper = lightness(colours["paper"])
-    for name in ("ink", "muted", *(f"series{index}" for index in range(8))):
+    for name in ("ink", "muted"):
         assert abs(lightness(colours[name]) - paper) > 0.35, f"{name} can be read on paper"
     for name in ("accepted", "bonus", *(f"forward{index}" for index in range(9))):
         assert abs(lightness(colours[name]) - lightness(colours["ink"])) > 0.35, f"ink can be read on {name}"
