@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,22 +40,30 @@ def first_failure(module: str, tests: list[str], right: str, wrong: str) -> str:
     return failures[0] if failures else ""
 
 
+def mistakes() -> Iterator[tuple[str, list[str], str, str]]:
+    """The module of each mistake, the tests that must notice it, the right lines and the wrong ones."""
+    for paragraph in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n"):
+        head, planted = paragraph.split("\n", 1)
+        module, *tests = head.split()
+        for sides in re.findall(r"((?:^- .*\n?)+)((?:^\+ .*\n?)+)", planted, re.MULTILINE):
+            right, wrong = ("\n".join(line[2:] for line in side.splitlines()) for side in sides)
+            yield module, tests, right, wrong
+
+
+def is_plantable(module: str, right: str) -> bool:
+    """Whether the source still has these lines, once."""
+    return (ROOT / "hf_specdec" / module).read_text().count(right) == 1
+
+
 def main(parts: list[str]) -> None:
     """Plants all mistakes, or those of modules whose path contains one of `parts`."""
     missed = 0
-    for paragraph in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n"):
-        head, mistakes = paragraph.split("\n", 1)
-        module, *tests = head.split()
-        if parts and not any(part in module for part in parts):
-            continue
-        for mistake in re.findall(r"((?:^- .*\n?)+)((?:^\+ .*\n?)+)", mistakes, re.MULTILINE):
-            right, wrong = ("\n".join(line[2:] for line in side.splitlines()) for side in mistake)
-            once = (ROOT / "hf_specdec" / module).read_text().count(right) == 1
-            failure = first_failure(module, tests, right, wrong) if once else ""
+    for module, tests, right, wrong in mistakes():
+        if not parts or any(part in module for part in parts):
+            failure = first_failure(module, tests, right, wrong) if is_plantable(module, right) else ""
             missed += not failure
-            found = failure or ("MISSED" if once else "NOT PLANTED: the source does not hold it once any more")
-            print(f"{module}\n- {right}\n+ {wrong}\n    {found}", flush=True)
-    raise SystemExit(f"{missed} mistakes were not noticed or not planted." if missed else 0)
+            print(f"{module}\n- {right}\n+ {wrong}\n    {failure or 'MISSED'}", flush=True)
+    raise SystemExit(f"{missed} mistakes were not noticed." if missed else 0)
 
 
 if __name__ == "__main__":

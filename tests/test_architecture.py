@@ -21,6 +21,7 @@ from hf_specdec.hub.formats.base import Format
 from hf_specdec.hub.formats.published import PUBLISHED
 from tests.count_lines import total
 from tests.methods import METHODS
+from tests.mutations import is_plantable, mistakes
 
 PACKAGE = Path(hf_specdec.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -264,6 +265,10 @@ def test_only_optional_packages_are_imported_inside_functions(path: Path) -> Non
                 elif isinstance(node, ast.ImportFrom):
                     late.add(str(node.module).split(".")[0])
     assert bool(late - OPTIONAL) == (identifier(path) in IMPORT_LATE), late
+
+
+def test_every_mistake_of_the_list_can_still_be_planted() -> None:
+    assert [right for module, _, right, _ in mistakes() if not is_plantable(module, right)] == []
 
 
 # A change may lower it; a feature that needs more says so in its commit.
