@@ -143,7 +143,7 @@ def config_of_trial(max_length: int) -> GenerationConfig:
 @once_per_model
 def position_axes(model: PreTrainedModel) -> int:
     """Axes of the position_ids that plain decoding passes: 1 for [batch, seq]; 0 if it passes none."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=home_of(model.get_input_embeddings()))
     with undisturbed(model):
         arguments = arguments_of_prompt(model, ids, torch.ones_like(ids))
         inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **arguments)

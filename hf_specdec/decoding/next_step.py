@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specdec.decoding.host import arguments_of_prompt, cache_name, next_inputs, prefill
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.once import once_per_model, undisturbed
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows
 
@@ -140,7 +141,7 @@ def _ignored_arguments(model: PreTrainedModel) -> dict[str, bool]:
 def _has_no_effect(model: PreTrainedModel, name: str, value: Tensor) -> bool:
     """Runs a step after a short text with this value, with others of its shape, and without: the same bits or not."""
     embeddings = model.get_input_embeddings()
-    ids = (3 + torch.arange(5, device=embeddings.weight.device)) % embeddings.num_embeddings
+    ids = (3 + torch.arange(5, device=home_of(embeddings))) % embeddings.num_embeddings
     ids = ids.expand(bound_rows(model) or 1, -1)
     with undisturbed(model):
         arguments = arguments_of_prompt(model, ids, torch.ones_like(ids))

@@ -199,7 +199,7 @@ def test_weights_that_fail_in_inference_mode(method: str) -> None:
     target, drafter = target_and_drafter(method)
     for layer in target.model.layers:
         weight = layer.mlp.down_proj.weight.detach().as_subclass(NeedsGradTracking)
-        layer.mlp.down_proj.weight = nn.Parameter(weight, requires_grad=False)
+        layer.mlp.down_proj._parameters["weight"] = weight  # `Parameter` would want a subclass that dispatches
     assert not runs_in_inference_mode(target)
     check(target, drafter)
 
