@@ -76,7 +76,7 @@ class Pass:
         policy = POLICIES[name]
         if policy is not None:
             kind = Poisoned if arguments.poison else AdaptiveDrafter
-            self.adaptive = kind(self.drafter, model, policy=policy())
+            self.adaptive = kind(model, self.drafter, policy=policy())
             if isinstance(self.adaptive, Poisoned):
                 self.adaptive.first_poisoned = arguments.queries // 3
         self.tokens: list[list[int]] = []

@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--output", type=Path, help="folder of an export; default: the drafter's name and -vllm")
     serve.add_argument(
         "--num-speculative-tokens",
-        type=_number(int, 1),
+        type=number(int, 1),
         help="tokens drafted per round; default: the best number in the measurements of the drafter",
     )
     serve.add_argument(
@@ -160,9 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _pair(verify)
     verify.add_argument("--prompt", action="append", dest="prompts", help="text; may be repeated")
-    verify.add_argument("--max-new-tokens", type=_number(int, 1), default=48, help="default: %(default)s")
+    verify.add_argument("--max-new-tokens", type=number(int, 1), default=48, help="default: %(default)s")
     verify.add_argument(
-        "--max-time", type=_number(float, 0), default=60.0, metavar="SECONDS", help="default: %(default)s"
+        "--max-time", type=number(float, 0), default=60.0, metavar="SECONDS", help="default: %(default)s"
     )
     _where(verify)
 
@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(kind: type[int] | type[float], least: int, most: float = sys.float_info.max) -> Callable[[str], Any]:
+def number(kind: type[int] | type[float], least: int, most: float = sys.float_info.max) -> Callable[[str], Any]:
     """A `type` of argparse: finite numbers between two limits."""
 
     def convert(text: str) -> int | float:
@@ -242,11 +242,11 @@ def _pair(parser: argparse.ArgumentParser, default: str = "") -> None:
 def _writing(parser: argparse.ArgumentParser, max_new_tokens: int, default_sampling: str) -> None:
     parser.add_argument("--system", help="system message of the chat template")
     parser.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
-    parser.add_argument("--max-new-tokens", type=_number(int, 1), default=max_new_tokens, help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=number(int, 1), default=max_new_tokens, help="default: %(default)s")
     parser.add_argument(
-        "--temperature", type=_number(float, 0), help=f"0 is greedy; default: what the target's {default_sampling}"
+        "--temperature", type=number(float, 0), help=f"0 is greedy; default: what the target's {default_sampling}"
     )
-    parser.add_argument("--seed", type=_number(int, 0, 2**64 - 1), default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), default=0, help="default: %(default)s")
     _where(parser)
 
 

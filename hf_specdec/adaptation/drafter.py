@@ -1,6 +1,6 @@
 """AdaptiveDrafter: a drafter that learns from what its target does with its drafts, while it serves.
 
-    with AdaptiveDrafter(drafter, target) as adaptive:
+    with AdaptiveDrafter(target, drafter) as adaptive:
         for inputs in stream:
             output = target.generate(**inputs, assistant_model=adaptive)
     drafter.save_pretrained("adapted")
@@ -30,7 +30,6 @@ from hf_specdec.drafters.options import DrafterOptions, TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import FAMILIES
 from hf_specdec.training.recipe import RECIPES  # importing the package registers all recipes
-from hf_specdec.training.step import AdaptiveStep
 
 
 @dataclass
@@ -85,8 +84,8 @@ class AdaptiveDrafter(Drafter):
     case. Rejected positions alone are not a sample of the drafted ones. The gradient norm is clipped to 1.
 
     Args:
-        drafter: to adapt, on its target's device.
         target: of the drafter.
+        drafter: to adapt, on its target's device. The drafter may also come first, then the target.
         policy: decides when to update which part; a `CostAwareBandit` by default.
         fail_safe: decides when to restore earlier weights; a `FailSafe` by default.
         learning_rate: of AdamW.
@@ -109,8 +108,8 @@ class AdaptiveDrafter(Drafter):
 
     def __init__(
         self,
-        drafter: PretrainedDrafter,
         target: PreTrainedModel,
+        drafter: PretrainedDrafter,
         *,
         policy: Policy | None = None,
         fail_safe: FailSafe | None = None,
@@ -120,6 +119,8 @@ class AdaptiveDrafter(Drafter):
         max_positions: int = 256,
         seed: int = 0,
     ) -> None:
+        if isinstance(target, Drafter):
+            target, drafter = drafter, target
         self.policy = CostAwareBandit() if policy is None else policy
         self.fail_safe = FailSafe() if fail_safe is None else fail_safe
         for name, value, least in (
@@ -130,18 +131,14 @@ class AdaptiveDrafter(Drafter):
         ):
             if value < least:
                 raise ValueError(f"{name}={value!r} must be at least {least}.")
-        check_is_drafter(drafter, "The drafter comes first, then the target.")
+        check_is_drafter(drafter, "The target comes first, then the drafter.")
         drafter.check_target(target)
         adapting = _adapting(drafter)
-
-        def make_step(copy: PretrainedDrafter) -> AdaptiveStep:
-            return adapting(copy, target)
-
         self.drafter = drafter
         self.adaptation = AdaptationStats()
         self.learner = Learner(
-            drafter, make_step, learning_rate=learning_rate, kl_weight=kl_weight, steps_per_update=steps_per_update,
-            max_positions=max_positions, seed=seed,
+            drafter, lambda copy: adapting(copy, target), learning_rate=learning_rate, kl_weight=kl_weight,
+            steps_per_update=steps_per_update, max_positions=max_positions, seed=seed,
         )  # fmt: skip
         self._buffers: dict[Action, list[Query]] = {"head": [], "full": []}
         self._closed = False

@@ -16,6 +16,7 @@ from hf_specdec.benchmark import records
 from hf_specdec.benchmark.compare import benchmark, write_reports
 from hf_specdec.benchmark.prompts import NAMED_SETS
 from hf_specdec.benchmark.report import markdown
+from hf_specdec.cli import number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,20 +44,22 @@ def parser() -> argparse.ArgumentParser:
         help=f"JSONL file with a prompt per line, or one of: {', '.join(sorted(NAMED_SETS))} (default: the bundled "
         "ones for the bundled target)",
     )
-    what.add_argument("--num-prompts", type=_positive, help="most, from all groups in turn (default: 32; quick: 8)")
+    what.add_argument(
+        "--num-prompts", type=number(int, 1), help="most, from all groups in turn (default: 32; quick: 8)"
+    )
     how = options.add_argument_group("how")
     how.add_argument("--quick", action="store_true", help="few prompts, few repeats; other options override it")
-    how.add_argument("--temperature", type=_temperature, nargs="+", help="0 is greedy (default: 0 1)")
-    how.add_argument("--batch-size", type=_positive, nargs="+", help="rows per call (default: 1)")
-    how.add_argument("--new-tokens", type=_positive, help="most per row (default: 128; quick: 48)")
-    how.add_argument("--repeats", type=_positive, help="of every call (default: 3; quick: 2)")
+    how.add_argument("--temperature", type=number(float, 0), nargs="+", help="0 is greedy (default: 0 1)")
+    how.add_argument("--batch-size", type=number(int, 1), nargs="+", help="rows per call (default: 1)")
+    how.add_argument("--new-tokens", type=number(int, 1), help="most per row (default: 128; quick: 48)")
+    how.add_argument("--repeats", type=number(int, 1), help="of every call (default: 3; quick: 2)")
     how.add_argument(
         "--budgets",
-        type=_positive,
+        type=number(int, 1),
         nargs="*",
         help="of tree_budget, to sweep over (default: 4 8 16 32 64; quick: 4 12 36)",
     )
-    how.add_argument("--sweep-prompts", type=_positive, help="prompts of the sweep (default: 8; quick: 3)")
+    how.add_argument("--sweep-prompts", type=number(int, 1), help="prompts of the sweep (default: 8; quick: 3)")
     how.add_argument("--chat", choices=["auto", "on", "off"], default="auto", help="use the target's chat template")
     how.add_argument("--thinking", choices=["default", "on", "off"], default="default", help="of the chat template")
     how.add_argument(
@@ -103,20 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hf-specdec bench: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a temperature: 0 (greedy) or above")
-    return value
 
 
 if __name__ == "__main__":

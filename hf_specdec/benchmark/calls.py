@@ -47,8 +47,6 @@ def generate(
     temperature: float,
     new_tokens: int,
     seed: int = 0,
-    *,
-    streamed: bool = True,
 ) -> tuple[Tensor, float, Clock]:
     """Runs one call.
 
@@ -59,7 +57,6 @@ def generate(
         temperature: 0 is greedy.
         new_tokens: maximum per row.
         seed: of torch.
-        streamed: whether the clock records the arrival of tokens. With a streamer, rounds wait for the device.
 
     Returns:
         new ids [batch, new] int64, seconds of the whole call, and its clock.
@@ -80,7 +77,7 @@ def generate(
         **assistant,
         **sampling,
         max_new_tokens=new_tokens,
-        streamer=clock if streamed else None,
+        streamer=clock,
     )
     wait_for(model.device)
     seconds = time.perf_counter() - started

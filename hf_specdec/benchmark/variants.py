@@ -116,7 +116,8 @@ def load(spec: str | Drafter, target: PreTrainedModel) -> list[Variant]:
     """
     if isinstance(spec, Drafter):
         spec.check_target(target)
-        return [Variant(_label(spec, spec.method), "drafter", drafter=spec, settings=asdict(spec.options))]
+        name = f"{_label(spec, spec.method)}\0{Path(getattr(spec, 'name_or_path', '')).name}"
+        return [Variant(name, "drafter", drafter=spec, settings=asdict(spec.options))]
     path, options = parse(spec)
     parts = path.split("+") if "+" in path and not Path(path).exists() else path
     drafter = load_drafter(parts, target=target, **options)

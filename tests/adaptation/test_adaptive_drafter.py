@@ -74,7 +74,7 @@ def test_output_stays_the_targets_own_while_weights_move(
 ) -> None:
     before, stream = weights_of(drafter), prompts(6)
     alone = [target.generate(prompt, **GREEDY) for prompt in stream]
-    with AdaptiveDrafter(drafter, target, policy=policy, learning_rate=0.05) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=policy, learning_rate=0.05) as adaptive:
         served = serve(target, adaptive, stream)
     assert [ids.tolist() for ids in served] == [ids.tolist() for ids in alone]
     assert len(adaptive.adaptation.updates) >= 2
@@ -84,7 +84,7 @@ def test_output_stays_the_targets_own_while_weights_move(
 def test_a_ragged_batch_is_served_and_learned_from(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     batch = PROMPTS["ragged batch of three"]()
     alone = target.generate(**batch, **GREEDY)
-    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1)) as adaptive:
         for _ in range(2):
             assert target.generate(**batch, assistant_model=adaptive, **GREEDY).tolist() == alone.tolist()
             finish_update(adaptive)
@@ -94,7 +94,7 @@ def test_a_ragged_batch_is_served_and_learned_from(target: PreTrainedModel, draf
 def test_learning_makes_the_same_stream_accepted_more(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     stream = prompts(3) * 14
     settings: dict[str, Any] = {"policy": AlwaysUpdate(3), "fail_safe": FailSafe(window_queries=100)}
-    with AdaptiveDrafter(drafter, target, learning_rate=0.01, steps_per_update=3, **settings) as adaptive:
+    with AdaptiveDrafter(target, drafter, learning_rate=0.01, steps_per_update=3, **settings) as adaptive:
         serve(target, adaptive, stream)
     before, after = (adaptive.adaptation.mean_acceptance_length(*part) for part in ((0, 3), (-3, None)))
     assert after > 1.1 * before
@@ -102,14 +102,14 @@ def test_learning_makes_the_same_stream_accepted_more(target: PreTrainedModel, d
 
 def test_head_updates_move_the_heads_alone(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     before = weights_of(drafter)
-    with AdaptiveDrafter(drafter, target, policy=HeadOnly(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=HeadOnly(1)) as adaptive:
         serve(target, adaptive, prompts(2))
     moved = {name for name, tensor in weights_of(drafter).items() if not torch.equal(tensor, before[name])}
     assert moved == {name for name in before if name.startswith(("lm_head", "rank_head"))}
 
 
 def test_weights_change_between_rounds_only(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1), learning_rate=0.05)
     seen: list[tuple[bool, float]] = []  # per forward whether it was a round's first, and the weights that it met
 
     def note(layer: Any, inputs: Any, named: dict[str, bool]) -> None:
@@ -128,7 +128,7 @@ def test_an_update_does_not_touch_what_serves_until_it_is_brought_over(
     target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
     before = weights_of(drafter)
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1))
     target.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
     adaptive.learner._running.result()
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(drafter).items())
@@ -138,7 +138,7 @@ def test_an_update_does_not_touch_what_serves_until_it_is_brought_over(
 
 
 def test_updates_draw_no_numbers_that_sampling_would_draw(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1)) as adaptive:
         torch.manual_seed(5)
         state = torch.get_rng_state()
         serve(target, adaptive, prompts(2))
@@ -157,7 +157,7 @@ def test_updates_learn_the_blocks_that_are_drafted(
     target: PreTrainedModel, drafter: PretrainedDrafter, drafted: int, learned: int
 ) -> None:
     drafter.set_options(num_blocks=drafted)
-    with AdaptiveDrafter(drafter, target) as adaptive:
+    with AdaptiveDrafter(target, drafter) as adaptive:
         assert adaptive.learner.step.num_blocks == learned
 
 
@@ -167,7 +167,7 @@ def test_what_a_query_leaves_behind_is_its_text_and_the_targets_states(
 ) -> None:
     inputs = PROMPTS[batch]()
     alone = target.generate(**inputs, **GREEDY)
-    query = recorded(target, AdaptiveDrafter(drafter, target), **inputs)
+    query = recorded(target, AdaptiveDrafter(target, drafter), **inputs)
     reader = TargetReader(target, drafter.feature_layers(target), last_hidden=True)
     assert len(query.rows) == len(alone)
     for row, ids, mask in zip(query.rows, alone, inputs["attention_mask"], strict=True):
@@ -184,7 +184,7 @@ def test_what_a_query_leaves_behind_is_its_text_and_the_targets_states(
 def test_the_signal_is_equation_8(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     # One slot and one block: every rejection is the first slot's, whose law a fresh forward over the text gives.
     drafter = make_specblock(target, diffspec_draft_token_num=1, num_blocks=1).to(torch.float64)
-    adaptive = AdaptiveDrafter(drafter, target)
+    adaptive = AdaptiveDrafter(target, drafter)
     query = recorded(target, adaptive, **PROMPTS["batch of one"]())
     (row,) = query.rows
     ids, first = row["input_ids"], row["first_anchor"]
@@ -216,7 +216,7 @@ def test_a_policy_hears_of_every_update_once_and_of_waiting_between_calls_alone(
         def brought(self, waited_s: float) -> None:
             heard.append(waited_s)
 
-    with AdaptiveDrafter(drafter, target, policy=Listening(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=Listening(1)) as adaptive:
         serve(target, adaptive, prompts(1))
         adaptive.wait()
         assert len(heard) == 1
@@ -253,7 +253,7 @@ def test_a_poisoned_stream_is_noticed_and_undone(target: PreTrainedModel, drafte
         "learning_rate": 0.01,
         "kl_weight": 0,
     }
-    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(2), steps_per_update=3, **settings) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(2), steps_per_update=3, **settings) as adaptive:
         serve(target, adaptive, stream * 8)
         reverts = adaptive.adaptation.num_reverts
         adaptive.fail_safe = FailSafe(window_queries=2, num_sigmas=0)
@@ -276,7 +276,7 @@ def test_a_poisoned_stream_is_noticed_and_undone(target: PreTrainedModel, drafte
 
 
 def test_good_weights_are_those_that_served_a_good_window(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    learner = AdaptiveDrafter(drafter, target).learner
+    learner = AdaptiveDrafter(target, drafter).learner
 
     def at_the_end_of_a_good_window(value: float) -> None:
         torch.nn.init.constant_(drafter.norm.weight, value)
@@ -298,10 +298,10 @@ def test_a_query_leaves_the_states_behind_its_drafts_along_the_accepted_paths(
     target: PreTrainedModel, num_blocks: int
 ) -> None:
     drafter = make_specblock(target, num_blocks=num_blocks, tree_budget=40).to(torch.float64)
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1), learning_rate=0.05)
     with adaptive:  # a drafter that is sometimes right
         serve(target, adaptive, [PROMPTS["batch of one"]()["input_ids"]] * 8)
-    adaptive = AdaptiveDrafter(drafter, target)
+    adaptive = AdaptiveDrafter(target, drafter)
     query = recorded(target, adaptive, **PROMPTS["batch of one"]())
     rounds = drafter_rounds(adaptive)
     assert sum(rounds) > 0
@@ -330,7 +330,7 @@ def test_a_query_leaves_the_states_behind_its_drafts_along_the_accepted_paths(
 def test_rows_of_a_batch_leave_behind_what_each_would_alone(
     target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
-    adaptive = AdaptiveDrafter(drafter, target)
+    adaptive = AdaptiveDrafter(target, drafter)
     inputs = PROMPTS["ragged batch of three"]()
     together = recorded(target, adaptive, **inputs)
     rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
@@ -345,7 +345,7 @@ def test_an_error_in_an_update_surfaces_before_the_next_token(
     target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
     before, stream = weights_of(drafter), prompts(3)
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1))
     main = threading.get_ident()
 
     def fail() -> None:
@@ -365,7 +365,7 @@ def test_an_error_in_an_update_surfaces_before_the_next_token(
 
 
 def test_an_error_in_the_last_update_surfaces_on_closing(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1))
     fail_in_updates(adaptive, lambda: 1 / 0)
     serve(target, adaptive, prompts(1))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -376,7 +376,7 @@ def test_an_error_in_the_last_update_surfaces_on_closing(target: PreTrainedModel
 @pytest.mark.parametrize("what", ["loss", "weight"])
 def test_an_update_that_is_no_number_is_refused(target: PreTrainedModel, drafter: PretrainedDrafter, what: str) -> None:
     before = weights_of(drafter)
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), steps_per_update=1)
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1), steps_per_update=1)
     norm = adaptive.learner.learning.norm
     if what == "loss":
         broken = norm.register_forward_hook(lambda module, inputs, normed: normed * torch.nan)
@@ -397,7 +397,7 @@ def test_an_update_that_is_no_number_is_refused(target: PreTrainedModel, drafter
 def test_an_update_that_fails_half_way_leaves_nothing_behind(
     target: PreTrainedModel, drafter: PretrainedDrafter
 ) -> None:
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), learning_rate=0.05)
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1), learning_rate=0.05)
 
     def fail(*_: Any) -> None:
         raise FloatingPointError("behind the first step")
@@ -416,7 +416,7 @@ def test_a_call_in_which_an_update_fails_is_finished_and_the_next_one_tells(
 ) -> None:
     stream = prompts(2)
     alone = target.generate(stream[1], **GREEDY)
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1))
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1))
     may_fail = threading.Event()
 
     def fail() -> None:
@@ -459,7 +459,7 @@ def test_a_revert_while_an_update_fails_brings_the_good_weights_back(
 
     before, stream = weights_of(drafter), prompts(2)
     alone = target.generate(stream[1], **GREEDY)
-    adaptive = AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1), fail_safe=SecondIsBad())
+    adaptive = AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1), fail_safe=SecondIsBad())
     may_fail = threading.Event()
 
     def fail() -> None:
@@ -483,7 +483,7 @@ def test_the_anchor_pulls_towards_the_drafter_of_before(target: PreTrainedModel,
     for weight in (0.0, 100.0):
         own = make_specblock(target).to(torch.float64)
         settings: dict[str, Any] = {"policy": AlwaysUpdate(2), "fail_safe": FailSafe(window_queries=100)}
-        with AdaptiveDrafter(own, target, kl_weight=weight, learning_rate=0.01, **settings) as adaptive:
+        with AdaptiveDrafter(target, own, kl_weight=weight, learning_rate=0.01, **settings) as adaptive:
             serve(target, adaptive, stream)
         assert adaptive.adaptation.updates[0].divergence == pytest.approx(0.0, abs=1e-6)
         apart.append(adaptive.adaptation.updates[-1].divergence)
@@ -494,7 +494,7 @@ def test_an_adapted_drafter_saves_loads_and_says_that_it_was_adapted(
     target: PreTrainedModel, drafter: PretrainedDrafter, tmp_path: Path
 ) -> None:
     drafter.measurements = {"methods": {}, "target": "t"}
-    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1)) as adaptive:
         serve(target, adaptive, prompts(2))
     adaptive.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path, target, dtype=torch.float64)
@@ -509,7 +509,7 @@ def test_figures_of_the_example_stand_beside_what_an_adapted_drafter_says_of_its
     target: PreTrainedModel, drafter: PretrainedDrafter, tmp_path: Path
 ) -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "adapt_drafter.py"))
-    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1)) as adaptive:
         serve(target, adaptive, prompts(1))
     adaptive.save_pretrained(tmp_path)
     said = json.loads((tmp_path / "training.json").read_text())
@@ -529,7 +529,7 @@ def test_the_example_claims_a_comparison_only_where_a_frozen_pass_was_one_of_sev
     for alone in (["frozen"], ["cost-aware bandit"], ["cost-aware bandit", "always update"]):
         assert example["comparison"](alone) == {}
     assert "served by the frozen and" in example["comparison"](["frozen", "cost-aware bandit"])["compared"]
-    with AdaptiveDrafter(drafter, target, policy=AlwaysUpdate(1)) as adaptive:
+    with AdaptiveDrafter(target, drafter, policy=AlwaysUpdate(1)) as adaptive:
         adaptive.save_pretrained(tmp_path)
     lone = {"stream": "s", "policies": {"always update": {"speed": 2}}, "command": "two", "versions": "v"}
     for _ in range(2):  # it has to be told from, and joined with, earlier ones without one
@@ -538,7 +538,7 @@ def test_the_example_claims_a_comparison_only_where_a_frozen_pass_was_one_of_sev
 
 
 def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    adaptive = AdaptiveDrafter(drafter, target)
+    adaptive = AdaptiveDrafter(target, drafter)
     adaptive.set_options(tree_budget=5)
     assert drafter.options.tree_budget == 5
     assert adaptive.method == "specblock"
@@ -554,8 +554,8 @@ def test_options_are_those_of_the_drafter(target: PreTrainedModel, drafter: Pret
 
 def test_what_cannot_learn_or_serve_says_so(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
     with pytest.raises(ValueError, match="A DFlashDrafter does not support adaptation; methods that do: specblock"):
-        AdaptiveDrafter(make_dflash(target), target)
-    adaptive = AdaptiveDrafter(drafter, target)
+        AdaptiveDrafter(target, make_dflash(target))
+    adaptive = AdaptiveDrafter(target, drafter)
     other = fresh_target("llama", "sdpa", torch.float64)
     with pytest.raises(ValueError, match="learns from target .* passed to another one"):
         other.generate(prompts(1)[0], assistant_model=adaptive, **GREEDY)
@@ -577,12 +577,19 @@ def test_a_setting_out_of_range_raises(
     target: PreTrainedModel, drafter: PretrainedDrafter, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaptiveDrafter(drafter, target, **settings)
+        AdaptiveDrafter(target, drafter, **settings)
 
 
-def test_what_is_no_drafter_raises(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
-    swapped: list[Any] = [target, drafter]
-    with pytest.raises(TypeError, match="drafter is a LlamaForCausalLM; .* The drafter comes first, then the target"):
-        AdaptiveDrafter(*swapped)
+def test_the_drafter_may_also_come_first(target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    swapped: list[Any] = [drafter, target]
+    with AdaptiveDrafter(*swapped, policy=AlwaysUpdate(1)) as adaptive:
+        serve(target, adaptive, prompts(1))
+    assert adaptive.drafter is drafter
+    assert len(adaptive.adaptation.updates) == 1
+
+
+def test_what_is_no_drafter_raises(target: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="drafter is a LlamaForCausalLM; .* The target comes first, then the drafter"):
+        AdaptiveDrafter(target, target)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="drafter='owner/drafter' is a str; it must be what load_drafter"):
-        AdaptiveDrafter("owner/drafter", target)  # type: ignore[arg-type]
+        AdaptiveDrafter(target, "owner/drafter")  # type: ignore[arg-type]

@@ -231,7 +231,7 @@ def test_an_adapted_drafter_is_given_back_in_its_layout(target: PreTrainedModel,
     (tmp_path / "source").mkdir()
     case.save(build(case, target), tmp_path / "source")
     loaded = load_drafter(tmp_path / "source", target)
-    with AdaptiveDrafter(loaded, target) as adaptive:
+    with AdaptiveDrafter(target, loaded) as adaptive:
         with pytest.raises(ValueError, match=r"has no source layout.*export_drafter\(adaptive.drafter"):
             export_drafter(adaptive, tmp_path / "out", to="source")
         adaptive.learner.learning.norm.weight.data += 0.5
