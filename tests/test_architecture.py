@@ -255,7 +255,7 @@ OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", 
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "drafters/mtp/modeling", "drafters/specblock/modeling", "drafters/specbound/modeling",
+        "drafters/specblock/modeling", "drafters/specbound/modeling",
         "drafters/specbranch/modeling", "drafters/specbranch/serve", "integration", "serving/transformers_server",
     )
 }  # fmt: skip
