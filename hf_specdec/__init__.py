@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hf_specdec.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
+    from hf_specdec.decoding.exchange import Committed, DraftContext
+    from hf_specdec.decoding.generator import TreeCandidateGenerator
     from hf_specdec.decoding.stats import SpeculationStats
     from hf_specdec.decoding.target import TargetModel
     from hf_specdec.decoding.trace import Trace
@@ -52,8 +53,8 @@ __all__ = [
 
 # The module of each public name; type checkers read the imports above.
 _HOMES = {
-    "Committed": "decoding.generator",
-    "DraftContext": "decoding.generator",
+    "Committed": "decoding.exchange",
+    "DraftContext": "decoding.exchange",
     "DraftTree": "decoding.tree",
     "Drafter": "drafters.base",
     "DrafterOptions": "drafters.options",

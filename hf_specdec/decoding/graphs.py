@@ -152,10 +152,17 @@ def state_of(modules: Sequence[nn.Module], passing: Collection[int] = ()) -> lis
 
 @dataclass
 class Captured:
-    """A forward of one shape: its inputs and its graph; None: it runs without a graph."""
+    """A forward of one shape.
+
+    Attributes:
+        inputs: written before each run.
+        graph: None if it is not captured yet, or cannot be.
+        lacked_memory: whether there was no memory to capture it in the present call.
+    """
 
     inputs: tuple[Tensor, ...]
-    graph: Graph | None
+    graph: Graph | None = None
+    lacked_memory: bool = False
 
 
 class Workspace:
@@ -195,6 +202,8 @@ class Workspace:
         if weights != self._weights or state != self._state:
             self._captured, self._slabs, self._taken = OrderedDict(), OrderedDict(), []
             self._weights, self._state = weights, state
+        for captured in self._captured.values():
+            captured.lacked_memory = False
         for slab in self._taken:  # left by a call that raised an error
             self._keep(slab)
         self._taken = []
@@ -235,7 +244,7 @@ class Workspace:
     def inputs(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The static inputs for a key; write them before `run`."""
         if key not in self._captured:
-            self._captured[key] = Captured(make(), None)
+            self._captured[key] = Captured(make())
         self._captured.move_to_end(key)
         if len(self._captured) > MOST_CAPTURED:
             self._captured.popitem(last=False)
@@ -244,27 +253,27 @@ class Workspace:
     def run(self, key: Hashable, forward: Forward, model: nn.Module) -> tuple[Tensor, ...]:
         """The outputs of `forward` for the current static inputs; the next run overwrites them."""
         captured = self._captured[key]
-        if captured.graph is None and not self._capture_failed:
+        if captured.graph is None and not (self._capture_failed or captured.lacked_memory):
             with torch.cuda.device_of(captured.inputs[0]):  # the model's device, which may not be the current one
-                captured.graph = self._capture(forward, model)
+                self._capture(captured, forward, model)
             # A capture computes nothing: outputs are valid only after the first replay.
         if captured.graph is None:
             return forward()
         captured.graph.replay()
         return captured.graph.outputs
 
-    def _capture(self, forward: Forward, model: nn.Module) -> Graph | None:
+    def _capture(self, captured: Captured, forward: Forward, model: nn.Module) -> None:
         try:
-            return make_graph(forward)
-        except torch.OutOfMemoryError:  # the memory of other shapes may be enough; if not, this round runs without
+            captured.graph = make_graph(forward)
+        except torch.OutOfMemoryError:  # later captures may have the memory of the graphs that are freed here
+            captured.lacked_memory = True
             for other in self._captured.values():
                 other.graph = None
             logger.warning(
-                "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and this "
-                "round runs without one, with the same result.",
+                "There was no memory to capture a forward of %s as a CUDA graph: its other graphs were freed, and in "
+                "this call rounds of this shape run without one, with the same result.",
                 type(model).__name__,
             )
-            return None
         except RuntimeError as error:
             self._capture_failed = True
             logger.warning(
@@ -272,7 +281,6 @@ class Workspace:
                 type(model).__name__,
                 error,
             )
-            return None
 
 
 class StaticCalls:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.hub.checkpoint import check_is_target
@@ -95,7 +95,7 @@ def _report_drafts(handler: Any, drafter: Drafter) -> None:
     from openai.types.completion_usage import CompletionTokensDetails
 
     whole, stream, chunk_of = handler._non_streaming, handler._streaming, handler._build_chunk_sse
-    streamed: dict[str, _Counted] = {}
+    streamed: WeakValueDictionary[str, _Counted] = WeakValueDictionary()  # by request
 
     async def answer(request_id: str, model: Any, *args: Any, **kwargs: Any) -> Any:
         counted = _Counted(model, drafter)
@@ -106,7 +106,7 @@ def _report_drafts(handler: Any, drafter: Drafter) -> None:
     def start_stream(request_id: str, model: Any, *args: Any, **kwargs: Any) -> Any:
         counted = streamed[request_id] = _Counted(model, drafter)
         response = stream(request_id, counted, *args, **kwargs)
-        response.body_iterator = _until_closed(response.body_iterator, lambda: streamed.pop(request_id))
+        response.counted = counted  # kept as long as it is sent
         return response
 
     def build_chunk(request_id: str = "", *args: Any, usage: Any = None, **kwargs: Any) -> Any:
@@ -115,13 +115,3 @@ def _report_drafts(handler: Any, drafter: Drafter) -> None:
         return chunk_of(request_id, *args, usage=usage, **kwargs)
 
     handler._non_streaming, handler._streaming, handler._build_chunk_sse = answer, start_stream, build_chunk
-
-
-async def _until_closed(chunks: AsyncGenerator[str, None], closed: Callable[[], Any]) -> AsyncGenerator[str, None]:
-    """The same chunks; calls `closed` after the last one, or when the client goes away."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    finally:
-        await chunks.aclose()
-        closed()

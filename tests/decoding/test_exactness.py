@@ -166,6 +166,7 @@ def test_half_precision_targets_run(dtype: torch.dtype) -> None:
     alone = target.generate(**prompts, **settings)
     assisted = target.generate(**prompts, **settings, assistant_model=right_for(2, alone))
     assert assisted.shape == alone.shape
+    assert assisted[:, :10].tolist() == alone[:, :10].tolist()
     mask = torch.nn.functional.pad(prompts["attention_mask"], (0, 8), value=1)
     whole = {"input_ids": assisted, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     with torch.no_grad():

@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 
 
 class DraftingThread:
-    """A thread with its own number of intra-op threads on a CPU, or its own stream on a GPU.
-
-    A process with an interpreter of its own was no faster: see `docs/assistant.md`.
-    """
+    """A thread with its own number of intra-op threads on a CPU, or its own stream on a GPU."""
 
     def __init__(self, device: torch.device, num_threads: int) -> None:
         self.executor = ThreadPoolExecutor(
