@@ -33,17 +33,22 @@ class DrafterOptions:
     Attributes:
         compile_mode: "reduce-overhead" captures the target's forwards in CUDA graphs, and the drafter's if its shapes
             are static; on a CPU it compiles the target's with `torch.compile`. "none" does neither. Not saved.
+        same_bits: the target's logits are computed with the bits of plain decoding where a trial finds that possible
+            (`decoding/same_bits.py`): in low precision, near ties then never differ. Else a call warns with the
+            reason, and is exact up to rounding as always. `stats.same_bits` says which it was. Rounds take longer. Not
+            saved.
 
     Example:
         >>> options = DrafterOptions()
         >>> options.replace(compile_mode="reduce-overhead")
-        DrafterOptions(compile_mode='reduce-overhead')
+        DrafterOptions(compile_mode='reduce-overhead', same_bits=False)
         >>> options.replace(compile_mod="none")
         Traceback (most recent call last):
-        ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? Known: 'compile_mode'.
+        ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? ...
     """
 
     compile_mode: CompileMode = field(default="none", metadata=NOT_SAVED)
+    same_bits: bool = field(default=False, metadata=NOT_SAVED)
 
     @property
     def method(self) -> str:
@@ -116,6 +121,12 @@ class DrafterOptions:
         """
         if self.compile_mode not in COMPILE_MODES:
             raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
+        self.check_switches("same_bits")
+        if self.same_bits and self.compile_mode != "none":
+            raise ValueError(
+                f"same_bits=True was given with compile_mode={self.compile_mode!r}, but compiled forwards have bits of "
+                'their own: use compile_mode="none".'
+            )
 
     def check_integers(self, **most: int) -> None:
         """Raises ValueError unless each of these options is an integer from 1 to the given one."""

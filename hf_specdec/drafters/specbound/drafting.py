@@ -281,7 +281,7 @@ class PendingChain:
             entries = self.cache.longest + stop
             masks = {kind: mask[:, :, nodes, :entries] for kind, mask in self._masks.items()}
         target.num_layers_run += last - first
-        with self.cache.writing_after(start), target.own_attention:
+        with self.cache.writing_after(start), target.on_nodes(self._template.first_nodes(stop - 1), start):
             return self.slices.run(
                 states,
                 first,

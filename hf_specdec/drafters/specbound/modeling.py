@@ -179,7 +179,7 @@ class SpecBoundOptions(DrafterOptions):
     @classmethod
     def defaults(cls, config: Any = None) -> SpecBoundOptions:
         """As for every drafter; `config` is a `SpecBoundConfig`."""
-        return cls(**{name: getattr(config, name) for name in cls.names() if name != "compile_mode"})
+        return cls(**{name: getattr(config, name) for name in cls.names() if name not in DrafterOptions.names()})
 
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `SpecBoundConfig`."""
