@@ -55,6 +55,11 @@ class DrafterOptions:
         """Name of the drafting method: a class attribute, or a field if the drafter offers several."""
         raise NotImplementedError(f"{type(self).__name__} names no method.")
 
+    @property
+    def pauses(self) -> bool:
+        """Whether drafting pauses while it does not pay."""
+        return False
+
     @classmethod
     def names(cls) -> list[str]:
         """Names of all options."""
@@ -148,8 +153,9 @@ class TreeOptions(DrafterOptions):
     """Options of drafters whose draft may have any number of nodes.
 
     Attributes:
-        tree_budget: most drafted nodes of a tree, root not counted; at most 1024, or `"auto"`, which chooses up to 64
-            from measured times of drafting and verifying and the acceptance rate.
+        tree_budget: most drafted nodes of a tree, root not counted; at most 1024. Or `"auto"`, the default: up to 64,
+            chosen from measured times of drafting and verifying and the acceptance rate, and no draft while drafting
+            does not pay.
     """
 
     tree_budget: int | Literal["auto"]
@@ -159,11 +165,30 @@ class TreeOptions(DrafterOptions):
         """Most nodes of a tree: `tree_budget`, or the upper limit of "auto"."""
         return MOST_NODES if self.tree_budget == "auto" else self.tree_budget
 
+    @property
+    def pauses(self) -> bool:
+        return self.tree_budget == "auto"
+
     def validate(self, config: Any = None) -> None:
         DrafterOptions.validate(self, config)  # `super()` does not work in classes with slots before Python 3.14
         budget = self.tree_budget
         if budget != "auto" and (type(budget) is not int or not 1 <= budget <= MAX_TREE_BUDGET):
             raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}, or 'auto'.")
+
+
+@dataclass(slots=True, kw_only=True)
+class PausingOptions(DrafterOptions):
+    """Options of drafters that choose the length of their drafts themselves.
+
+    Attributes:
+        pauses: whether drafting pauses while it does not pay, by measured times; False drafts in every round.
+    """
+
+    pauses: bool = True
+
+    def validate(self, config: Any = None) -> None:
+        DrafterOptions.validate(self, config)
+        self.check_switches("pauses")
 
 
 def is_number(value: object) -> bool:

@@ -56,7 +56,7 @@ class CausalLMOptions(TreeOptions):
 
     method: str = "causal_lm_tree"
     max_depth: int = 5
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
     width: int = 4
     sample_drafts: bool = True
     min_confidence: float | None = None

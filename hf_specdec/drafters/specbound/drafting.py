@@ -473,7 +473,8 @@ class EarlyExitGenerator(PendingGenerator):
             self.refused = [set() for _ in committed.token_ids]
         if not self.drafter.options.learn_refusals:
             return
-        for refused, chain, num_accepted in zip(self.refused, self.chains, committed.num_accepted, strict=False):
+        chains, self.chains = self.chains, []  # after a round without a draft there are none
+        for refused, chain, num_accepted in zip(self.refused, chains, committed.num_accepted, strict=False):
             pairs = list(itertools.pairwise(chain))
             refused.difference_update(pairs[:num_accepted])
             refused.update(pairs[num_accepted : num_accepted + 1])  # later pairs follow a rejected token

@@ -326,6 +326,12 @@ class BranchDrafting:
         return Chains(tokens, _padded(draft_probs), [row.finite for row in self.rows])
 
     @torch.no_grad()
+    def skip(self, emitted: Sequence[list[int]], signals: Sequence[Signals]) -> None:
+        """As `draft`, in a round that verifies no drafts: only updates the rows."""
+        self._update_rows(emitted, [row.active for row in self.rows], signals)
+        self._update_cache()
+
+    @torch.no_grad()
     def draft_ahead(self, signals: Sequence[Signals]) -> Branches:
         """Drafts branches after the chains returned by `draft`, while the target verifies these."""
         clock = time.thread_time if abilities(self.drafter.model.device).host_memory else time.perf_counter

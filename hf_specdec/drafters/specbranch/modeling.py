@@ -27,7 +27,7 @@ from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
+from hf_specdec.drafters.options import NOT_SAVED, PausingOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import name_of, unknown_name
@@ -113,7 +113,7 @@ class SpecBranchConfig(TargetFields, PreTrainedConfig):
 
 
 @dataclass(slots=True, kw_only=True)
-class SpecBranchOptions(DrafterOptions):
+class SpecBranchOptions(PausingOptions):
     """Drafting options of a draft model that runs in parallel with the target.
 
     Attributes:
@@ -162,7 +162,7 @@ class SpecBranchOptions(DrafterOptions):
 
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `SpecBranchConfig`."""
-        DrafterOptions.validate(self, config)
+        PausingOptions.validate(self, config)
         self.check_integers(k_max=64, max_depth=256, worker_threads=1024)
         for name, known in (
             ("lengths", ("h_rad", "confidence", "fixed")),

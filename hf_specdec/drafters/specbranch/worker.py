@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
+        self.has_drafted = False  # in this round
         self.embeddings: Any = target.model.get_input_embeddings()
         self.device = home_of(self.embeddings)  # an offloaded model says "meta"
         self.overlap = SpeculationStats()
@@ -107,7 +109,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         assert self.drafting is not None
         self.signals = self._signals(context, self.drafting)
         chains: Chains = self._call(self.drafting.draft, self.emitted, context.active, self.signals)
-        self.chains = chains
+        self.chains, self.has_drafted = chains, True
         token_ids = [[root, *tokens] for root, tokens in zip(context.root_ids.tolist(), chains.tokens, strict=True)]
         tree = DraftTree.from_lists(
             token_ids,
@@ -160,6 +162,16 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, min(self.threads_before, cores - self.options.worker_threads)))
 
+    @contextmanager
+    def _cores(self, num_threads: int | None) -> Iterator[None]:
+        """In this context the target runs in so many threads; None for no change."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
     def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
         """T_p: the median time of a verification of a few nodes. Nothing is committed."""
         tree = DraftTree.chain(context.root_ids.unsqueeze(1).expand(-1, nodes))
@@ -202,6 +214,11 @@ class SpecBranchGenerator(TreeCandidateGenerator):
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         """Verifies while the thread drafts branches after the chains."""
+        has_drafted, self.has_drafted = self.has_drafted, False
+        if self.drafting is not None and not has_drafted:  # a round that skips drafting, with all cores
+            self._call(self.drafting.skip, self.emitted, self.signals)
+            with self._cores(self.threads_before):
+                return target.verify(tree, state.root_positions)
         if self.thread is None or self.drafting is None:
             return target.verify(tree, state.root_positions)
         # The target's own time: on a CPU without the time that the drafter takes of this thread's core.
