@@ -46,6 +46,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "rank": lambda own: str(own.rank),
     "tokens/s": lambda own: _of(own.tokens_per_s, lambda value: f"{value:.0f}"),
     "speedup over eager": lambda own: speedup(own.speedup),
+    "over packed": lambda own: "-" if own.speedup_packed is None else f"{own.speedup_packed.median:.2f}x",
     "over compiled": lambda own: "-" if own.speedup_compiled is None else f"{own.speedup_compiled.median:.2f}x",
     "mean acceptance length": lambda own: (
         "-" if own.mean_acceptance_length is None else f"{own.mean_acceptance_length:.2f}"
@@ -65,7 +66,8 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 LEGEND = (
     "Rank: by tokens/s; variants whose repeats overlap share one. Tokens/s: all new tokens over the time of whole "
     "calls, prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts "
-    "(quartiles). Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over "
+    "(quartiles). Over packed: over plain decoding with the packed weights that rounds use on a CPU, which is the speedup "
+    "without that of the products. Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over "
     "rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it "
     "only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the time to read "
     "the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. "

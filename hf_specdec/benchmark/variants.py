@@ -11,13 +11,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
+from hf_specdec.decoding.packed import PackedLinears
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.registry import WEIGHTLESS, method_of
@@ -26,6 +29,7 @@ from hf_specdec.hub.loading import load_drafter
 
 BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"
 PLAIN = "plain, eager"
+PACKED = "plain, packed"
 COMPILED = "plain, compiled"
 ASSISTED = "stock assisted"
 
@@ -36,7 +40,7 @@ class Variant:
 
     Attributes:
         name: unique.
-        kind: "plain" and "assisted" are transformers' own.
+        kind: "plain", "packed" and "assisted" are transformers' own; "packed" with packed weights.
         arguments: for `generate`.
         drafter: passed to `generate` as assistant.
         settings: drafting options, set before each call, because variants may share a drafter.
@@ -46,7 +50,7 @@ class Variant:
     """
 
     name: str
-    kind: Literal["plain", "assisted", "drafter"]
+    kind: Literal["plain", "packed", "assisted", "drafter"]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     drafter: Drafter | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -60,14 +64,29 @@ class Variant:
             self.drafter.set_options(**self.settings)
             self.drafter.forget()
 
+    def products(self, model: PreTrainedModel) -> AbstractContextManager[object]:
+        """A context for its calls: with packed weights, or none."""
+        if self.kind != "packed":
+            return nullcontext()
+        packed = PackedLinears([model])
+        packed.pack_all()
+        return packed
 
-def baselines(backend: str = "inductor") -> list[Variant]:
-    """Plain `generate` with defaults, and compiled with a static cache by this backend of `torch.compile`."""
+
+def baselines(device: torch.device, backend: str = "inductor") -> list[Variant]:
+    """Plain `generate`, on a CPU also with packed weights, and compiled with a static cache.
+
+    Args:
+        device: of the target.
+        backend: of `torch.compile`.
+    """
+    packed = [Variant(PACKED, "packed")] if device.type == "cpu" else []
     everywhere = CompileConfig(backend=backend)
     # By default generate compiles only on accelerators; the second baseline is compiled on every device.
     everywhere._compile_all_devices = True
     return [
         Variant(PLAIN, "plain"),
+        *packed,
         Variant(COMPILED, "plain", {"cache_implementation": "static", "compile_config": everywhere}),
     ]
 
