@@ -86,7 +86,7 @@ def variants_of(
         everything: all bundled drafters, all look-ups and assisted generation, not only the first ones.
     """
     bundled = drafters is None and folder is not None
-    found = [Variant(PLAIN, "plain"), *([Variant(PACKED, "packed")] if DEVICE == "cpu" else [])]
+    found = [Variant(PLAIN, "plain"), *([Variant(PACKED, "packed")] if variants.can_pack(model) else [])]
     if draft_model is None and bundled and everything and (folder / "draft-lm").is_dir():
         draft_model = str(folder / "draft-lm")
     if draft_model is not None:
@@ -394,8 +394,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if DEVICE == "cpu" and torch.get_num_threads() > 1:
             threads = choose_threads(lambda: generate(model, prompts[0], Variant(PLAIN, "plain"), 0.0, 2)[1])
             line(f"decoding with {threads} thread(s): plain decoding is quickest so")
-        if arguments.dtype is None:
-            line(keep_faster_number_type(model, prompts[0]))
+        if arguments.dtype is None and (choice := keep_faster_number_type(model, prompts[0])) is not None:
+            line(choice)
         found = variants_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder, arguments.all)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
         sys.exit(f"quickstart.py: {error}")

@@ -128,8 +128,9 @@ def benchmark(
 
     notes: list[Record] = []
     if isinstance(target, str) and dtype is None:
-        notes.append(Note(keep_faster_number_type(model, tokenise(tokenizer, [rendered[0][0]], chat=settings.chat))))
-    compared = variants.baselines(model.device, compile_backend)
+        choice = keep_faster_number_type(model, tokenise(tokenizer, [rendered[0][0]], chat=settings.chat))
+        notes += [] if choice is None else [Note(choice)]
+    compared = variants.baselines(model, compile_backend)
     if not compiled:
         compared.pop()
         notes.append(Note(f"{variants.COMPILED} was omitted because of --no-compiled."))

@@ -66,13 +66,14 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 LEGEND = (
     "Rank: by tokens/s; variants whose repeats overlap share one. Tokens/s: all new tokens over the time of whole "
     "calls, prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts "
-    "(quartiles). Over packed: over plain decoding with the packed weights that rounds use on a CPU, which is the speedup "
-    "without that of the products. Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over "
-    "rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it "
-    "only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the time to read "
-    "the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. "
-    "Peak MB: memory above the memory in use before a call, on the longest prompts. Identical: greedy output equal to "
-    "plain eager decoding's, token for token; gap: between the target's two best logits at the first difference."
+    "(quartiles). Over packed: over plain decoding with the packed weights that rounds use on a CPU, so without their"
+    " part of the speedup. Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled "
+    "over rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so "
+    "compare it only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the "
+    "time to read the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per "
+    "further token. Peak MB: memory above the memory in use before a call, on the longest prompts. Identical: greedy "
+    "output equal to plain eager decoding's, token for token; gap: between the target's two best logits at the first "
+    "difference."
 )
 
 

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
-from hf_specdec.decoding.packed import PackedLinears
+from hf_specdec.decoding.packed import DTYPES, PackedLinears
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.registry import WEIGHTLESS, method_of
@@ -73,14 +72,14 @@ class Variant:
         return packed
 
 
-def baselines(device: torch.device, backend: str = "inductor") -> list[Variant]:
+def baselines(target: PreTrainedModel, backend: str = "inductor") -> list[Variant]:
     """Plain `generate`, on a CPU also with packed weights, and compiled with a static cache.
 
     Args:
-        device: of the target.
+        target: the model.
         backend: of `torch.compile`.
     """
-    packed = [Variant(PACKED, "packed")] if device.type == "cpu" else []
+    packed = [Variant(PACKED, "packed")] if can_pack(target) else []
     everywhere = CompileConfig(backend=backend)
     # By default generate compiles only on accelerators; the second baseline is compiled on every device.
     everywhere._compile_all_devices = True
@@ -89,6 +88,11 @@ def baselines(device: torch.device, backend: str = "inductor") -> list[Variant]:
         *packed,
         Variant(COMPILED, "plain", {"cache_implementation": "static", "compile_config": everywhere}),
     ]
+
+
+def can_pack(target: PreTrainedModel) -> bool:
+    """Whether rounds may run a target's products with packed weights."""
+    return target.device.type == "cpu" and target.dtype in DTYPES
 
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Variant:
