@@ -283,7 +283,14 @@ def make_specbranch(
 ) -> SpecBranchDrafter:
     """The same draft model beside the target, with a random H-RAD."""
     model = make_causal_lm(target, noise=noise, seed=seed).model
-    defaults = {"pauses": False, "speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "min_certainty": 0.0}
+    defaults = {
+        "pauses": False,
+        "parallel": True,
+        "speed_ratio": 4.0,
+        "k_max": 3,
+        "min_confidence": 0.05,
+        "min_certainty": 0.0,
+    }
     torch.manual_seed(seed)
     return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
 

@@ -376,6 +376,13 @@ class TargetModel:
         positions = self.position_offset.unsqueeze(1) + entries
         return positions, None if self.prompt_mask is None else self.prompt_mask[:, self.prefilled]
 
+    def text_mask(self, length: int) -> Tensor | None:
+        """[batch, length] bool: which of the first tokens of each row's text are not padding; None for all."""
+        if self.prompt_mask is None:
+            return None
+        mask = self.prompt_mask[:, self.entry_offset :]
+        return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=True)
+
     def root_positions(self) -> Tensor:
         """[batch] int64, position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths

@@ -37,7 +37,7 @@ class Every(AutoBudget):
 
     def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
         super().__init__(knowledge, stats)
-        knowledge.sizes_to_try = []
+        knowledge.sizes_to_try, knowledge.pauses.drafting = [], False
         self.rounds = 0
 
     def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:

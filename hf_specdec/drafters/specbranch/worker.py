@@ -82,7 +82,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.drafter, self.target, self.options = drafter, target, drafter.options
         # Without hedges the paper retains a part of a chosen branch only to branch there. With them it is verified
         # completely: verifying more tokens never reduces what is accepted.
-        self.hedged = self.options.parallel and self.options.hedge and self.options.k_max > 1
+        self.parallel = drafter.runs_parallel(target.model)
+        self.hedged = self.parallel and self.options.hedge and self.options.k_max > 1
         self.drafting: BranchDrafting | None = None  # before the first draft
         self.thread: DraftingThread | None = None  # None drafts serially
         self.threads_before: int | None = None
@@ -95,6 +96,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.embeddings: Any = target.model.get_input_embeddings()
         self.device = home_of(self.embeddings)  # an offloaded model says "meta"
         self.overlap = SpeculationStats()
+        self.began = time.perf_counter()
 
     def observe(self, committed: Committed) -> None:
         self.last = committed
@@ -127,7 +129,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         assert draft_model is not None, "check_target requires it"
         assert self.last is not None, "the prefill has been observed"
         texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
-        branches = options.k_max if options.parallel else 1
+        branches = options.k_max if self.parallel else 1
         plan = DraftingPlan(
             most_tokens=options.max_depth,
             most_branches=branches,
@@ -142,12 +144,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         can = abilities(draft_model.device)
         # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
-        if options.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
+        if self.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
             self.thread = DraftingThread(draft_model.device, options.worker_threads)
             if self.device.type == "cpu" == draft_model.device.type:
                 self._share_cores()
         self.emitted = [[] for _ in texts]
-        self._call(drafting.start, texts, self.target.prompt_mask, seed)
+        self._call(drafting.start, texts, self.target.text_mask(min(context.lengths) - 1), seed)
         ratio = self.drafter.speed_ratio_of(self.target.model)
         if ratio is None:
             ratio = self._seconds_per_verification(context) / self._call(drafting.seconds_per_forward)
@@ -261,6 +263,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         stats.num_path_kept += counters.path_kept
         stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
         stats.speed_ratio = self.speed_ratio
+        if num_tokens := stats.num_accepted_draft_tokens + stats.num_spec_steps:
+            self.drafter.keep_pace(self.target.model, self.parallel, (time.perf_counter() - self.began) / num_tokens)
 
     def close(self) -> None:
         try:
