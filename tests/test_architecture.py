@@ -162,7 +162,6 @@ ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize
 EXCEPTIONS = {
     "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
     "hub/loading.py": {"merged"},  # a list of drafters means a merged one
-    "benchmark/variants.py": {"causal_lm"},  # for transformers' own assisted generation, with a draft model
 }
 
 

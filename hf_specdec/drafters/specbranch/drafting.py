@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.causal_lm.draft_model import DraftModel
+from hf_specdec.drafters.draft_model import DraftModel
 from hf_specdec.drafters.specbranch.branches import (
     ALL_ACCEPT,
     ALL_REJECT,
