@@ -163,7 +163,6 @@ ROOMS = ("hub", "serving", "verification", "benchmark", "adaptation", "visualize
 EXCEPTIONS = {
     "hub/mtp.py": {"mtp"},  # the part of that method that reads the target's files
     "hub/loading.py": {"merged"},  # a list of drafters means a merged one
-    "benchmark/variants.py": {"causal_lm"},  # for transformers' own assisted generation, with a draft model
 }
 
 
@@ -272,7 +271,7 @@ def test_every_mistake_of_the_list_can_still_be_planted() -> None:
 
 
 # A change may lower it; a feature that needs more says so in its commit.
-MOST_CODE_LINES = 25_100
+MOST_CODE_LINES = 24_900
 
 
 def test_the_package_does_not_grow_unnoticed() -> None:

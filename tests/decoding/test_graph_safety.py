@@ -23,8 +23,8 @@ from hf_specdec.drafters import dflash, eagle3
 from hf_specdec.drafters.dflash import DFlashMarginals
 from hf_specdec.drafters.growth import best_tree, level_tree
 from hf_specdec.drafters.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
-from hf_specdec.drafters.specblock import static as specblock
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+from hf_specdec.drafters.specblock import drafting as specblock
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
 from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
 from tests.targets import fresh_target
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, Starts
 from hf_specdec.drafters.specblock.quality import rank_classes
-from hf_specdec.drafters.specblock.tree import Starts
 from hf_specdec.training.passes import block_masks
 from hf_specdec.training.specblock import (
     BlockLosses,

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.causal_lm.stopping import acceptance_bound
+from hf_specdec.drafters.causal_lm import CausalLMDrafter, acceptance_bound
 from tests.methods import make_causal_lm, make_causal_lm_chain
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, tiny_tokenizer
 from tests.watched import Watched

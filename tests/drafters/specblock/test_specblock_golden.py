@@ -19,9 +19,8 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
-from hf_specdec.drafters.specblock.layers import rank_features
-from hf_specdec.drafters.specblock.tree import cut
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, cut
+from hf_specdec.drafters.specblock.modeling import rank_features
 from tests.test_golden import golden, metadata, part_of
 
 STATES = {"rtol": 1e-4, "atol": 2e-5}
