@@ -325,7 +325,7 @@ class DSparkGenerator(TreeCandidateGenerator):
 
     def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
         self.drafter = drafter
-        self.blocks = DFlashMarginals(drafter, target)
+        self.blocks = DFlashMarginals(drafter, target, states=True)
         self.target_ids = drafter.target_ids
         self.columns = 0  # of the target's logits
         self.path_logprobs: Tensor | None = None  # [batch, nodes] of the latest tree
@@ -336,7 +336,7 @@ class DSparkGenerator(TreeCandidateGenerator):
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        states = self.blocks.run_block(context, None)
+        states = self.blocks.marginals(context)
         logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.blocks.lm_head)
         logits[..., self.never] = -torch.inf
         slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))

@@ -399,17 +399,19 @@ _TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite"
 
 
 def captured_tree(
-    calls: StaticCalls, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
+    calls: StaticCalls | None, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
 ) -> DraftTree:
-    """`build(*values)` as one captured launch, for trees built on the device; valid until the next call.
+    """`build(*values)`, as one captured launch if drafting is captured; then valid until the next call.
 
     Args:
-        calls: of the drafter.
+        calls: of the drafter; None if nothing is captured.
         budget: of the tree; together with `max_depth` and the shapes of `values` it identifies the captured call.
         max_depth: of the tree.
         build: makes a tree from the values, with `finite` and `path_logprobs`.
         values: [batch, ...] each.
     """
+    if calls is None:
+        return build(*values)
 
     def tensors(owner: object, *values: Tensor) -> tuple[Tensor, ...]:
         tree = build(*values)

@@ -27,6 +27,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.growth import static_tree
 from hf_specdec.drafters.options import TreeOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -262,18 +263,7 @@ class MedusaMarginals(BlockMarginals):
         self.drafts_early = self.calls is not None
 
     def observe(self, committed: Committed) -> None:
-        features = committed.features
-        assert features is not None, "feature_layers() has requested the target's last state"
-        batch, new, _ = features.shape
-        last = torch.full((batch,), new - 1, device=features.device)
-        if committed.valid is not None:
-            last = (committed.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
-        states = features[torch.arange(batch, device=features.device), last]
-        known = committed.counts.known
-        may_lack = known is None or 0 in known
-        if may_lack and self.last_states is not None:  # a finished row has no new state: the old one stays
-            states = states.where(committed.counts.to(features.device).tensor.unsqueeze(1) > 0, self.last_states)
-        self.last_states = states
+        self.last_states = last_features(committed, self.last_states)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.last_states is not None:

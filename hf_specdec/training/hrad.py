@@ -37,10 +37,10 @@ from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidate
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL, last_layers
-from hf_specdec.drafters.specbranch.worker import last_features
 from hf_specdec.drafters.targets import whole_target
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse

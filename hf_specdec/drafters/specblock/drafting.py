@@ -1,9 +1,7 @@
 """SpecBlock in one `generate` call: the tree, the drafter's cache, and the M forwards of a round.
 
 The first forward of a round appends the positions committed since the last one to the cache, K entries each, and drafts
-from the last of them. Every later forward drafts from all selected nodes of the previous block together. On a GPU the
-two steps, `entered` and `drafted`, are captured launches (`decoding/graphs.py`) with the cache's length rounded up to a
-bucket; besides their arguments they read only the cache, whose buffers stay in place.
+from the last of them. Every later forward drafts from all selected nodes of the previous block together.
 
 The functions on the tree (the nodes that a block adds, the starts of the next block, the cut to the budget) are pure,
 of static shape, without a host sync and without a loop over nodes. Nodes of a block are numbered by start, slot and
@@ -15,24 +13,19 @@ is in `modeling.py`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import abilities, in_inference_mode
 from hf_specdec.decoding.exchange import NodeNotes
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.modules import home_of
-from hf_specdec.decoding.state import Counts
-from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.context import CommittedReader, NewTokens
 from hf_specdec.drafters.growth import path_notes
 from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
@@ -317,12 +310,7 @@ def _first_of_path(token_ids: Tensor, parents: Tensor, max_depth: int) -> Tensor
     return nodes.unsqueeze(1).where(same, token_ids.shape[1]).amin(-1)
 
 
-def only_finite(nodes: Nodes, finite: Tensor) -> Nodes:
-    """The nodes, with only the root in rows whose logits are not finite."""
-    return replace(nodes, scores=nodes.scores.where(finite.unsqueeze(1), -torch.inf))
-
-
-class SpecBlockGenerator(TreeCandidateGenerator):
+class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
     """Draft trees of one `generate` call.
 
     Args:
@@ -338,119 +326,65 @@ class SpecBlockGenerator(TreeCandidateGenerator):
     prompt_chunk = 1024
 
     def __init__(self, drafter: SpecBlockDrafter, target: TargetModel) -> None:
-        self.drafter = drafter
-        self.device, self.dtype = drafter.device, drafter.dtype  # transformers searches the parameters for each access
+        config, options = drafter.config, drafter.options
         self.embed_tokens = target.model.get_input_embeddings()
         self.home = home_of(self.embed_tokens)
-        self.slots = drafter.config.block_size
-        self.num_blocks = drafter.options.num_blocks
-        self.merge = drafter.options.merge_duplicates
-        self.calls = static_calls(self, drafter, (self.embed_tokens,), drafter.options.compile_mode)
-        self.drafts_early = self.calls is not None
+        self.slots, self.num_blocks, self.merge = config.block_size, options.num_blocks, options.merge_duplicates
+        self.shape = Shape.of(drafter)
+        super().__init__(
+            drafter,
+            target,
+            (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, None, None),
+            borrowed=(self.embed_tokens,),
+            most=self.num_blocks * self.slots + 1,
+            room=sum(map(self.shape.most_starts, range(1, self.num_blocks))) * self.slots,
+            entries=self.slots,
+            compile_mode=options.compile_mode,
+        )
         # In host memory the number of used nodes can be read without a sync, and unused ones are dropped.
         self.drops_unused = abilities(self.device).host_memory and self.calls is None
-        self.width = nodes_bucket(self.num_blocks * self.slots + 1)  # most tokens that a round commits
-        self.target = target  # the capacity of its cache limits the length of rows
-        self.shape = Shape.of(drafter)
-        self.cache: TreeCache | None = None
-        self.pending: Committed | None = None  # positions that are not yet in the cache
-        # States [batch, 1, slots, hidden] and position [batch, 1] of each row's first block in the latest round.
-        self.first_block: tuple[Tensor, Tensor] | None = None
-        self._own_masks: dict[int, Tensor] = {}  # by number of starts: a slot attends to itself and earlier own slots
         self.hidden: list[Tensor] = []  # of the latest tree, per block [batch, starts, slots, hidden]
         self.tree: tuple[DraftTree, Nodes, Tensor] | None = None  # with all drafted nodes, and the selected ones
 
-    def observe(self, committed: Committed) -> None:
-        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        index = from_host(rows, self.device)
-        if self.cache is not None:
-            self.cache.keep_rows(rows)
-        if self.first_block is not None:
-            self.first_block = self.first_block[0][index], self.first_block[1][index]
-        self.pending = None if self.pending is None else self.pending.of_rows(rows)
-
-    def _take_pending(self) -> Committed:
-        """The tokens committed since the last draft, on the drafter's device, features in its dtype."""
-        pending, device = self.pending, self.device
-        assert pending is not None, "draft() before the prefill was observed"
-        assert pending.features is not None
-        self.pending = None
-        return replace(
-            pending,
-            token_ids=pending.token_ids.to(device),
-            features=pending.features.to(device=device, dtype=self.dtype),
-            position_ids=pending.position_ids.to(device),
-            valid=None if pending.valid is None else pending.valid.to(device),
-            counts=pending.counts.to(device),
-        )
-
-    def close(self) -> None:
-        if self.calls is not None:
-            self.calls.workspace.release()
-
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        if self.calls is not None:
-            tree, nodes, selected = self._draft_captured(self.calls, context)
-            context.lap("draft")
-        else:
-            nodes, finite = self.grow(context)
-            context.lap("draft")
-            depth = self.num_blocks * self.slots
-            tree, selected = cut(nodes, self.shape.tree_budget, depth, merge=self.merge, finite=finite)
-            if self.drops_unused:
-                tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last valid node of any row
-        self.tree = tree, nodes, selected
-        tree = _on(tree, context.root_ids.device)
+        root_ids, shape = context.root_ids.to(self.device), self.shape
+        self.read_committed(root_ids)
+        parts = self.run(
+            _drafted, root_ids, self.cache.lengths, *self.last, shape.branching[None], shape.index[None],
+            # Options that change shapes or operations; all others are tensor values.
+            key=(self.num_blocks, self.merge, shape.width, shape.beam_width, shape.max_starts, shape.tree_budget),
+        )  # fmt: skip
+        context.lap("draft")
+        fields, (selected, token_ids, scores, above, *self.hidden) = parts[: len(TREE)], parts[len(TREE) :]
+        made: Any = dict(zip(TREE, fields, strict=True)) | {"max_depth": self.num_blocks * self.slots}
+        tree = DraftTree(**made)
+        if self.drops_unused:
+            tree = tree.first_nodes(int(tree.valid.nonzero()[:, 1].max()))  # up to the last valid node of any row
+        self.tree = tree, Nodes(token_ids, scores, above, tuple(part.shape[1] for part in self.hidden), shape), selected
+        if context.root_ids.device != self.device:
+            moved: Any = {name: getattr(tree, name).to(context.root_ids.device) for name in TREE}
+            tree = replace(tree, **moved)
         context.lap("tree")
         return tree
-
-    def _draft_captured(self, calls: StaticCalls, context: DraftContext) -> tuple[DraftTree, Nodes, Tensor]:
-        """`grow` and `cut` in two captured launches; the prompt is not captured."""
-        root_ids = context.root_ids.to(self.device)
-        hidden, positions = self._append_pending(root_ids, self._take_pending())
-        assert self.cache is not None
-        at = self._place(sum(self.shape.most_starts(block) for block in range(1, self.num_blocks)))
-        # Options that change shapes or operations; all others are tensor values.
-        options = (self.num_blocks, self.merge, self.shape.width, self.shape.beam_width, self.shape.max_starts)
-        parts = calls(
-            ("drafted", options, self.shape.tree_budget, at, self.cache.addresses), functools.partial(drafted, at),
-            root_ids, self.cache.lengths, hidden, positions, self.shape.branching[None], self.shape.index[None],
-        )  # fmt: skip
-        self.cache.rollback()  # only committed positions remain
-        # The tree, which nodes it selected, which rows are finite, all nodes, and the states of all blocks.
-        tree, (selected, _, token_ids, scores, above, *states) = parts[: len(TREE)], parts[len(TREE) :]
-        self.hidden = states
-        starts = tuple(block.shape[1] for block in states)
-        made: Any = dict(zip(TREE, tree, strict=True)) | {"max_depth": self.num_blocks * self.slots}
-        return DraftTree(**made), Nodes(token_ids, scores, above, starts, self.shape), selected
-
-    def _place(self, starts: int) -> int:
-        """Reserves entries for `starts` starts; returns where they begin, in captured rounds equal within a bucket."""
-        assert self.cache is not None
-        at = self.cache.longest
-        if self.calls is not None:
-            at = prefix_bucket(at)
-            self.cache.place_nodes(at)
-        self.cache.reserve(starts * self.slots)
-        return at
 
     def describe(self, tree: DraftTree) -> NodeNotes:
         assert self.tree is not None
         _, nodes, selected = self.tree
         return path_notes(tree, nodes.scores.gather(1, selected), nodes.forwards(selected))
 
-    def grow(self, context: DraftContext) -> tuple[Nodes, Tensor]:
-        """Drafts M blocks; returns all nodes, and which rows [batch] have finite logits."""
-        root_ids = context.root_ids.to(self.device)
-        hidden, positions = self._append_pending(root_ids, self._take_pending())
-        assert self.cache is not None
-        lengths = self.cache.lengths
-        self.hidden, nodes, finite = self.blocks(self.cache.longest, root_ids, lengths, hidden, positions, self.shape)
-        self.cache.rollback()  # only committed positions remain
-        return nodes, finite
+    def read_committed(self, root_ids: Tensor) -> None:
+        """Reads the pending positions; `last` are then states and position of each row's start, see `_committed`."""
+        pending = self.take_pending()
+        most = self.prompt_chunk if self.calls is None else max(self.prompt_chunk, self.width)
+        new = pending.token_ids.shape[1]
+        for start in range(0, new, most):
+            part, following, stop = pending, root_ids, start + most
+            if new > most:
+                part = pending.columns(start, stop)
+            if stop < new:
+                following = pending.token_ids[:, stop].where(pending.counts.tensor > stop, root_ids)
+            self.last = self.read(_committed, following, *self.last, pending=part)
 
     def blocks(
         self, at: int, root_ids: Tensor, lengths: Tensor, hidden: Tensor, positions: Tensor, shape: Shape
@@ -468,8 +402,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         Returns:
             The states of all blocks, [batch, starts, slots, hidden] each, all nodes, and which rows [batch] are finite.
         """
-        config, cache = self.drafter.config, self.cache
-        assert cache is not None
+        drafter, cache = self.drafter, self.cache
         states, num_entries = [hidden], 0
         nodes = Nodes.root(root_ids, shape)
         starts = Starts.root(len(root_ids), root_ids.device)
@@ -482,15 +415,14 @@ class SpecBlockGenerator(TreeCandidateGenerator):
                 starts = starts.first(max(1, int((starts.scores > -torch.inf).sum(1).max())))
             sources = starts.sources.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             conditions = hidden.flatten(1, 2).gather(1, sources)
+            on_path = drafter.config.block_positions == "path"
             with cache.writing_after(num_entries):
-                hidden = self.drafter.block_hidden(
-                    self.drafter.condition_of(conditions),
-                    self._embed(nodes.token_ids.gather(1, starts.nodes)),
-                    positions + starts.depths
-                    if config.block_positions == "path"
-                    else positions.expand_as(starts.depths),
+                hidden = drafter.block_hidden(
+                    drafter.condition_of(conditions),
+                    self.embed(nodes.token_ids.gather(1, starts.nodes)),
+                    positions + starts.depths if on_path else positions.expand_as(starts.depths),
                     from_target=False,
-                    mask=self._path_mask(starts, at, lengths),
+                    mask=self.path_mask(starts, at, lengths),
                     cache=cache,
                 )
             states.append(hidden)
@@ -498,7 +430,7 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             output = self._read_heads(hidden)
             finite = finite & output.finite
             nodes, start_scores = attach(nodes, starts, output)
-        return states, only_finite(nodes, finite), finite
+        return states, replace(nodes, scores=nodes.scores.where(finite.unsqueeze(1), -torch.inf)), finite
 
     def draft_states(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
         """The states, before the final norm, from which the children of some nodes of the latest tree were predicted.
@@ -522,7 +454,8 @@ class SpecBlockGenerator(TreeCandidateGenerator):
         found = every.gather(1, index.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
         return found, below.any(-1)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[batch, starts] -> [batch, starts, hidden] of the drafter's dtype, on its device."""
         embedded = self.embed_tokens(token_ids.to(self.home))
         return embedded.to(device=self.device, dtype=self.dtype)
 
@@ -537,169 +470,45 @@ class SpecBlockGenerator(TreeCandidateGenerator):
             finite,
         )
 
-    def _append_pending(self, root_ids: Tensor, pending: Committed) -> tuple[Tensor, Tensor]:
-        """Appends pending positions to the cache; the last one of each row is the start of the round's first block.
-
-        Returns:
-            hidden [batch, 1, slots, hidden] of that block, and its rotary position [batch, 1].
-        """
-        batch, new = pending.position_ids.shape
-        if self.cache is None:
-            config, capacity = self.drafter.config, (new + 256) * self.slots
-            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
-                capacity = capacity_for(max(capacity, self.target.cache.capacity * self.slots))
-            self.cache = TreeCache.empty(
-                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=self.dtype,
-                device=self.device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
-            )  # fmt: skip
-        if self.first_block is None or pending.tree is None or new > self.width:
-            self.first_block = self._append_prompt(root_ids, pending)
-        else:
-            at = self._place(new if self.calls is None else self.width)
-            values = (root_ids, self.cache.lengths, pending.counts.tensor, *self.first_block)
-            padded: Any = (pending.token_ids, pending.position_ids, pending.features)
-            if self.calls is None:
-                self.first_block = entered(at, self, *values, *padded)
-            else:
-                hidden, positions = self.calls(
-                    ("entered", at, self.cache.addresses), functools.partial(entered, at), *values, padded=padded,
-                    width=self.width,
-                )  # fmt: skip
-                self.first_block = hidden, positions
-            self.cache.commit_first(pending.counts.times(self.slots))
-        self.cache.reserve(sum(map(self.shape.most_starts, range(1, self.num_blocks))) * self.slots)
-        return self.first_block
-
-    def _append_prompt(self, root_ids: Tensor, pending: Committed) -> tuple[Tensor, Tensor]:
-        """`_append_pending` in parts of `prompt_chunk` positions, for the prompt and for many skipped rounds."""
-        assert self.cache is not None
-        assert pending.features is not None
-        new = pending.position_ids.shape[1]
-        last = pending.counts.tensor.unsqueeze(1).sub(1).clamp(min=0)
-        if pending.tree is None:  # left padding: the last token of every row is in the last column
-            last = torch.full_like(last, new - 1)
-        # The input is a position's feature with the next token; after the last position this is the root.
-        following = pending.token_ids.roll(-1, dims=1).scatter(1, last, root_ids[:, None])
-        every = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid
-        blocks = []
-        for start in range(0, new, self.prompt_chunk):
-            part = slice(start, start + self.prompt_chunk)
-            valid = every[:, part]
-            plain = pending.valid is None and not self.cache.longest
-            self.cache.reserve(valid.shape[1] * self.slots)
-            hidden = self.drafter.block_hidden(
-                pending.features[:, part],
-                self._embed(following[:, part]),
-                pending.position_ids[:, part] + 1,
-                from_target=True,
-                mask=None if plain else self._causal_mask(self.cache.longest, self.cache.lengths, valid),
-                cache=self.cache,
-            )
-            # Padding comes first in a prompt and last in a round: commit the other entries, in order.
-            order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
-            entries = order.unsqueeze(-1) * self.slots + torch.arange(self.slots, device=order.device)
-            counts = Counts.of([count * self.slots for count in valid.sum(1).tolist()], self.device)
-            self.cache.commit(entries.flatten(1), counts)
-            index = (last - start).clamp(0, valid.shape[1] - 1)[:, :, None, None]
-            blocks.append(hidden.gather(1, index.expand(-1, 1, *hidden.shape[2:])))
-        of = last // self.prompt_chunk
-        hidden = torch.cat(blocks, 1).gather(1, of[:, :, None, None].expand(-1, 1, *blocks[0].shape[2:]))
-        positions = pending.position_ids.gather(1, last) + 1
-        if self.first_block is not None:  # a finished row has no new position
-            moved = pending.counts.tensor.unsqueeze(1) > 0
-            hidden = hidden.where(moved[:, :, None, None], self.first_block[0])
-            positions = positions.where(moved, self.first_block[1])
-        return hidden, positions
-
-    def _causal_mask(self, at: int, lengths: Tensor, valid: Tensor) -> Tensor:
-        """For committed positions: all slots of earlier positions, and earlier slots of the same one (Figure 3).
-
-        Args:
-            at: earlier entries in the cache.
-            lengths: [batch] int64, how many of them are of each row.
-            valid: [batch, new] bool, False for padding. It attends to itself, so that no row of the mask is empty;
-                nothing else attends to it.
-        """
-        order = torch.arange(valid.shape[1] * self.slots, device=valid.device)
-        own = (order.unsqueeze(1) >= order) & valid.repeat_interleave(self.slots, 1).unsqueeze(1)
-        own = own | (order.unsqueeze(1) == order)
-        past = torch.arange(at, device=valid.device) < lengths.unsqueeze(1)
-        return torch.cat([past.unsqueeze(1).expand(-1, len(order), -1), own], -1).unsqueeze(1)
-
-    def _path_mask(self, starts: Starts, at: int, lengths: Tensor) -> Tensor:
+    def path_mask(self, starts: Starts, at: int, lengths: Tensor) -> Tensor:
         """For a later block: the committed prefix, the start's path, and earlier slots of the same start (Figure 3).
 
         [batch, 1, starts * slots, entries] bool.
         """
-        count = starts.nodes.shape[1]
         # A row's last committed position is the first block's start; of its K entries only those on the path count.
         until = (lengths - self.slots).unsqueeze(1) + starts.first_on_path
         prefix = torch.arange(at, device=self.device) < until.unsqueeze(-1)
         earlier = torch.cat([prefix, starts.later_on_path], -1).repeat_interleave(self.slots, 1)
-        own = self._own_masks.get(count)
-        if own is None:
-            order = torch.arange(count * self.slots, device=self.device)
-            leaf = order // self.slots
-            own = (leaf.unsqueeze(1) == leaf) & (order.unsqueeze(1) >= order)
-            if self.calls is None:  # tensors made during capture belong to the graph
-                self._own_masks[count] = own
-        own = own.expand(len(lengths), -1, -1)
-        return torch.cat([earlier, own], -1).unsqueeze(1)
+        order = torch.arange(starts.nodes.shape[1] * self.slots, device=self.device)
+        leaf = order // self.slots
+        own = (leaf.unsqueeze(1) == leaf) & (order.unsqueeze(1) >= order)
+        return torch.cat([earlier, own.expand(len(lengths), -1, -1)], -1).unsqueeze(1)
 
 
-def _on(tree: DraftTree, device: torch.device) -> DraftTree:
-    """The tree on another device."""
-    if tree.token_ids.device == device:
-        return tree
-    parts: dict[str, Any] = {name: getattr(tree, name).to(device) for name in TREE}
-    return replace(tree, **parts)
-
-
-def entered(
-    at: int,
-    generator: SpecBlockGenerator,
-    root_ids: Tensor,
-    lengths: Tensor,
-    counts: Tensor,
-    last_hidden: Tensor,
-    last_positions: Tensor,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    features: Tensor,
+def _committed(
+    generator: SpecBlockGenerator, new: NewTokens, root_ids: Tensor, *before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A round of `SpecBlockGenerator._append_pending`: hidden [batch, 1, slots, hidden] and positions [batch, 1].
+    """Reads committed positions; the last one of each row is the start of the round's first block.
 
-    Args:
-        at: where the new entries begin in the cache, after the committed ones.
-        generator: of the call.
-        root_ids: [batch] int64.
-        lengths: [batch] int64, committed entries of each row.
-        counts: [batch] int64, new positions of each row, the first of `width`.
-        last_hidden: [batch, 1, slots, hidden], the previous result, for rows without new positions.
-        last_positions: [batch, 1] int64, the previous result.
-        token_ids: [batch, width] int64.
-        position_ids: [batch, width] int64.
-        features: [batch, width, taps * target_hidden].
+    Returns:
+        States [batch, 1, slots, hidden] of that block, and its rotary position [batch, 1]; `before` are those of the
+        last forward, for rows without new positions.
     """
-    width = token_ids.shape[1]
-    last = (counts - 1).clamp(min=0).unsqueeze(1)
-    following = token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
-    valid = torch.arange(width, device=token_ids.device) < counts.unsqueeze(1)
+    seen = new.causal_mask(generator.slots)  # all slots of earlier positions, earlier slots of the same one (Figure 3)
     hidden = generator.drafter.block_hidden(
-        features,
-        generator._embed(following),
-        position_ids + 1,
+        new.features,
+        # The input is a position's feature with the next token; after the last position this is the root.
+        generator.embed(new.following(root_ids)),
+        new.position_ids + 1,
         from_target=True,
-        mask=generator._causal_mask(at, lengths, valid),
+        mask=None if seen is None else seen.unsqueeze(1),
         cache=generator.cache,
     )
-    hidden = hidden.gather(1, last[:, :, None, None].expand(-1, 1, *hidden.shape[2:]))
-    moved = counts.unsqueeze(1) > 0
-    positions = (position_ids.gather(1, last) + 1).where(moved, last_positions)
-    return hidden.where(moved[:, :, None, None], last_hidden), positions
+    last_hidden, last_positions = before or (None, None)
+    return new.at_last(hidden, last_hidden), new.at_last(new.position_ids + 1, last_positions)
 
 
-def drafted(
+def _drafted(
     at: int,
     generator: SpecBlockGenerator,
     root_ids: Tensor,
@@ -709,7 +518,7 @@ def drafted(
     branching: Tensor,
     index: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The tree, which nodes it selected, all nodes, and the states of all blocks, as `_draft_captured` reads them.
+    """The tree, which nodes it selected, all nodes, and the states of all blocks, as `draft` reads them.
 
     Args:
         at: where the round's entries begin in the cache.
@@ -726,4 +535,4 @@ def drafted(
     depth = generator.num_blocks * generator.slots
     tree, selected = cut(nodes, shape.tree_budget, depth, merge=generator.merge, finite=finite)
     parts = [getattr(tree, name) for name in TREE]
-    return (*parts, selected, finite, nodes.token_ids, nodes.scores, nodes.above, *states)
+    return (*parts, selected, nodes.token_ids, nodes.scores, nodes.above, *states)

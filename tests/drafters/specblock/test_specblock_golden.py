@@ -259,7 +259,8 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
     classes: list[Tensor] = []
     drafter.rank_head.register_forward_hook(lambda module, args, output: classes.append(output.argmax(-1).flatten()))
     generator.observe(outcome_of(tensors["input.hidden_states"][:, :used], tensors["input.input_ids"][:, :used]))
-    nodes, finite = generator.grow(context_at(tensors["input.input_ids"][:, used - 1], used))
+    drafted = generator.draft(context_at(tensors["input.input_ids"][:, used - 1], used))
+    nodes, finite = generator.tree[1], drafted.finite
     assert finite.all()
     depth = case["max_blocks"] * drafter.config.block_size
     tree, kept = cut(nodes, case["total_tokens"], depth, merge=False, finite=finite)
