@@ -78,10 +78,10 @@ class CausalLMOptions(TreeOptions):
 
     Attributes:
         method: `"causal_lm_tree"`, the likeliest paths, or `"causal_lm_chain"`, one path (SpS).
-        max_depth: most tokens of a path, and most forwards of the draft model per round.
-        tree_budget: see `TreeOptions`. An integer does not affect `"causal_lm_chain"`, which drafts max_depth tokens;
+        depth: most tokens of a path, and most forwards of the draft model per round.
+        tree_budget: see `TreeOptions`. An integer does not affect `"causal_lm_chain"`, which drafts `depth` tokens;
             `"auto"` shortens chains too.
-        width: most expanded nodes of a level, and most continuations of each of them.
+        top_k: most nodes of a level that are extended, and most continuations of each of them.
         sample_drafts: if the call samples, a chain's tokens are sampled from the draft model's distribution (after the
             call's temperature, top-k, ...) and verified by rejection sampling; if False they are its likeliest tokens.
             Both are lossless. Trees always contain the likeliest tokens.
@@ -92,9 +92,9 @@ class CausalLMOptions(TreeOptions):
     """
 
     method: str = "causal_lm_tree"
-    max_depth: int = 5
+    depth: int = 5
     tree_budget: int | Literal["auto"] = 16
-    width: int = 4
+    top_k: int = 4
     sample_drafts: bool = True
     min_confidence: float | None = None
     min_acceptance: float | None = None
@@ -104,7 +104,7 @@ class CausalLMOptions(TreeOptions):
         TreeOptions.validate(self, config)
         if self.method not in METHODS:
             raise unknown_name("method", self.method, METHODS)
-        self.check_integers(max_depth=MAX_DEPTH, width=MAX_TREE_BUDGET)
+        self.check_integers(depth=MAX_DEPTH, top_k=MAX_TREE_BUDGET)
         self.check_switches("sample_drafts")
         for name in ("min_confidence", "min_acceptance"):
             value = getattr(self, name)
@@ -115,7 +115,7 @@ class CausalLMOptions(TreeOptions):
 
     @property
     def may_stop(self) -> bool:
-        """Whether any path may end before `max_depth`."""
+        """Whether any path may end before `depth`."""
         return self.min_confidence is not None or self.min_acceptance is not None
 
     @property
@@ -393,7 +393,7 @@ class DraftModelGenerator(TreeCandidateGenerator):
             [batch, vocab] float32 logits after the root; None if the draft model cannot draft here.
         """
         lengths = context.lengths
-        if self.num_positions is not None and max(lengths) + self.options.max_depth > self.num_positions:
+        if self.num_positions is not None and max(lengths) + self.options.depth > self.num_positions:
             if not self.overrun:
                 self.overrun = True
                 logger.warning(
@@ -490,7 +490,7 @@ class ChainGenerator(DraftModelGenerator):
         valid, draft_probs, active = [torch.ones_like(finite), finite], [], finite
         log_path = torch.zeros_like(logits[:, 0])
         options, least, self.own_probs = self.options, context.least_prob, []
-        max_depth = min(options.max_depth, options.max_depth if context.node_limit is None else context.node_limit)
+        most = options.depth if context.node_limit is None else min(options.depth, context.node_limit)
         sampled = context.choice.do_sample and options.sample_drafts
         watched = options.may_stop or least is not None
         while True:
@@ -509,7 +509,7 @@ class ChainGenerator(DraftModelGenerator):
                 log_probs = scores.log_softmax(-1)
                 own = log_probs.gather(1, chosen).squeeze(1)
                 self.own_probs.append(own.exp())
-            if self.num_run == max_depth:
+            if self.num_run == most:
                 break
             # The decision to continue must not depend on the next token: else the remaining drafts would have another
             # distribution than the recorded one.
@@ -548,7 +548,7 @@ class ChainGenerator(DraftModelGenerator):
         """The chain of these tokens, with slices of a structure that is built once per call."""
         batch, nodes = token_ids.shape
         if self.longest_chain is None:
-            self.longest_chain = DraftTree.chain(token_ids.new_zeros(batch, self.options.max_depth))
+            self.longest_chain = DraftTree.chain(token_ids.new_zeros(batch, self.options.depth))
         longest = self.longest_chain
         return replace(
             longest,
@@ -560,7 +560,7 @@ class ChainGenerator(DraftModelGenerator):
 
 
 class TreeGenerator(DraftModelGenerator):
-    """The likeliest `tree_budget` paths, found by expanding the best `width` nodes of each level.
+    """The likeliest `tree_budget` paths, found by expanding the best `top_k` nodes of each level.
 
     A path's probability is the product of its tokens', so no node is likelier than its parent. A node that is not among
     the best so far will never be, and is not expanded.
@@ -598,10 +598,10 @@ class TreeGenerator(DraftModelGenerator):
         self.cache_indices = roots
         if not budget:
             return DraftTree.root_only(context.root_ids)
-        ranks = min(options.width, budget, logits.shape[-1])
+        ranks = min(options.top_k, budget, logits.shape[-1])
         least = -math.inf if context.least_prob is None else math.log(context.least_prob)
         # Captured levels have a fixed width.
-        fixed = 0 if self.drafter.static is None else min(options.width, options.node_limit)
+        fixed = 0 if self.drafter.static is None else min(options.top_k, options.node_limit)
         run = DraftTree.root_only(context.root_ids.to(device))  # the nodes in the cache
         indices, root_positions = [roots[0]], self.drafter.root_positions()
 
@@ -638,7 +638,7 @@ class TreeGenerator(DraftModelGenerator):
         start = roots.to(torch.float64 if abilities(device).float64 else torch.float32)
         start[from_host([not active for active in context.active], device)] = -math.inf
         scores, token_ids, parents, finite = grow_levels(
-            logits, extend, options.max_depth, options.width, lambda ids: ids, ranks, start, extendable
+            logits, extend, options.depth, options.top_k, lambda ids: ids, ranks, start, extendable
         )
         context.lap("draft")
         # Every `ranks` candidates have one parent: these are the nodes that were run, the root first.

@@ -72,7 +72,7 @@ def test_sampled_output_follows_the_target_with_a_draft_vocabulary(draws: int) -
     sayable = torch.arange(0, target.config.vocab_size, 2)
     model = new_draft_model(target, 1, draft_vocab_size=len(sayable))
     take_vocabulary(model, target, sayable)
-    drafter = CausalLMDrafter(model.eval(), method="causal_lm_chain", max_depth=2)
+    drafter = CausalLMDrafter(model.eval(), method="causal_lm_chain", depth=2)
     drawn = draw(target, torch.tensor([PROMPT]), "plain", drafter, draws)
     assert_follows(count(drawn), enumerate_law(target, PROMPT, "plain"))
     assert drafter.stats.num_accepted_draft_tokens > 0

@@ -132,7 +132,7 @@ class SpecBranchOptions(DrafterOptions):
             if it has none).
         min_certainty: H-RAD's classes "all reject" and "all accept" are used if their probability is at least this;
             else the draft model's confidence decides. With 0 the likeliest class is always used, as in Eq. 5.
-        max_depth: most tokens of a draft; the speed ratio is another limit.
+        depth: most tokens of a draft; the speed ratio is another limit.
         selection: `"posterior"`: H-RAD runs on a branch after the target has chosen it; `"a_priori"`: H-RAD runs while
             it is being drafted, on features of the previous round (Appendix G.2).
         candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or sampled
@@ -149,7 +149,7 @@ class SpecBranchOptions(DrafterOptions):
     lengths: Literal["h_rad", "confidence", "fixed"]
     min_confidence: float
     min_certainty: float = 0.6
-    max_depth: int = 16
+    depth: int = 16
     selection: Literal["posterior", "a_priori"] = "posterior"
     candidates: Literal["top_k", "drawn"] = "top_k"
     speed_ratio: float | None = field(default=None, metadata=NOT_SAVED)
@@ -163,7 +163,7 @@ class SpecBranchOptions(DrafterOptions):
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `SpecBranchConfig`."""
         DrafterOptions.validate(self, config)
-        self.check_integers(k_max=64, max_depth=256, worker_threads=1024)
+        self.check_integers(k_max=64, depth=256, worker_threads=1024)
         for name, known in (
             ("lengths", ("h_rad", "confidence", "fixed")),
             ("selection", ("posterior", "a_priori")),

@@ -128,7 +128,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
         branches = options.k_max if options.parallel else 1
         plan = DraftingPlan(
-            most_tokens=options.max_depth,
+            most_tokens=options.depth,
             most_branches=branches,
             most_hedges=branches - 1 if options.hedge else 0,
             min_confidence=options.min_confidence,
