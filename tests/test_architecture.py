@@ -243,12 +243,11 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 # Packages that need not be installed, and what Windows lacks.
 OPTIONAL = {"datasets", "fastapi", "imblearn", "lm_eval", "openai", "readline", "rich", "uvicorn"}
-# Modules of one method that still import each other; the wraps, which importing a drafter enables; and transformers'
-# server, which needs packages that are optional.
+# The wraps, which importing a drafter enables; and transformers' server, which needs packages that are optional.
 IMPORT_LATE = {
     f"{name}.py"
     for name in (
-        "drafters/specblock/modeling", "integration", "serving/transformers_server",
+        "integration", "serving/transformers_server",
     )
 }  # fmt: skip
 

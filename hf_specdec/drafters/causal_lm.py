@@ -59,7 +59,7 @@ from hf_specdec.drafters.options import MAX_TREE_BUDGET, TreeOptions, is_number
 from hf_specdec.drafters.pairing import warn_of_sizes
 from hf_specdec.drafters.pretrained import check_numbers, loading_differences
 from hf_specdec.drafters.publishing import PublishedDrafter
-from hf_specdec.drafters.registry import Serving, name_of, register, unknown_name
+from hf_specdec.drafters.registry import Serving, name_of, register
 from hf_specdec.drafters.vocabulary import may_be_padding
 from hf_specdec.drafters.wrapped import merged_adapters, unwrapped
 
@@ -102,8 +102,7 @@ class CausalLMOptions(TreeOptions):
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
-        if self.method not in METHODS:
-            raise unknown_name("method", self.method, METHODS)
+        self.check_choices(method=METHODS)
         self.check_integers(depth=MAX_DEPTH, top_k=MAX_TREE_BUDGET)
         self.check_switches("sample_drafts")
         for name in ("min_confidence", "min_acceptance"):

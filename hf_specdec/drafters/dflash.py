@@ -51,7 +51,6 @@ from hf_specdec.drafters.registry import (
     name_of,
     register,
     register_marginal_method,
-    unknown_name,
 )
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
@@ -74,6 +73,11 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
         return [num_target_layers // 2]
     span = num_target_layers - 4
     return [round(1 + index * span / (num_taps - 1)) for index in range(num_taps)]
+
+
+def block_field(name: str, default: Any = None) -> Any:
+    """A property that reads a field of `dflash_config`."""
+    return property(lambda config: config.dflash_config.get(name, default))
 
 
 @strict  # checks the type of vocab_size
@@ -164,10 +168,12 @@ class DFlashConfig(TargetFields, Qwen3Config):
         if self.dflash_config.get("attention_sink_bias"):
             raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
 
-    @property
-    def mask_token_id(self) -> Any:
-        """Id that is the input of the slots to be filled."""
-        return self.dflash_config.get("mask_token_id")
+    mask_token_id = block_field("mask_token_id")  # the input of the slots to be filled
+    use_swa = block_field("use_swa", False)  # whether every layer has a window, independent of `layer_types`
+    # Whether slot k, from 0, predicts the token k + 1 positions after the root; else slot k, from 1, the k-th.
+    sample_from_anchor = block_field("sample_from_anchor", False)
+    # Whether the checkpoint has token embeddings and a head; if not, the target's are used.
+    own_embeddings, own_head = block_field("own_embeddings", False), block_field("own_head", False)
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -179,29 +185,9 @@ class DFlashConfig(TargetFields, Qwen3Config):
         return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
-    def use_swa(self) -> bool:
-        """Whether every layer has a window, independent of `layer_types`."""
-        return bool(self.dflash_config.get("use_swa"))
-
-    @property
-    def sample_from_anchor(self) -> bool:
-        """Whether slot k, from 0, predicts the token k + 1 positions after the root; else slot k, from 1, the k-th."""
-        return bool(self.dflash_config.get("sample_from_anchor"))
-
-    @property
     def first_slot(self) -> int:
         """The first slot that drafts: the root's own, 0, with `sample_from_anchor`, else 1."""
         return 0 if self.sample_from_anchor else 1
-
-    @property
-    def own_embeddings(self) -> bool:
-        """Whether the checkpoint has token embeddings; if not, the target's are used."""
-        return bool(self.dflash_config.get("own_embeddings"))
-
-    @property
-    def own_head(self) -> bool:
-        """Whether the checkpoint has a head; if not, the target's is used."""
-        return bool(self.dflash_config.get("own_head"))
 
     @property
     def draft_vocab_size(self) -> Any:
@@ -309,8 +295,7 @@ class DFlashOptions(TreeOptions):
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
-        if self.method not in tuple(MARGINAL_METHODS):
-            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        self.check_choices(method=MARGINAL_METHODS)
         check_block_option(self.block_size, config.block_size)
 
 

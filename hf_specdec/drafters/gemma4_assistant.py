@@ -138,12 +138,9 @@ class Gemma4AssistantConfig(TargetFields, PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no drafter can be built from this config."""
-        sizes = ("backbone_hidden_size", "sliding_window", "centroid_intermediate_top_k")
         optional = ("global_head_dim", "num_global_key_value_heads", "num_centroids")
-        for name in (*sizes, *optional):
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (name in optional and value is None):
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        given = [name for name in optional if getattr(self, name) is not None]
+        self.check_sizes("backbone_hidden_size", "sliding_window", "centroid_intermediate_top_k", *given)
         if len(self.layer_types) != self.num_hidden_layers or not {*self.layer_types} <= {SLIDING, FULL}:
             raise ValueError(
                 f"layer_types is {self.layer_types!r} and num_hidden_layers {self.num_hidden_layers}; each layer must "

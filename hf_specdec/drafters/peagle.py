@@ -23,7 +23,7 @@ from hf_specdec.drafters.base import BlockMarginals
 from hf_specdec.drafters.context import behind_committed
 from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Network, PairReader
 from hf_specdec.drafters.options import TreeOptions
-from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register, unknown_name
+from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.hub.formats.specforge import SPECFORGE_PEAGLE
 from hf_specdec.hub.formats.speculators import SPECULATORS
 
@@ -57,8 +57,7 @@ class PEagleConfig(Eagle3Config):
                 f"from 0 to {self.vocab_size - 1}. Some trainers do not write it: add the id used at training to its "
                 "config.json."
             )
-        if type(self.num_draft_tokens) is not int or self.num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens!r}; it must be an integer of at least 1.")
+        self.check_sizes("num_draft_tokens")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,8 +74,7 @@ class PEagleOptions(TreeOptions):
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
-        if self.method not in tuple(MARGINAL_METHODS):
-            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        self.check_choices(method=MARGINAL_METHODS)
 
 
 class PEagleDrafter(Eagle3Network):

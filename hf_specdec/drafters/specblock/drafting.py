@@ -27,7 +27,6 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.context import CommittedReader, NewTokens
 from hf_specdec.drafters.growth import path_notes
-from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
 
 TREE = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite", "path_logprobs")
 
@@ -55,7 +54,7 @@ class Shape:
     index: Tensor
 
     @classmethod
-    def of(cls, drafter: SpecBlockDrafter) -> Shape:
+    def of(cls, drafter: Any) -> Shape:
         options = drafter.options
         width = min(max(1, *options.branching, options.beam_width or 1), drafter.config.draft_vocab_size)
         slots = drafter.config.block_size
@@ -314,7 +313,7 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
     """Draft trees of one `generate` call.
 
     Args:
-        drafter: the drafter; its options are read once.
+        drafter: a `SpecBlockDrafter`; its options are read once.
         target: of the call.
 
     Attributes:
@@ -325,7 +324,7 @@ class SpecBlockGenerator(CommittedReader, TreeCandidateGenerator):
     drops_rows = True
     prompt_chunk = 1024
 
-    def __init__(self, drafter: SpecBlockDrafter, target: TargetModel) -> None:
+    def __init__(self, drafter: Any, target: TargetModel) -> None:
         config, options = drafter.config, drafter.options
         self.embed_tokens = target.model.get_input_embeddings()
         self.home = home_of(self.embed_tokens)

@@ -34,6 +34,7 @@ from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
 from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
 
 ARCHITECTURE = "LlamaForCausalLMSpecBlock"
@@ -121,12 +122,8 @@ class SpecBlockConfig(TargetFields, LlamaConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, its value and its range, if the drafter cannot be built."""
-        for field, least in (("diffspec_draft_token_num", 1), ("rank_classes", 2), ("draft_vocab_size", 1)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{field} is {value!r} in this SpecBlock config; it must be an integer of at least {least}."
-                )
+        self.check_sizes("diffspec_draft_token_num", "draft_vocab_size", where=" in this SpecBlock config")
+        self.check_sizes("rank_classes", least=2, where=" in this SpecBlock config")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; it must be an integer from 1 to vocab_size "
@@ -592,8 +589,6 @@ class SpecBlockDrafter(PretrainedDrafter):
         return tuple(default_target_layer_ids(depth) if layers is None else layers)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
-
         return SpecBlockGenerator(self, target)
 
     def card_summary(self) -> str:

@@ -30,7 +30,7 @@ from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
-from hf_specdec.drafters.registry import name_of, unknown_name
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.specbranch.drafting import CONFIDENCE
 from hf_specdec.drafters.specbranch.worker import SpecBranchGenerator
 from hf_specdec.drafters.wrapped import has_adapters, merged_adapters, unwrapped
@@ -99,12 +99,9 @@ class SpecBranchConfig(TargetFields, PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no H-RAD can be built from this config."""
-        names = ("target_hidden_size", "num_target_layers", "num_feature_layers")
-        sizes = {name: getattr(self, name) for name in names}
-        sizes |= {f"h_rad_sizes[{index}]": size for index, size in enumerate(self.h_rad_sizes)}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        self.check_sizes("target_hidden_size", "num_target_layers", "num_feature_layers")
+        if not all(type(size) is int and size >= 1 for size in self.h_rad_sizes):
+            raise ValueError(f"h_rad_sizes is {self.h_rad_sizes!r}; they must be integers of at least 1.")
         if self.num_feature_layers > self.num_target_layers:
             raise ValueError(
                 f"num_feature_layers={self.num_feature_layers} is larger than "
@@ -164,13 +161,11 @@ class SpecBranchOptions(DrafterOptions):
         """As for every drafter; `config` is a `SpecBranchConfig`."""
         DrafterOptions.validate(self, config)
         self.check_integers(k_max=64, depth=256, worker_threads=1024)
-        for name, known in (
-            ("lengths", ("h_rad", "confidence", "fixed")),
-            ("selection", ("posterior", "a_priori")),
-            ("candidates", ("top_k", "drawn")),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), known)
+        self.check_choices(
+            lengths=("h_rad", "confidence", "fixed"),
+            selection=("posterior", "a_priori"),
+            candidates=("top_k", "drawn"),
+        )
         self.check_switches("parallel", "hedge")
         for name in ("min_confidence", "min_certainty"):
             value = getattr(self, name)
