@@ -112,7 +112,7 @@ def main() -> None:
         console.print(f"measured speed ratio c = T_p / T_q: {ratio:.2f}")
     length = max(1, int(ratio))
     drafters = {
-        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), max_depth=length, **options)
+        name: load_drafter(arguments.drafter, model, speed_ratio=float(ratio), depth=length, **options)
         for name, options in WAYS.items()
     }
     plain, tallies = Tally(), {name: Tally() for name in WAYS}

@@ -157,7 +157,7 @@ def make_causal_lm(target: PreTrainedModel, *, noise: float = 0.05, seed: int = 
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter.data += noise * drawn.to(parameter.device)
-    return CausalLMDrafter(model, **{"max_depth": 3, "tree_budget": 9, "width": 3, **options})
+    return CausalLMDrafter(model, **{"depth": 3, "tree_budget": 9, "top_k": 3, **options})
 
 
 def make_causal_lm_chain(target: PreTrainedModel, **settings: Any) -> CausalLMDrafter:
@@ -226,7 +226,7 @@ def make_gemma4_assistant(target: PreTrainedModel, *, seed: int = 0, **settings:
 
 def make_ngram(target: PreTrainedModel, **options: Any) -> NGramDrafter:
     """A look-up; a match of one token is enough, so that it finds something in what a random target says."""
-    return NGramDrafter(**{"tree_budget": 9, "max_depth": 4, **options})
+    return NGramDrafter(**{"tree_budget": 9, "depth": 4, **options})
 
 
 def make_suffix(target: PreTrainedModel) -> Drafter:

@@ -21,7 +21,7 @@ from transformers import CompileConfig, PreTrainedModel
 import hf_specdec
 from hf_specdec.decoding.packed import DTYPES, PackedLinears
 from hf_specdec.drafters.base import Drafter
-from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
+from hf_specdec.drafters.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.registry import WEIGHTLESS, method_of
 from hf_specdec.drafters.targets import whole_target
 from hf_specdec.hub.loading import load_drafter

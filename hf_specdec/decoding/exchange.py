@@ -167,6 +167,22 @@ class Committed:
             tokens=[self.tokens[row] for row in rows] if self.tokens else [],
         )
 
+    def columns(self, start: int, stop: int) -> Committed:
+        """The entries from a column to another, of a commit whose padding is on the right."""
+        part = slice(start, stop)
+        width = self.token_ids[:, part].shape[1]
+        counts = Counts.of(
+            [min(max(0, count - start), width) for count in self.num_committed], self.counts.tensor.device
+        )
+        return replace(
+            self,
+            token_ids=self.token_ids[:, part],
+            features=None if self.features is None else self.features[:, part],
+            position_ids=self.position_ids[:, part],
+            valid=None if self.valid is None else self.valid[:, part],
+            counts=counts,
+        )
+
     def followed_by(self, later: Committed) -> Committed:
         """Joins this commit and that of the next round, for drafters that did not draft in between."""
         device = self.token_ids.device
@@ -176,7 +192,6 @@ class Committed:
         if self.features is not None and later.features is not None:
             features = torch.cat([self.features, later.features], 1)
         counts = Counts.of([sum(both) for both in zip(self.num_committed, later.num_committed, strict=True)], device)
-        # Padding of the first part is now in the middle of a row: move the valid entries to the front, in order.
         present = torch.cat(
             [
                 torch.ones_like(part.token_ids, dtype=torch.bool) if part.valid is None else part.valid
@@ -184,15 +199,32 @@ class Committed:
             ],
             1,
         )
-        order = (~present).to(torch.int8).argsort(dim=1, stable=True)[:, : max(1, counts.most)]
-        return replace(
+        joined = replace(
             later,
-            token_ids=token_ids.gather(1, order),
-            features=None if features is None else pick(features, order.to(features.device)),
-            position_ids=position_ids.gather(1, order),
-            valid=torch.arange(order.shape[1], device=device) < counts.tensor.unsqueeze(1),
+            token_ids=token_ids,
+            features=features,
+            position_ids=position_ids,
+            valid=present,
             counts=counts,
             path=None,
+        )
+        return joined.aligned()
+
+    def aligned(self) -> Committed:
+        """With the valid entries of each row in front, in order, and features of 0 behind them."""
+        assert self.valid is not None
+        order = (~self.valid).to(torch.int8).argsort(dim=1, stable=True)[:, : max(1, self.counts.most)]
+        valid = torch.arange(order.shape[1], device=order.device) < self.counts.tensor.unsqueeze(1)
+        features = self.features
+        if features is not None:  # padding may be NaN, and a drafter's additive masks do not stop NaN
+            features = pick(features, order.to(features.device))
+            features = features.masked_fill(~valid.unsqueeze(-1).to(features.device), 0)
+        return replace(
+            self,
+            token_ids=self.token_ids.gather(1, order),
+            features=features,
+            position_ids=self.position_ids.gather(1, order),
+            valid=valid,
         )
 
 

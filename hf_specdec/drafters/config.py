@@ -26,3 +26,16 @@ class TargetFields:
         self.target_name_or_path = target_name_or_path
         self.target_revision = target_revision
         self.target_tokenizer_sha256 = target_tokenizer_sha256
+
+    def check_sizes(self, *names: str, least: int = 1, where: str = "") -> None:
+        """Raises ValueError, naming field and value, unless each of these fields is an integer of at least `least`.
+
+        Args:
+            names: of the fields.
+            least: for all of them.
+            where: which config it is, for the message.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}{where}; it must be an integer of at least {least}.")

@@ -12,7 +12,6 @@ Source: z-lab/dflash; shared facts on formats, sections 1 and 1.5.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -30,8 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
-from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.graphs import StaticCalls, nodes_bucket, prefix_bucket, static_calls
+from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import (
     NeverProposedLogitsProcessor,
     SoftCapLogitsProcessor,
@@ -39,12 +37,12 @@ from hf_specdec.decoding.logits_process import (
 )
 from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, has_plain_weight, home_of
-from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.context import CommittedReader, NewTokens
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import (
@@ -53,7 +51,6 @@ from hf_specdec.drafters.registry import (
     name_of,
     register,
     register_marginal_method,
-    unknown_name,
 )
 from hf_specdec.drafters.shapes import check_shapes, way_out
 from hf_specdec.drafters.vocabulary import HeadRows, check_draft_to_target, known_ids, set_map
@@ -76,6 +73,11 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
         return [num_target_layers // 2]
     span = num_target_layers - 4
     return [round(1 + index * span / (num_taps - 1)) for index in range(num_taps)]
+
+
+def block_field(name: str, default: Any = None) -> Any:
+    """A property that reads a field of `dflash_config`."""
+    return property(lambda config: config.dflash_config.get(name, default))
 
 
 @strict  # checks the type of vocab_size
@@ -166,10 +168,12 @@ class DFlashConfig(TargetFields, Qwen3Config):
         if self.dflash_config.get("attention_sink_bias"):
             raise ValueError("dflash_config.attention_sink_bias is set: attention sinks in a drafter are unsupported.")
 
-    @property
-    def mask_token_id(self) -> Any:
-        """Id that is the input of the slots to be filled."""
-        return self.dflash_config.get("mask_token_id")
+    mask_token_id = block_field("mask_token_id")  # the input of the slots to be filled
+    use_swa = block_field("use_swa", False)  # whether every layer has a window, independent of `layer_types`
+    # Whether slot k, from 0, predicts the token k + 1 positions after the root; else slot k, from 1, the k-th.
+    sample_from_anchor = block_field("sample_from_anchor", False)
+    # Whether the checkpoint has token embeddings and a head; if not, the target's are used.
+    own_embeddings, own_head = block_field("own_embeddings", False), block_field("own_head", False)
 
     @property
     def target_layer_ids(self) -> list[int]:
@@ -181,29 +185,9 @@ class DFlashConfig(TargetFields, Qwen3Config):
         return default_target_layer_ids(self.num_hidden_layers, self.num_target_layers)
 
     @property
-    def use_swa(self) -> bool:
-        """Whether every layer has a window, independent of `layer_types`."""
-        return bool(self.dflash_config.get("use_swa"))
-
-    @property
-    def sample_from_anchor(self) -> bool:
-        """Whether slot k, from 0, predicts the token k + 1 positions after the root; else slot k, from 1, the k-th."""
-        return bool(self.dflash_config.get("sample_from_anchor"))
-
-    @property
     def first_slot(self) -> int:
         """The first slot that drafts: the root's own, 0, with `sample_from_anchor`, else 1."""
         return 0 if self.sample_from_anchor else 1
-
-    @property
-    def own_embeddings(self) -> bool:
-        """Whether the checkpoint has token embeddings; if not, the target's are used."""
-        return bool(self.dflash_config.get("own_embeddings"))
-
-    @property
-    def own_head(self) -> bool:
-        """Whether the checkpoint has a head; if not, the target's is used."""
-        return bool(self.dflash_config.get("own_head"))
 
     @property
     def draft_vocab_size(self) -> Any:
@@ -311,8 +295,7 @@ class DFlashOptions(TreeOptions):
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
-        if self.method not in tuple(MARGINAL_METHODS):
-            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        self.check_choices(method=MARGINAL_METHODS)
         check_block_option(self.block_size, config.block_size)
 
 
@@ -564,116 +547,79 @@ class DFlashDrafter(PretrainedDrafter):
             )
 
 
-class DFlashMarginals(BlockMarginals):
+class DFlashMarginals(CommittedReader, BlockMarginals):
     """Per-position logits of one block per round, or the states of its slots.
 
-    Features of tokens committed since the last round are appended to the context cache in the same forward that drafts.
-    The block's own keys and values are written after them and dropped afterwards.
+    One forward reads the features of the tokens committed since the last round and drafts; the keys and values of the
+    block are dropped.
+
+    Args:
+        drafter: with its options.
+        target: of the call.
+        states: whether a round gives the states of all slots instead of logits; see `DFlashDrafter.forward`.
     """
 
-    def __init__(self, drafter: DFlashDrafter, target: TargetModel) -> None:
-        self.drafter = drafter
-        self.block_size = drafter.num_slots
+    def __init__(self, drafter: DFlashDrafter, target: TargetModel, *, states: bool = False) -> None:
         own = drafter.config
+        self.block_size = drafter.num_slots
         self.embed_tokens = drafter.embed_tokens if own.own_embeddings else block_embeddings(target.model)
         self.lm_head = drafter.head(target.model.get_output_embeddings())
-        self.device, self.dtype = drafter.device, drafter.dtype  # transformers searches the parameters for each access
-        self.slots = torch.arange(self.block_size, device=self.device)
+        self.states = states
         # Attributes of a config are slow to read, too slow for every round.
         self.mask_token_id = own.mask_token_id
         self.layer_kinds = [(own.window(layer), own.block_is_causal(layer)) for layer in range(own.num_hidden_layers)]
         self.sees_everything = all(kind == (None, False) for kind in self.layer_kinds)
-        self.cache: TreeCache | None = None
-        self.pending: Committed | None = None
-        self.calls = static_calls(self, drafter, (self.embed_tokens, self.lm_head), drafter.options.compile_mode)
-        self.static = None if self.calls is None else StaticBlocks(self.calls, self.block_size)
-        self.drafts_early = self.static is not None
-        self.target = target  # the capacity of its cache limits the length of rows
-
-    def observe(self, committed: Committed) -> None:
-        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        if self.cache is not None:
-            self.cache.keep_rows(rows)
-        self.pending = None if self.pending is None else self.pending.of_rows(rows)
-
-    def marginals(self, context: DraftContext) -> Tensor:
-        return self.run_block(context, self.lm_head)
+        super().__init__(
+            drafter,
+            target,
+            (own.num_hidden_layers, own.num_key_value_heads, own.head_dim, None, None),
+            borrowed=(self.embed_tokens, self.lm_head),
+            most=self.block_size,
+            room=self.block_size,
+            compile_mode=drafter.options.compile_mode,
+        )
 
     @in_inference_mode  # cheaper than no_grad; only our own cache outlives the round
-    def run_block(self, context: DraftContext, lm_head: nn.Module | None) -> Tensor:
-        """The round's forward: logits with `lm_head`, else the states of all slots; see `DFlashDrafter.forward`."""
-        device, dtype = self.device, self.dtype
-        pending = self.pending
-        assert pending is not None, "draft() before the prefill was observed"
-        assert pending.features is not None
-        batch, new = pending.token_ids.shape
-        if self.cache is None:
-            config = self.drafter.config
-            capacity = new + self.block_size + 256
-            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
-                capacity = max(self.target.cache.capacity, capacity_for(capacity))
-            self.cache = TreeCache.empty(
-                config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype=dtype,
-                device=device, capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
-            )  # fmt: skip
-        if self.static is not None and lm_head is not None and self.static.fits(pending):
-            logits = self.static(self.cache, context, pending, self.block_size)
-            self.pending = None
-            return logits
-        self.cache.reserve(new + self.block_size)
-        if pending.valid is None:  # consecutive positions, from the first new one to the block's last
-            steps = torch.arange(new + self.block_size, device=pending.position_ids.device)
-            positions = (pending.position_ids[:, :1] + steps).to(device)
-        else:
-            block_positions = context.root_positions.to(device).unsqueeze(1) + self.slots
-            positions = torch.cat([pending.position_ids.to(device), block_positions], dim=1)
-        output = self.drafter(
-            torch.constant_pad_nd(context.root_ids.unsqueeze(1), (0, self.block_size - 1), self.mask_token_id),
-            pending.features.to(device=device, dtype=dtype),
-            positions,
-            embed_tokens=self.embed_tokens,
-            masks=self._masks(pending),
-            cache=self.cache,
-            lm_head=lm_head,
-        )
-        if pending.tree is None and pending.valid is not None:
-            # Left padding comes first: commit the other entries, in order.
-            padding = (~pending.valid).to(device=device, dtype=torch.int8)
-            self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
-        else:
-            self.cache.commit_first(pending.counts.to(device))
-        self.pending = None
-        return output
+    def marginals(self, context: DraftContext) -> Tensor:
+        roots = context.root_ids, context.root_positions.to(self.device)
+        return self.read(_block, *roots, key=(self.block_size, self.states), room=self.room)[0]
 
-    def _masks(self, pending: Committed) -> list[Tensor | None] | None:
-        """Per layer None, or additive [batch, 1, block, cached + new + block]."""
-        cache = self.cache
-        assert cache is not None
-        all_visible = pending.valid is None and cache.is_even
-        if all_visible and self.sees_everything:
+    def masks(self, new: NewTokens, slots: Tensor) -> list[Tensor | None] | None:
+        """Per layer None, or additive [batch, 1, block, at + new + block]."""
+        if new.even and self.sees_everything:
             return None
-        device, batch, slots = self.device, cache.batch, self.slots
-        cached = torch.arange(cache.longest, device=device)
-        new_valid = torch.ones_like(pending.token_ids, dtype=torch.bool) if pending.valid is None else pending.valid
-        new_valid = new_valid.to(device)
-        visible = torch.cat([cached < cache.lengths.unsqueeze(1), new_valid], dim=1)
-        # Index of each entry in its row's text; the value is arbitrary for padding, which is not visible.
-        new_indices = cache.lengths.unsqueeze(1) + new_valid.cumsum(1) - 1
-        indices = torch.cat([cached.expand(batch, -1), new_indices], dim=1)
-        root = cache.lengths + pending.counts.to(device).tensor
-        masks = {}
+        device, lengths, counts = slots.device, new.lengths, new.counts
+        cached, fresh = torch.arange(new.at, device=device), torch.arange(new.token_ids.shape[1], device=device)
+        ahead = slots.unsqueeze(1) - slots
+        # Distance of a slot from the first new token of its row.
+        distance = counts.unsqueeze(1) + slots
+        masks: dict[Any, Tensor] = {}
         for window, causal in set(self.layer_kinds):
-            context = visible.unsqueeze(1).expand(-1, self.block_size, -1)
-            ahead = slots.unsqueeze(1) - slots
+            earlier = (cached < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, len(slots), -1)
+            own = (fresh < counts.unsqueeze(1)).unsqueeze(1).expand(-1, len(slots), -1)
             block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
             if window is not None:
-                context = context & (root[:, None, None] + slots.unsqueeze(1) - indices.unsqueeze(1) < window)
+                earlier = earlier & (cached > (lengths.unsqueeze(1) + distance - window).unsqueeze(-1))
+                own = own & (distance.unsqueeze(-1) - fresh < window)
                 block = block & (ahead.abs() < window)
-            seen = torch.cat([context, block.expand(batch, -1, -1)], dim=-1)
+            seen = torch.cat([earlier, own, block.expand(len(lengths), -1, -1)], dim=-1)
             masks[window, causal] = additive(seen, self.dtype)
         return [masks[kind] for kind in self.layer_kinds]
+
+
+def _block(reader: DFlashMarginals, new: NewTokens, root_ids: Tensor, root_positions: Tensor) -> tuple[Tensor]:
+    """The forward of a round; `root_ids` and `root_positions` are [batch] int64."""
+    slots = torch.arange(reader.block_size, device=root_positions.device)
+    output = reader.drafter(
+        torch.constant_pad_nd(root_ids.unsqueeze(1), (0, reader.block_size - 1), reader.mask_token_id),
+        new.features,
+        torch.cat([new.position_ids, root_positions.unsqueeze(1) + slots], dim=1),
+        embed_tokens=reader.embed_tokens,
+        masks=reader.masks(new, slots),
+        cache=reader.cache,
+        lm_head=None if reader.states else reader.lm_head,
+    )
+    return (output,)
 
 
 class ChainGenerator(MarginalsGenerator):
@@ -686,114 +632,6 @@ class ChainGenerator(MarginalsGenerator):
         root_ids = context.root_ids.unsqueeze(1)
         token_ids = torch.cat([root_ids, token_ids.to(root_ids.device)], 1)
         return DraftTree.chain(token_ids, finite=finite)
-
-
-class StaticBlocks:
-    """Drafts the blocks of one call.
-
-    Args:
-        calls: of the drafter, claimed for a `DFlashMarginals`.
-        block_size: slots of a block, root included; a round commits no more tokens than that.
-    """
-
-    def __init__(self, calls: StaticCalls, block_size: int) -> None:
-        self.calls = calls
-        self.width = nodes_bucket(block_size)
-
-    def fits(self, pending: Committed) -> bool:
-        """Whether the tokens committed since the last draft are those of one round."""
-        return pending.tree is not None and pending.token_ids.shape[1] <= self.width
-
-    def __call__(self, cache: TreeCache, context: DraftContext, pending: Committed, block_size: int) -> Tensor:
-        """Logits as from `DFlashDrafter.forward`, valid until the next call.
-
-        Args:
-            cache: of the context; new features' keys and values are written at `prefix_bucket(cache.longest)`.
-            context: of the round.
-            pending: tokens committed since the last draft.
-            block_size: slots of a block, root included.
-        """
-        assert pending.features is not None
-        counts = pending.counts.to(cache.device)
-        at = prefix_bucket(cache.longest)
-        cache.place_nodes(at)
-        cache.reserve(self.width + block_size)
-        (logits,) = self.calls(
-            ("block", block_size, at, cache.addresses),
-            functools.partial(_block_logits, at, block_size),
-            context.root_ids,
-            context.root_positions,
-            cache.lengths,
-            counts.tensor,
-            padded=(pending.position_ids, pending.features),
-            width=self.width,
-        )
-        cache.commit_first(counts)
-        return logits
-
-
-def _block_logits(
-    at: int,
-    block_size: int,
-    source: DFlashMarginals,
-    root_ids: Tensor,
-    root_positions: Tensor,
-    lengths: Tensor,
-    counts: Tensor,
-    position_ids: Tensor,
-    features: Tensor,
-) -> tuple[Tensor]:
-    """The captured forward. The only state of the call that it reads is the cache, whose buffers stay in place.
-
-    Args:
-        at: where the new features' entries begin, after the context.
-        block_size: slots of a block, root included.
-        source: of the call.
-        root_ids: [batch] int64.
-        root_positions: [batch] int64.
-        lengths: [batch] int64, entries of each row's context.
-        counts: [batch] int64, new features of each row, the first of `width`.
-        position_ids: [batch, width] int64, of the new features.
-        features: [batch, width, taps * hidden].
-    """
-    drafter, mask_token_id = source.drafter, source.drafter.config.mask_token_id
-    slots = torch.arange(block_size, device=root_ids.device)
-    block_ids = root_ids.unsqueeze(1).where(slots == 0, mask_token_id)
-    block_positions = root_positions.unsqueeze(1) + slots
-    logits = drafter(
-        block_ids,
-        features.to(source.dtype),
-        torch.cat([position_ids, block_positions], dim=1),
-        embed_tokens=source.embed_tokens,
-        masks=_masks(source, at, slots, lengths, counts, position_ids.shape[1]),
-        cache=source.cache,
-        lm_head=source.lm_head,
-    )
-    return (logits,)
-
-
-def _masks(
-    source: DFlashMarginals, at: int, slots: Tensor, lengths: Tensor, counts: Tensor, width: int
-) -> list[Tensor]:
-    """Per layer additive [batch, 1, block, at + width + block]."""
-    batch, device = len(lengths), lengths.device
-    cached, new = torch.arange(at, device=device), torch.arange(width, device=device)
-    ahead = slots.unsqueeze(1) - slots
-    # Distance of a slot from the first new feature of its row.
-    distance = counts.unsqueeze(1) + slots
-    masks = {}
-    for window, causal in set(source.layer_kinds):
-        first = torch.zeros_like(distance)
-        fresh = (new < counts.unsqueeze(1)).unsqueeze(1).expand(-1, len(slots), -1)
-        block = ahead >= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-        if window is not None:
-            first = (lengths.unsqueeze(1) + distance - (window - 1)).clamp(min=0)
-            fresh = fresh & (distance.unsqueeze(-1) - new < window)
-            block = block & (ahead.abs() < window)
-        context = (cached >= first.unsqueeze(-1)) & (cached < lengths[:, None, None])
-        seen = torch.cat([context, fresh, block.expand(batch, -1, -1)], dim=-1)
-        masks[window, causal] = additive(seen, source.dtype)
-    return [masks[kind] for kind in source.layer_kinds]
 
 
 def _fields(drafter: DFlashDrafter) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_specdec.decoding.logits_process import SoftCapLogitsProcessor, TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head, table_rows
-from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer
+from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashLayer, block_field
 from hf_specdec.drafters.dspark import ConditionalDrafter, DSparkOptions
 from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.vocabulary import known_ids
@@ -44,9 +44,8 @@ class DFlash2Config(DFlashConfig):
 
     def check(self) -> None:
         super().check()
-        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if type(value := getattr(self, key)) is not int or value < 1:
-                raise ValueError(f"{key} is {value!r} in this DFlash 2 config; it must be an integer of at least 1.")
+        sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        self.check_sizes(*sizes, where=" in this DFlash 2 config")
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size is {self.conv_group_size} in this DFlash 2 config, which does not divide hidden_size "
@@ -59,35 +58,12 @@ class DFlash2Config(DFlashConfig):
                 "vocabulary, whose size vocab_size must state."
             )
 
-    @property
-    def conv_kernel_size(self) -> Any:
-        """Slots that a convolution reads, this one included."""
-        return self.dflash_config.get("conv_kernel_size")
-
-    @property
-    def conv_group_size(self) -> Any:
-        """Channels that share the dynamic part of a kernel."""
-        return self.dflash_config.get("conv_group_size")
-
-    @property
-    def selector_rank(self) -> Any:
-        """Width of the selector's codebooks."""
-        return self.dflash_config.get("selector_rank")
-
-    @property
-    def selector_top_k(self) -> Any:
-        """Candidates of a slot."""
-        return self.dflash_config.get("selector_top_k")
-
-    @property
-    def output_multiplier(self) -> float:
-        """Factor on the head's logits, before their cap."""
-        return float(self.dflash_config.get("output_multiplier", 1.0))
-
-    @property
-    def input_embedding_scale(self) -> float:
-        """Factor on the block's unscaled embeddings."""
-        return float(self.dflash_config.get("input_embedding_scale", 1.0))
+    conv_kernel_size = block_field("conv_kernel_size")
+    conv_group_size = block_field("conv_group_size")
+    selector_rank = block_field("selector_rank")
+    selector_top_k = block_field("selector_top_k")
+    output_multiplier = block_field("output_multiplier", 1.0)
+    input_embedding_scale = block_field("input_embedding_scale", 1.0)
 
 
 @dataclass(slots=True, kw_only=True)

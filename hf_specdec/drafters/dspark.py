@@ -12,7 +12,6 @@ sections 2.2 to 2.4; sgl-project/SpecForge; deepseek-ai/DeepSpec; DDTree, arXiv 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -26,10 +25,17 @@ from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidate
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.dflash import BLOCK_SERVING, DFlashConfig, DFlashDrafter, DFlashMarginals, check_block_option
+from hf_specdec.drafters.dflash import (
+    BLOCK_SERVING,
+    DFlashConfig,
+    DFlashDrafter,
+    DFlashMarginals,
+    block_field,
+    check_block_option,
+)
 from hf_specdec.drafters.growth import Slots, conditional_tree, path_notes
 from hf_specdec.drafters.options import TreeOptions
-from hf_specdec.drafters.registry import register, unknown_name
+from hf_specdec.drafters.registry import register
 from hf_specdec.drafters.vocabulary import known_ids
 from hf_specdec.hub.formats.dspark import DSPARK
 from hf_specdec.hub.formats.speculators import SPECULATORS
@@ -57,8 +63,7 @@ class DSparkConfig(DFlashConfig):
     def check(self) -> None:
         super().check()
         rank, kind = self.markov_rank, self.markov_head_type
-        if type(rank) is not int or rank < 0:
-            raise ValueError(f"markov_rank is {rank!r} in this DSpark config; it must be an integer of at least 0.")
+        self.check_sizes("markov_rank", least=0, where=" in this DSpark config")
         if rank and kind not in MARKOV_HEADS:
             raise ValueError(f"markov_head_type is {kind!r} in this DSpark config; it must be in {list(MARKOV_HEADS)}.")
         if self.confidence_head_with_markov and not rank:
@@ -71,25 +76,14 @@ class DSparkConfig(DFlashConfig):
                 "This DSpark config has no vocab_size, which its Markov head needs: add the target's to it."
             )
 
-    @property
-    def markov_rank(self) -> Any:
-        """Width of the Markov head; 0 without one."""
-        return self.dflash_config.get("markov_rank", 0)
-
-    @property
-    def markov_head_type(self) -> Any:
-        """How the bias is computed from the previous token."""
-        return self.dflash_config.get("markov_head_type", "vanilla")
-
-    @property
-    def enable_confidence_head(self) -> bool:
-        """Whether a head predicts the acceptance probability of each slot."""
-        return bool(self.dflash_config.get("enable_confidence_head"))
+    markov_rank = block_field("markov_rank", 0)
+    markov_head_type = block_field("markov_head_type", "vanilla")
+    enable_confidence_head = block_field("enable_confidence_head", False)
 
     @property
     def confidence_head_with_markov(self) -> bool:
         """Whether that head also reads the previous token."""
-        return self.enable_confidence_head and bool(self.dflash_config.get("confidence_head_with_markov"))
+        return bool(self.enable_confidence_head and self.dflash_config.get("confidence_head_with_markov"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,8 +107,7 @@ class DSparkOptions(TreeOptions):
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `DFlashConfig`."""
         TreeOptions.validate(self, config)
-        if self.method not in self.METHODS:
-            raise unknown_name("method", self.method, self.METHODS)
+        self.check_choices(method=self.METHODS)
         check_block_option(self.block_size, config.block_size)
 
 
@@ -313,7 +306,7 @@ class MarkovSlots:
         return None if logit is None else logsigmoid(logit.float())
 
 
-class DSparkGenerator(TreeCandidateGenerator):
+class DSparkGenerator(DFlashMarginals, TreeCandidateGenerator):
     """One `generate` call of a `ConditionalDrafter`; subclasses build a tree from the slots.
 
     Args:
@@ -324,8 +317,8 @@ class DSparkGenerator(TreeCandidateGenerator):
     drops_rows = True
 
     def __init__(self, drafter: ConditionalDrafter, target: TargetModel) -> None:
-        self.drafter = drafter
-        self.blocks = DFlashMarginals(drafter, target)
+        super().__init__(drafter, target, states=True)
+        self.drafts_early = False  # a tree is not of one shape, and a chain may be sampled
         self.target_ids = drafter.target_ids
         self.columns = 0  # of the target's logits
         self.path_logprobs: Tensor | None = None  # [batch, nodes] of the latest tree
@@ -336,8 +329,8 @@ class DSparkGenerator(TreeCandidateGenerator):
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        states = self.blocks.run_block(context, None)
-        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.blocks.lm_head)
+        states = self.marginals(context)
+        logits = self.drafter.draft_logits(states[:, self.drafter.config.first_slot :], self.lm_head)
         logits[..., self.never] = -torch.inf
         slots = self.drafter.slots(states, logits, context.root_ids.to(states.device))
         context.lap("draft")
@@ -352,13 +345,7 @@ class DSparkGenerator(TreeCandidateGenerator):
             # Draft ids that must not be drafted: the mask token, and tokens beyond the target's logits.
             ids = self.target_ids
             self.never = ((ids == self.drafter.config.mask_token_id) | (ids >= self.columns)).nonzero().squeeze(1)
-        self.blocks.observe(committed)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        self.blocks.keep_rows(rows)
-
-    def close(self) -> None:
-        self.blocks.close()
+        super().observe(committed)
 
     def describe(self, tree: DraftTree) -> NodeNotes | None:
         if self.path_logprobs is None:

@@ -19,7 +19,6 @@ reranking), unchanged in EAGLE-3.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -37,15 +36,14 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.exchange import NodeNotes
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
-from hf_specdec.decoding.graphs import CompileMode, nodes_bucket, prefix_bucket, static_calls
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
-from hf_specdec.decoding.static_verify import capacity_for
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host
+from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.attention import HeadProjections
 from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.context import CommittedReader, NewTokens, behind_committed
 from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -392,47 +390,32 @@ class Eagle3Drafter(Eagle3Network):
         )
 
 
-class PairCache:
-    """The committed pairs of each row.
+class PairReader(CommittedReader):
+    """Reads the committed pairs of each row.
 
     Args:
         drafter: an `Eagle3Drafter`, or one with its interface.
         target: of the call.
         depth: most tokens of a drafted path.
         room: cache entries that drafting needs after the pairs.
-        compile_mode: see `DrafterOptions`.
     """
 
-    def __init__(self, drafter: Any, target: TargetModel, *, depth: int, room: int, compile_mode: CompileMode) -> None:
-        self.drafter, self.room = drafter, room
+    vocab_size: int  # columns of the target's logits
+
+    def __init__(self, drafter: Any, target: TargetModel, *, depth: int, room: int) -> None:
         self.own_embeddings = drafter.config.own_embeddings
         self.embeddings: nn.Module = (
             drafter.embed_tokens if self.own_embeddings else target.model.get_input_embeddings()
         )
         check_table(self.embeddings)
-        self.vocab_size: int  # columns of the target's logits
-        self.cache: TreeCache | None = None
-        self.pending: Committed | None = None
-        self.calls = static_calls(self, drafter, (self.embeddings,), compile_mode)
-        self.width = nodes_bucket(depth + 1)  # most tokens that a round commits
-        self.target = target  # the capacity of its cache limits the length of rows
-        # [batch, hidden], the drafter's output at each row's last pair.
-        self.last_outputs: Tensor | None = None
+        super().__init__(
+            drafter, target, drafter.entry_shape, borrowed=(self.embeddings,), most=depth + 1, room=room,
+            compile_mode=drafter.options.compile_mode,
+        )  # fmt: skip
 
     def observe(self, committed: Committed) -> None:
-        self.pending = committed if self.pending is None else self.pending.followed_by(committed)
+        super().observe(committed)
         self.vocab_size = committed.target_logits.shape[-1]
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        if self.cache is not None:
-            self.cache.keep_rows(rows)
-        self.pending = None if self.pending is None else self.pending.of_rows(rows)
-        if self.last_outputs is not None:
-            self.last_outputs = self.last_outputs[from_host(rows, self.last_outputs.device)]
-
-    def close(self) -> None:
-        if self.calls is not None:
-            self.calls.workspace.release()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[batch, seq] -> [batch, seq, hidden] of the drafter's dtype, on its device."""
@@ -440,153 +423,29 @@ class PairCache:
         if self.own_embeddings:  # the target may have tokens that this table lacks
             token_ids = known_ids(token_ids, table.num_embeddings)
         # Subclasses of nn.Embedding may scale their outputs; drafters are trained on the unscaled table.
-        return table_rows(table, token_ids).to(device=self.drafter.device, dtype=self.drafter.dtype)
+        return table_rows(table, token_ids).to(device=self.device, dtype=self.dtype)
 
-    def append_pairs(self, root_ids: Tensor) -> Tensor:
-        """Appends the pairs committed since the last round; returns each row's output at its last pair.
-
-        Args:
-            root_ids: [batch] int64.
-
-        Returns:
-            [batch, hidden].
-        """
-        drafter, pending = self.drafter, self.pending
-        assert pending is not None, "draft() before the prefill was observed"
-        assert pending.features is not None
-        device, dtype = drafter.device, drafter.dtype
-        batch, new = pending.token_ids.shape
-        if self.cache is None:
-            capacity = new + self.room + 256
-            if self.calls is not None:  # buffers with the target's capacity suffice for the whole call
-                capacity = max(self.target.cache.capacity, capacity_for(capacity))
-            layers, heads, key_dim, value_dim, index_dim = drafter.entry_shape
-            self.cache = TreeCache.empty(
-                layers, batch, heads, key_dim, value_dim=value_dim, index_dim=index_dim, dtype=dtype, device=device,
-                capacity=capacity, workspace=None if self.calls is None else self.calls.workspace,
-            )  # fmt: skip
-        if self.calls is not None and pending.tree is not None and new <= self.width:
-            return self._append_captured(root_ids, pending)
-        self.cache.reserve(new + self.room)
-
-        last = root_ids.new_full((batch, 1), new - 1)
-        if pending.valid is not None:
-            last = (pending.valid * torch.arange(new, device=root_ids.device)).amax(1, keepdim=True)
-        # The token after each committed one; after the last of a row this is the root.
-        next_ids = pending.token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
-        mask, is_causal = self._pair_mask(pending, new)
-        outputs = drafter(
-            self.embed(next_ids),
-            drafter.fuse(pending.features.to(device=device, dtype=dtype)),
-            pending.position_ids.to(device),
-            mask=mask,
-            is_causal=is_causal,
-            cache=self.cache,
-        )
-        outputs = outputs.gather(1, last.to(device).unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
-        if self.last_outputs is not None and 0 in pending.num_committed:
-            # A finished row has no new pair: its output stays.
-            moved = pending.counts.to(device).tensor > 0
-            outputs = outputs.where(moved.unsqueeze(1), self.last_outputs)
-        if pending.tree is None and pending.valid is not None:
-            # Left padding comes first: commit the other pairs, in order.
-            padding = (~pending.valid).to(device=device, dtype=torch.int8)
-            self.cache.commit(padding.argsort(dim=1, stable=True), pending.counts.to(device))
-        else:
-            self.cache.commit_first(pending.counts.to(device))
-        self.pending, self.last_outputs = None, outputs
-        return outputs
-
-    def _append_captured(self, root_ids: Tensor, pending: Committed) -> Tensor:
-        """`append_pairs` for the pairs of a round, in one captured launch."""
-        assert self.cache is not None
-        assert self.calls is not None
-        assert self.last_outputs is not None
-        assert pending.features is not None
-        counts = pending.counts.to(self.drafter.device)
-        at = prefix_bucket(self.cache.longest)
-        self.cache.place_nodes(at)
-        self.cache.reserve(self.width + self.room)
-        (outputs,) = self.calls(
-            ("pairs", at, self.cache.addresses),
-            functools.partial(_pairs, at),
-            root_ids,
-            self.cache.lengths,
-            counts.tensor,
-            self.last_outputs,
-            padded=(pending.token_ids, pending.position_ids, pending.features),
-            width=self.width,
-        )
-        self.cache.commit_first(counts)
-        self.pending, self.last_outputs = None, outputs
-        return outputs
-
-    def _pair_mask(self, pending: Committed, new: int) -> tuple[Tensor | None, bool]:
-        """Additive [batch, 1, new, cached + new] or None, and whether the attention is causal without a mask."""
-        cache = self.cache
-        assert cache is not None
-        if pending.valid is None and cache.longest == 0:
-            return None, True
-        causal = torch.ones(new, new, dtype=torch.bool, device=self.drafter.device).tril()
-        block = causal.expand(cache.batch, new, new)
-        if pending.valid is not None:
-            block = block & pending.valid.to(self.drafter.device).unsqueeze(1)
-        return self.additive(block, cache.longest, cache.lengths), False
-
-    def additive(self, block: Tensor, at: int, lengths: Tensor) -> Tensor:
-        """An additive mask: each row's earlier entries, and those of this round as `block` says.
-
-        Args:
-            block: [batch, queries, entries of this round] bool.
-            at: earlier entries in the cache.
-            lengths: [batch] int64, how many of them are visible in each row.
-        """
-        entries = torch.arange(at, device=block.device)
-        past = (entries < lengths.unsqueeze(1)).unsqueeze(1).expand(-1, block.shape[1], -1)
-        return additive(torch.cat([past, block], dim=-1), self.drafter.dtype)
+    def read_pairs(self, root_ids: Tensor) -> Tensor:
+        """Reads the pairs committed since the last round; [batch, 1, hidden], each row's output at its last pair."""
+        self.last = self.read(_pairs, root_ids.to(self.device), *self.last)
+        return self.last[0]
 
 
-def _pairs(
-    at: int,
-    pairs: PairCache,
-    root_ids: Tensor,
-    lengths: Tensor,
-    counts: Tensor,
-    last_outputs: Tensor,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    features: Tensor,
-) -> tuple[Tensor]:
-    """`PairCache.append_pairs` after the prompt, in fixed shapes, for `decoding/graphs.py` to capture.
-
-    Args:
-        at: where the new pairs' entries begin in the cache, after those of earlier pairs.
-        pairs: of the call.
-        root_ids: [batch] int64.
-        lengths: [batch] int64, earlier pairs of each row.
-        counts: [batch] int64, new pairs of each row, the first of `width`.
-        last_outputs: [batch, hidden], for rows without new pairs.
-        token_ids: [batch, width] int64, committed tokens.
-        position_ids: [batch, width] int64, of the committed tokens.
-        features: [batch, width, taps * hidden], of the committed tokens.
-    """
-    drafter, width = pairs.drafter, token_ids.shape[1]
-    last = (counts - 1).clamp(min=0).unsqueeze(1)
-    next_ids = token_ids.roll(-1, dims=1).scatter(1, last, root_ids.unsqueeze(1))
-    indices = torch.arange(width, device=token_ids.device)
-    block = (indices.unsqueeze(1) >= indices) & (indices < counts[:, None, None])
+def _pairs(reader: PairReader, new: NewTokens, root_ids: Tensor, before: Tensor | None = None) -> tuple[Tensor]:
+    """The drafter's output at each row's last pair, [batch, 1, hidden]; `before` in rows without new pairs."""
+    drafter, seen = reader.drafter, new.causal_mask()
     outputs = drafter(
-        pairs.embed(next_ids),
-        drafter.fuse(features.to(drafter.dtype)),
-        position_ids,
-        mask=pairs.additive(block, at, lengths),
-        cache=pairs.cache,
+        reader.embed(new.following(root_ids)),
+        drafter.fuse(new.features),
+        new.position_ids,
+        mask=None if seen is None else additive(seen, reader.dtype),
+        is_causal=seen is None,
+        cache=reader.cache,
     )
-    outputs = outputs.gather(1, last.unsqueeze(-1).expand(-1, -1, outputs.shape[-1])).squeeze(1)
-    return (outputs.where(counts.unsqueeze(1) > 0, last_outputs),)
+    return (new.at_last(outputs, before),)
 
 
-class Eagle3Generator(PairCache, TreeCandidateGenerator):
+class Eagle3Generator(PairReader, TreeCandidateGenerator):
     """Draft trees of an EAGLE-3 drafter: its nodes follow the pairs in the cache, and are dropped after the draft."""
 
     drops_rows = True
@@ -594,78 +453,23 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
     def __init__(self, drafter: Any, target: TargetModel) -> None:  # an Eagle3Drafter, or one with its interface
         options = drafter.options
         self.depth, self.top_k, self.tree_budget = options.depth, options.top_k, options.node_limit
-        room = (self.depth - 1) * self.top_k
-        super().__init__(drafter, target, depth=self.depth, room=room, compile_mode=options.compile_mode)
-        self.drafts_early = self.calls is not None
+        super().__init__(drafter, target, depth=self.depth, room=(self.depth - 1) * self.top_k)
         self.path_logprobs: Any  # [batch, nodes], of the latest tree
 
     @in_inference_mode
     def draft(self, context: DraftContext) -> DraftTree:
-        outputs = self.append_pairs(context.root_ids)
-        tree = self._grow(outputs, context)
-        assert self.cache is not None
-        self.cache.rollback()
+        outputs = self.read_pairs(context.root_ids)
+        root_ids, positions = context.root_ids.to(self.device), context.root_positions.to(self.device)
+        key = self.depth, self.top_k, self.vocab_size
+        levels = self.run(_levels, outputs, positions, self.cache.lengths, key=key)
+        context.lap("draft")
+        build = functools.partial(best_tree, depth=self.depth, budget=self.tree_budget)
+        tree = captured_tree(self.calls, self.tree_budget, self.depth, build, root_ids, *levels)
+        self.path_logprobs = tree.path_logprobs
         context.lap("tree")
         return tree
 
-    def _grow(self, outputs: Tensor, context: DraftContext) -> DraftTree:
-        """The tree below each row's root; `outputs` [batch, hidden] are the drafter's at the roots."""
-        cache, device = self.cache, self.drafter.device
-        assert cache is not None
-        root_ids = context.root_ids.to(device)
-        values = (outputs, context.root_positions.to(device), cache.lengths)
-        if self.calls is None:
-            levels = self.levels(cache.longest, *values)
-        else:
-            at = prefix_bucket(cache.longest)
-            cache.place_nodes(at)
-            cache.reserve(self.room)
-            key = ("levels", self.depth, self.top_k, self.vocab_size, at, cache.addresses)
-            levels = self.calls(key, functools.partial(_levels, at), *values)
-        context.lap("draft")
-        build = functools.partial(best_tree, depth=self.depth, budget=self.tree_budget)
-        if self.calls is None:
-            tree = build(root_ids, *levels)
-        else:
-            tree = captured_tree(self.calls, self.tree_budget, self.depth, build, root_ids, *levels)
-        self.path_logprobs = tree.path_logprobs
-        return tree
-
-    def levels(self, at: int, outputs: Tensor, root_positions: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        """All candidates, level after level: scores, token ids, parents (see `best_tree`), and which rows are finite.
-
-        Args:
-            at: where the nodes' entries begin in the cache, after those of the pairs.
-            outputs: [batch, hidden], the drafter's at the roots.
-            root_positions: [batch] int64.
-            lengths: [batch] int64, pairs of each row.
-        """
-        drafter, cache = self.drafter, self.cache
-        assert cache is not None
-        batch = outputs.shape[0]
-        width = min(self.top_k, drafter.config.draft_vocab_size)
-        positions = root_positions.unsqueeze(1)
-        rows = torch.arange(batch, device=outputs.device).unsqueeze(1)
-        itself = torch.eye(width, dtype=torch.bool, device=outputs.device).expand(batch, width, width)
-        # Of the level above: the drafter's outputs, and the nodes of this round that each node sees.
-        last, block = outputs.unsqueeze(1), itself.new_empty(batch, 1, 0)
-
-        def extend(level: int, token_ids: Tensor, above: Tensor) -> Tensor:
-            nonlocal last, block
-            block = torch.cat([block[rows, above], itself], dim=-1)
-            with cache.writing_after((level - 1) * width):
-                last = drafter(
-                    self.embed(token_ids),
-                    drafter.recurrent(last)[rows, above],
-                    (positions + level - 1).expand(-1, width),
-                    mask=self.additive(block, at, lengths),
-                    cache=cache,
-                )
-            return self._logits(last)
-
-        return grow_levels(self._logits(outputs), extend, self.depth, width, drafter.to_target_ids)
-
-    def _logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor) -> Tensor:
         """[..., hidden] -> [..., draft_vocab] float32; tokens that the target lacks get -inf."""
         logits = self.drafter.logits(outputs)
         if self.drafter.config.maps_vocabulary:  # `check_target` has checked that the map has only the target's tokens
@@ -676,8 +480,41 @@ class Eagle3Generator(PairCache, TreeCandidateGenerator):
         return path_notes(tree, self.path_logprobs, tree.depths)  # one forward per level
 
 
-def _levels(at: int, generator: Eagle3Generator, *values: Tensor) -> tuple[Tensor, ...]:
-    return generator.levels(at, *values)
+def _levels(
+    at: int, generator: Eagle3Generator, outputs: Tensor, root_positions: Tensor, lengths: Tensor
+) -> tuple[Tensor, ...]:
+    """All candidates, level after level: scores, token ids, parents (see `best_tree`), and which rows are finite.
+
+    Args:
+        at: where the nodes' entries begin in the cache, after those of the pairs.
+        generator: of the call.
+        outputs: [batch, 1, hidden], the drafter's at the roots.
+        root_positions: [batch] int64.
+        lengths: [batch] int64, pairs of each row.
+    """
+    drafter, cache = generator.drafter, generator.cache
+    batch, device = len(outputs), outputs.device
+    width = min(generator.top_k, drafter.config.draft_vocab_size)
+    positions = root_positions.unsqueeze(1)
+    rows = torch.arange(batch, device=device).unsqueeze(1)
+    itself = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
+    # Of the level above: the drafter's outputs, and the nodes of this round that each node sees.
+    last, block = outputs, itself.new_empty(batch, 1, 0)
+
+    def extend(level: int, token_ids: Tensor, above: Tensor) -> Tensor:
+        nonlocal last, block
+        block = torch.cat([block[rows, above], itself], dim=-1)
+        with cache.writing_after((level - 1) * width):
+            last = drafter(
+                generator.embed(token_ids),
+                drafter.recurrent(last)[rows, above],
+                (positions + level - 1).expand(-1, width),
+                mask=additive(behind_committed(block, at, lengths), generator.dtype),
+                cache=cache,
+            )
+        return generator.logits(last)
+
+    return grow_levels(generator.logits(outputs).squeeze(1), extend, generator.depth, width, drafter.to_target_ids)
 
 
 register(

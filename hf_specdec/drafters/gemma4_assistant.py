@@ -37,8 +37,9 @@ from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.support import TreesRefusedError, check_supported
 from hf_specdec.decoding.target import CommittedEntries, TargetModel
-from hf_specdec.decoding.tree import DraftTree, from_host, pick
+from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.eagle3 import Eagle3Options
 from hf_specdec.drafters.growth import best_tree, grow_levels, path_notes
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -137,12 +138,9 @@ class Gemma4AssistantConfig(TargetFields, PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no drafter can be built from this config."""
-        sizes = ("backbone_hidden_size", "sliding_window", "centroid_intermediate_top_k")
         optional = ("global_head_dim", "num_global_key_value_heads", "num_centroids")
-        for name in (*sizes, *optional):
-            value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (name in optional and value is None):
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        given = [name for name in optional if getattr(self, name) is not None]
+        self.check_sizes("backbone_hidden_size", "sliding_window", "centroid_intermediate_top_k", *given)
         if len(self.layer_types) != self.num_hidden_layers or not {*self.layer_types} <= {SLIDING, FULL}:
             raise ValueError(
                 f"layer_types is {self.layer_types!r} and num_hidden_layers {self.num_hidden_layers}; each layer must "
@@ -462,22 +460,13 @@ class Gemma4AssistantGenerator(TreeCandidateGenerator):
         self.embeddings = target.model.get_input_embeddings()
         self.layers = storing_layers(target.model)
         self.vocabulary: TargetVocabularyLogitsProcessor
-        self.states: Tensor  # [batch, target_hidden], of each row's last committed token
+        self.states: Any = None  # [batch, target_hidden], of each row's last committed token
         self.path_logprobs: Tensor | None = None  # [batch, nodes], of the latest tree
 
     def observe(self, committed: Committed) -> None:
-        features, valid = committed.features, committed.valid
-        assert features is not None, "the target is tapped"
         if committed.tree is None:
             self.vocabulary = TargetVocabularyLogitsProcessor(committed.target_logits.shape[-1])
-        if valid is None:
-            self.states = features[:, -1]
-            return
-        valid = valid.to(features.device)
-        last = (valid * torch.arange(valid.shape[1], device=valid.device)).amax(1, keepdim=True)
-        states = pick(features, last).squeeze(1)
-        # A row that waited has no new token; it drafts from where it was.
-        self.states = states if committed.tree is None else states.where(valid.any(1, keepdim=True), self.states)
+        self.states = last_features(committed, self.states)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.states = self.states[from_host(rows, self.states.device)]

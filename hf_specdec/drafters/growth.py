@@ -283,6 +283,9 @@ def grow_levels(
     depth: int,
     width: int,
     to_target_ids: Callable[[Tensor], Tensor],
+    ranks: int | None = None,
+    start: Tensor | None = None,
+    extendable: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """All candidates, level after level: scores, token ids, parents, and which rows are finite; see `best_tree`.
 
@@ -292,30 +295,43 @@ def grow_levels(
             1 on, that are extended, and the places of their parents among those of the last call (0, the root, at
             level 1); gives [batch, width, draft_vocab] logits for the tokens after them.
         depth: levels.
-        width: nodes of a level that are extended, and tokens that each is extended by.
+        width: most nodes of a level that are extended.
         to_target_ids: gives target ids for ids of the draft vocabulary.
+        ranks: tokens that each node is extended by; None for `width`.
+        start: [batch, 1] floating, the scores of the roots; None for 0.
+        extendable: called as `extendable(scores, log_probs, candidates, best)` with the scores of all candidates so
+            far, and of the latest level the log-probabilities [batch, nodes, draft_vocab], the candidates' scores
+            [batch, nodes * ranks], and their log-probabilities [batch, nodes, ranks]; says which candidates are
+            extended, [batch, nodes * ranks] bool. Fewer than `width` are, or none, where no row has more: it needs a
+            sync with the host. None for all.
     """
-    logprobs, draft_ids = logits.log_softmax(-1).topk(width)
-    finite = logprobs[:, 0].isfinite()  # NaN is the greatest of all; -inf is a token that cannot be drafted
-    token_ids = to_target_ids(draft_ids)
-    all_scores, all_ids, all_parents = [logprobs], [token_ids], [torch.full_like(token_ids, -1)]
-    # The nodes that the next level extends; parents are given by their place among all candidates.
-    scores, ids, above = logprobs, token_ids, torch.zeros_like(token_ids)
-    places = torch.arange(width, device=logits.device).expand_as(token_ids)
-    start = width
-    for level in range(1, depth):
-        logprobs, draft_ids = extend(level, ids, above).log_softmax(-1).topk(width)
-        finite &= logprobs[..., 0].isfinite().all(-1)
-        candidates = (scores.unsqueeze(-1) + logprobs).flatten(1)
+    ranks = width if ranks is None else ranks
+    scores = logits.new_zeros(len(logits), 1) if start is None else start
+    places = torch.full(scores.shape, -1, dtype=torch.int64, device=logits.device)
+    finite = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    logits = logits.unsqueeze(1)
+    levels: list[tuple[Tensor, Tensor, Tensor]] = []
+    number = 0  # of the level's first candidate; parents are given by their numbers
+    for level in range(1, depth + 1):
+        log_probs = logits.log_softmax(-1)
+        best, draft_ids = log_probs.topk(ranks)
+        finite &= best[..., 0].isfinite().all(-1)  # NaN is the greatest of all; -inf is a token that cannot be drafted
+        candidates = (scores.unsqueeze(-1) + best).flatten(1)
         token_ids = to_target_ids(draft_ids).flatten(1)
-        all_scores.append(candidates)
-        all_ids.append(token_ids)
-        all_parents.append(places.repeat_interleave(width, dim=1))
-        scores, chosen = candidates.topk(width)
-        above = chosen // width
-        ids, places = token_ids.gather(1, chosen), start + chosen
-        start += width * width
-    return torch.cat(all_scores, 1), torch.cat(all_ids, 1), torch.cat(all_parents, 1), finite
+        levels.append((candidates, token_ids, places.repeat_interleave(ranks, dim=1)))
+        if level == depth:
+            break
+        rated, count = candidates, width
+        if extendable is not None:
+            able = extendable(torch.cat([each for each, _, _ in levels], 1), log_probs, candidates, best)
+            rated, count = candidates.where(able, -torch.inf), min(width, int(able.sum(1).max()))
+            if not count:
+                break
+        # Among equal scores the earlier candidate comes first.
+        scores, chosen = (part[:, :count] for part in rated.sort(dim=1, descending=True, stable=True))
+        places, number = number + chosen, number + candidates.shape[1]
+        logits = extend(level, token_ids.gather(1, chosen), chosen // ranks)
+    return (*(torch.cat(part, 1) for part in zip(*levels, strict=True)), finite)
 
 
 def best_tree(
@@ -383,17 +399,19 @@ _TENSORS = ("token_ids", "parents", "depths", "ancestor_mask", "valid", "finite"
 
 
 def captured_tree(
-    calls: StaticCalls, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
+    calls: StaticCalls | None, budget: int, max_depth: int, build: Callable[..., DraftTree], *values: Tensor
 ) -> DraftTree:
-    """`build(*values)` as one captured launch, for trees built on the device; valid until the next call.
+    """`build(*values)`, as one captured launch if drafting is captured; then valid until the next call.
 
     Args:
-        calls: of the drafter.
+        calls: of the drafter; None if nothing is captured.
         budget: of the tree; together with `max_depth` and the shapes of `values` it identifies the captured call.
         max_depth: of the tree.
         build: makes a tree from the values, with `finite` and `path_logprobs`.
         values: [batch, ...] each.
     """
+    if calls is None:
+        return build(*values)
 
     def tensors(owner: object, *values: Tensor) -> tuple[Tensor, ...]:
         tree = build(*values)

@@ -215,7 +215,7 @@ def find(indices: Iterable[SuffixIndex], context: Sequence[int], shortest: int) 
 
 
 def continuation_tree(
-    root: int, matches: Iterable[Match], tree_budget: int, max_depth: int
+    root: int, matches: Iterable[Match], tree_budget: int, depth: int
 ) -> tuple[list[int], list[int], list[float]]:
     """Tokens, parents and path log-probabilities of the heaviest continuations after a text's last token.
 
@@ -228,7 +228,7 @@ def continuation_tree(
         >>> index = SuffixIndex()
         >>> index.extend([5, 6, 7, 8, 3, 6, 9, 5, 6])
         >>> matches = find([index], [5, 6], shortest=1)
-        >>> tokens, parents, logprobs = continuation_tree(6, matches, tree_budget=3, max_depth=2)
+        >>> tokens, parents, logprobs = continuation_tree(6, matches, tree_budget=3, depth=2)
         >>> tokens, parents, [round(math.exp(logprob), 2) for logprob in logprobs]
         ([6, 7, 8, 9], [-1, 0, 1, 0], [1.0, 0.53, 0.43, 0.13])
     """
@@ -240,7 +240,7 @@ def continuation_tree(
         if weight < LEAST_SHARE * total:
             break
         total += weight
-        for token in index.continuation(position, min(max_depth, tree_budget)):
+        for token in index.continuation(position, min(depth, tree_budget)):
             child = children.setdefault((node, token), len(tokens))
             if child == len(tokens):
                 tokens.append(token)
@@ -270,11 +270,11 @@ class LookupGenerator(TreeCandidateGenerator):
         longest_suffix: int,
         shortest_suffix: int,
         tree_budget: int,
-        max_depth: int,
+        depth: int,
         memory: SuffixIndex | None = None,
     ) -> None:
         self.longest_suffix, self.shortest_suffix = longest_suffix, shortest_suffix
-        self.tree_budget, self.max_depth = tree_budget, max_depth
+        self.tree_budget, self.depth = tree_budget, depth
         self.memory = memory
         self.padding: list[int] = []  # columns before each row's text
         self.texts: list[SuffixIndex] = []
@@ -330,7 +330,7 @@ class LookupGenerator(TreeCandidateGenerator):
             matches: list[Match] = []
             if context.active[row] and budget:
                 matches = find([text] if self.memory is None else [text, self.memory], end, self.shortest_suffix)
-            trees.append(continuation_tree(end[-1], matches, budget, self.max_depth))
+            trees.append(continuation_tree(end[-1], matches, budget, self.depth))
         token_ids, parents, path_logprobs = map(list, zip(*trees, strict=True))
         return DraftTree.from_lists(token_ids, parents, path_logprobs=path_logprobs, device=context.root_ids.device)
 
@@ -348,18 +348,18 @@ class NGramOptions(TreeOptions):
         longest_suffix: most last tokens that are compared; longer matches come first and weigh most.
         shortest_suffix: fewest tokens of a match.
         tree_budget: see `TreeOptions`.
-        max_depth: most tokens of one continuation.
+        depth: most tokens of one continuation.
     """
 
     method = "ngram"
     longest_suffix: int = 4
     shortest_suffix: int = 1
     tree_budget: int | Literal["auto"] = "auto"
-    max_depth: int = 10
+    depth: int = 10
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
-        self.check_integers(longest_suffix=MAX_SUFFIX, shortest_suffix=MAX_SUFFIX, max_depth=MAX_DEPTH)
+        self.check_integers(longest_suffix=MAX_SUFFIX, shortest_suffix=MAX_SUFFIX, depth=MAX_DEPTH)
         if self.shortest_suffix > self.longest_suffix:
             raise ValueError(
                 f"shortest_suffix={self.shortest_suffix} is larger than longest_suffix={self.longest_suffix}; set "
@@ -375,12 +375,12 @@ class SuffixOptions(NGramOptions):
         longest_suffix: see `NGramOptions`.
         shortest_suffix: see `NGramOptions`.
         tree_budget: see `TreeOptions`.
-        max_depth: see `NGramOptions`.
+        depth: see `NGramOptions`.
     """
 
     method = "suffix"
     longest_suffix: int = MAX_SUFFIX
-    max_depth: int = 24
+    depth: int = 24
 
 
 class LookupDrafter(Drafter):
@@ -410,7 +410,7 @@ class LookupDrafter(Drafter):
             longest_suffix=self.options.longest_suffix,
             shortest_suffix=self.options.shortest_suffix,
             tree_budget=self.options.node_limit,
-            max_depth=self.options.max_depth,
+            depth=self.options.depth,
             memory=self.index,
         )
 
@@ -427,7 +427,7 @@ class NGramDrafter(LookupDrafter):
 
     Example:
         >>> drafter = NGramDrafter(tree_budget=8)
-        >>> drafter.options.tree_budget, drafter.options.max_depth
+        >>> drafter.options.tree_budget, drafter.options.depth
         (8, 10)
     """
 

@@ -27,10 +27,11 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree, from_host
 from hf_specdec.drafters.base import BlockMarginals, MarginalsGenerator
 from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.growth import static_tree
 from hf_specdec.drafters.options import TreeOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
-from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register, unknown_name
+from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.drafters.shapes import check_shapes
 from hf_specdec.hub.formats.medusa import MEDUSA
 
@@ -73,13 +74,8 @@ class MedusaConfig(TargetFields, PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no heads can be built from this config."""
-        sizes = {"hidden_size": 1, "medusa_num_heads": 1, "medusa_num_layers": 0} | (
-            {"vocab_size": 1} if self.own_head else {}
-        )
-        for field, least in sizes.items():
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{field} is {value!r}; it must be an integer of at least {least}.")
+        self.check_sizes("hidden_size", "medusa_num_heads", *(("vocab_size",) if self.own_head else ()))
+        self.check_sizes("medusa_num_layers", least=0)
         if self.medusa_num_heads * self.medusa_num_layers > MAX_LAYERS:
             raise ValueError(
                 f"medusa_num_heads is {self.medusa_num_heads} and medusa_num_layers {self.medusa_num_layers}: together "
@@ -108,8 +104,7 @@ class MedusaOptions(TreeOptions):
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `MedusaConfig`."""
         TreeOptions.validate(self, config)
-        if self.method not in (*MARGINAL_METHODS, STATIC_TREE):
-            raise unknown_name("method", self.method, [*MARGINAL_METHODS, STATIC_TREE])
+        self.check_choices(method=[*MARGINAL_METHODS, STATIC_TREE])
         rates = self.rank_accuracies
         if rates is not None and not (
             isinstance(rates, (list, tuple))
@@ -262,18 +257,7 @@ class MedusaMarginals(BlockMarginals):
         self.drafts_early = self.calls is not None
 
     def observe(self, committed: Committed) -> None:
-        features = committed.features
-        assert features is not None, "feature_layers() has requested the target's last state"
-        batch, new, _ = features.shape
-        last = torch.full((batch,), new - 1, device=features.device)
-        if committed.valid is not None:
-            last = (committed.valid.to(features.device) * torch.arange(new, device=features.device)).amax(1)
-        states = features[torch.arange(batch, device=features.device), last]
-        known = committed.counts.known
-        may_lack = known is None or 0 in known
-        if may_lack and self.last_states is not None:  # a finished row has no new state: the old one stays
-            states = states.where(committed.counts.to(features.device).tensor.unsqueeze(1) > 0, self.last_states)
-        self.last_states = states
+        self.last_states = last_features(committed, self.last_states)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.last_states is not None:

@@ -472,8 +472,8 @@ class _Block(nn.Module):
     ) -> Tensor:
         """[batch, seq, hidden] -> the same; the mask is additive, [batch, 1, seq, entries], or None for causal."""
         if self.window is not None and mask is not None:
-            # Entries lie at their positions, but for a first forward with padding. Drafted tokens lie behind their
-            # positions, which hides none of them.
+            # Entries lie at their positions, but in a first forward behind a cache that was passed in. Drafted tokens
+            # lie behind their positions, which hides none of them.
             new, entries = mask.shape[-2:]
             places = position_ids if new == entries else torch.arange(entries, device=mask.device).unsqueeze(0)
             past = places.unsqueeze(1) <= position_ids.unsqueeze(2) - self.window

@@ -7,6 +7,7 @@ drafter that holds them is in `base.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -139,6 +140,12 @@ class DrafterOptions:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= limit:
                 raise ValueError(f"{name}={value!r} must be an integer from 1 to {limit}.")
+
+    def check_choices(self, **known: Iterable[str]) -> None:
+        """Raises ValueError, suggesting the nearest, unless each of these options is one of the given names."""
+        for name, choices in known.items():
+            if getattr(self, name) not in tuple(choices):
+                raise unknown_name(name, getattr(self, name), choices)
 
     def check_switches(self, *names: str) -> None:
         """Raises ValueError unless each of these options is True or False."""

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from hf_specdec.decoding.devices import in_inference_mode
 from hf_specdec.decoding.generator import DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.logits_process import TargetVocabularyLogitsProcessor
+from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import BlockMarginals
-from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Network, PairCache
+from hf_specdec.drafters.context import behind_committed
+from hf_specdec.drafters.eagle3 import Eagle3Config, Eagle3Network, PairReader
 from hf_specdec.drafters.options import TreeOptions
-from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register, unknown_name
+from hf_specdec.drafters.registry import MARGINAL_METHODS, Serving, register
 from hf_specdec.hub.formats.specforge import SPECFORGE_PEAGLE
 from hf_specdec.hub.formats.speculators import SPECULATORS
 
@@ -55,8 +57,7 @@ class PEagleConfig(Eagle3Config):
                 f"from 0 to {self.vocab_size - 1}. Some trainers do not write it: add the id used at training to its "
                 "config.json."
             )
-        if type(self.num_draft_tokens) is not int or self.num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens!r}; it must be an integer of at least 1.")
+        self.check_sizes("num_draft_tokens")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +74,7 @@ class PEagleOptions(TreeOptions):
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)
-        if self.method not in tuple(MARGINAL_METHODS):
-            raise unknown_name("method", self.method, MARGINAL_METHODS)
+        self.check_choices(method=MARGINAL_METHODS)
 
 
 class PEagleDrafter(Eagle3Network):
@@ -110,7 +110,7 @@ class PEagleDrafter(Eagle3Network):
         return super().card_facts() | {"Tokens drafted in one forward": str(self.config.num_draft_tokens)}
 
 
-class PEagleMarginals(PairCache, BlockMarginals):
+class PEagleMarginals(PairReader, BlockMarginals):
     """Per-position logits, from each row's last pair and the placeholders after it.
 
     The pairs are appended to the cache in one forward, and the placeholders are read in a second one. Because attention
@@ -119,36 +119,37 @@ class PEagleMarginals(PairCache, BlockMarginals):
 
     def __init__(self, drafter: PEagleDrafter, target: TargetModel) -> None:
         self.further = drafter.config.num_draft_tokens - 1
-        # Not captured, because the forward over the placeholders is not.
-        super().__init__(drafter, target, depth=1 + self.further, room=self.further, compile_mode="none")
+        super().__init__(drafter, target, depth=1 + self.further, room=self.further)
 
     @in_inference_mode
     def marginals(self, context: DraftContext) -> Tensor:
-        drafter = self.drafter
-        outputs = self.append_pairs(context.root_ids).unsqueeze(1)
-        cache = self.cache
-        assert cache is not None
-        if self.further:
-            batch, device = len(outputs), outputs.device
-            indices = torch.arange(self.further, device=device)
-            with cache.writing_after(0):
-                placeholders = drafter(
-                    self.embed(torch.full((batch, self.further), drafter.config.mask_token_id, device=device)),
-                    drafter.fuse(drafter.mask_hidden).expand(batch, self.further, -1),
-                    context.root_positions.to(device).unsqueeze(1) + indices,
-                    mask=self.additive(
-                        (indices.unsqueeze(1) >= indices).expand(batch, -1, -1), cache.longest, cache.lengths
-                    ),
-                    cache=cache,
-                )
-            outputs = torch.cat([outputs, placeholders], dim=1)
-        logits: Tensor = drafter.logits(outputs)
-        if drafter.config.maps_vocabulary:
-            ids = torch.arange(logits.shape[-1], device=logits.device)
-            logits = TargetVocabularyLogitsProcessor(drafter.config.vocab_size, drafter.to_target_ids(ids))(
-                None, logits
+        outputs = self.read_pairs(context.root_ids)
+        return self.run(_marginals, outputs, context.root_positions.to(self.device), self.cache.lengths)[0]
+
+
+def _marginals(
+    at: int, reader: PEagleMarginals, outputs: Tensor, root_positions: Tensor, lengths: Tensor
+) -> tuple[Tensor]:
+    """[batch, depth, vocab] float32 logits, from [batch, 1, hidden] outputs at the last pairs."""
+    drafter, further, (batch, _, hidden) = reader.drafter, reader.further, outputs.shape
+    config = drafter.config
+    if further:
+        order = torch.arange(further, device=outputs.device)
+        causal = (order.unsqueeze(1) >= order).expand(batch, -1, -1)
+        with reader.cache.writing_after(0):
+            placeholders = drafter(
+                reader.embed(order.new_full((batch, further), config.mask_token_id)),
+                drafter.fuse(drafter.mask_hidden).expand(batch, further, hidden),
+                root_positions.unsqueeze(1) + order,
+                mask=additive(behind_committed(causal, at, lengths), reader.dtype),
+                cache=reader.cache,
             )
-        return logits
+        outputs = torch.cat([outputs, placeholders], dim=1)
+    logits: Tensor = drafter.logits(outputs)
+    if config.maps_vocabulary:
+        ids = drafter.to_target_ids(torch.arange(logits.shape[-1], device=logits.device))
+        logits = TargetVocabularyLogitsProcessor(config.vocab_size, ids)(None, logits)
+    return (logits,)
 
 
 register(

@@ -37,10 +37,10 @@ from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidate
 from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.fingerprint import tokenizer_fingerprint
 from hf_specdec.drafters.specbranch import HRAD, SpecBranchConfig, SpecBranchDrafter
 from hf_specdec.drafters.specbranch.modeling import OWN_DRAFT_MODEL, last_layers
-from hf_specdec.drafters.specbranch.worker import last_features
 from hf_specdec.drafters.targets import whole_target
 from hf_specdec.training.chat import check_template, is_answers, read_answers, read_conversations
 from hf_specdec.training.options import CommandOptions, Count, Positive, Share, parse
@@ -159,7 +159,7 @@ class _Recorder(TreeCandidateGenerator):
 
 
 class _RecordingDrafter(SpecBranchDrafter):
-    """Always drafts `max_depth` tokens, and keeps the examples of all calls.
+    """Always drafts `depth` tokens, and keeps the examples of all calls.
 
     It does not keep the recorders, which hold the caches of their calls.
     """
@@ -173,7 +173,7 @@ class _RecordingDrafter(SpecBranchDrafter):
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         embeddings = target.model.get_input_embeddings()
         drafting = super().candidate_generator(target)
-        return _Recorder(drafting, embeddings, self.options.max_depth, self.examples, self.progress)
+        return _Recorder(drafting, embeddings, self.options.depth, self.examples, self.progress)
 
 
 def collect(
@@ -203,7 +203,7 @@ def collect(
     recorder = _RecordingDrafter(_config(target, draft_model, h_rad=False)).eval()
     recorder.examples = []
     recorder.attach(draft_model)
-    recorder.set_options(parallel=False, lengths="fixed", max_depth=draft_length, speed_ratio=float(draft_length))
+    recorder.set_options(parallel=False, lengths="fixed", depth=draft_length, speed_ratio=float(draft_length))
     started = time.monotonic()
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     max_seconds = None if max_minutes is None else 60 * max_minutes

@@ -20,11 +20,12 @@ from hf_specdec.decoding.generator import DraftContext
 from hf_specdec.decoding.graphs import Workspace
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters import dflash, eagle3
+from hf_specdec.drafters.context import NewTokens
 from hf_specdec.drafters.dflash import DFlashMarginals
 from hf_specdec.drafters.growth import best_tree, level_tree
 from hf_specdec.drafters.medusa import MedusaMarginals, StaticTreeGenerator, _guesses
-from hf_specdec.drafters.specblock import static as specblock
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+from hf_specdec.drafters.specblock import drafting as specblock
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
 from tests.methods import make_dflash, make_eagle3, make_medusa, make_medusa_static, make_specblock
 from tests.targets import fresh_target
 
@@ -85,8 +86,11 @@ def block() -> Callable[[], object]:
     windows = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
     source = DFlashMarginals(make_dflash(target.model, **windows).to(META, torch.float64), target)
     source.cache = cache(2)
-    features = states(2, WIDTH, 64)
-    return lambda: dflash._block_logits(AT, 5, source, ids(2), ids(2), ids(2), ids(2), ids(2, WIDTH), features)
+    return lambda: dflash._block(source, new_tokens(64), ids(2), ids(2))
+
+
+def new_tokens(width: int) -> NewTokens:
+    return NewTokens(AT, False, ids(2), ids(2), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, width))
 
 
 def drafter_of_levels() -> eagle3.Eagle3Generator:
@@ -98,13 +102,12 @@ def drafter_of_levels() -> eagle3.Eagle3Generator:
 
 def pairs() -> Callable[[], object]:
     generator = drafter_of_levels()
-    values = (ids(2), ids(2), ids(2), states(2, 32), ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, 64))
-    return lambda: eagle3._pairs(AT, generator, *values)
+    return lambda: eagle3._pairs(generator, new_tokens(64), ids(2), states(2, 1, 32))
 
 
 def levels() -> Callable[[], object]:
     generator = drafter_of_levels()
-    return lambda: eagle3._levels(AT, generator, states(2, 32), ids(2), ids(2))
+    return lambda: eagle3._levels(AT, generator, states(2, 1, 32), ids(2), ids(2))
 
 
 def best_of_levels() -> Callable[[], object]:
@@ -131,30 +134,24 @@ def generator_of_blocks() -> SpecBlockGenerator:
     return generator
 
 
-def specblock_entered() -> Callable[[], object]:
+def specblock_committed() -> Callable[[], object]:
     generator = generator_of_blocks()
     taps = generator.drafter.config.num_taps * 32
     last = (states(2, 1, generator.slots, 32), ids(2, 1))
-    values = (ids(2), ids(2), ids(2), *last, ids(2, WIDTH), ids(2, WIDTH), states(2, WIDTH, taps))
-    return lambda: specblock.entered(AT, generator, *values)
+    return lambda: specblock._committed(generator, new_tokens(taps), ids(2), *last)
 
 
 def specblock_drafted() -> Callable[[], object]:
     generator = generator_of_blocks()
     shape = generator.shape
     values = (ids(2), ids(2), states(2, 1, generator.slots, 32), ids(2, 1), shape.branching[None], shape.index[None])
-
-    def run() -> object:
-        generator._own_masks.clear()
-        return specblock.drafted(AT, generator, *values)
-
-    return run
+    return lambda: specblock._drafted(AT, generator, *values)
 
 
 CAPTURED = {
     "verify": verify, "verify a level": lambda: verify(first=5), "dflash block": block, "eagle3 pairs": pairs,
     "eagle3 levels": levels, "eagle3 tree": best_of_levels, "medusa heads": heads, "ddtree tree": tree,
-    "specblock entered": specblock_entered, "specblock drafted": specblock_drafted,
+    "specblock committed": specblock_committed, "specblock drafted": specblock_drafted,
 }  # fmt: skip
 
 

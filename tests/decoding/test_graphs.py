@@ -193,7 +193,7 @@ def test_a_captured_draft_model_draws_what_the_usual_one_draws(batch: str) -> No
 
 def test_draft_model_that_cannot_be_captured_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    experts = CausalLMDrafter(fresh_target("qwen3-moe", "sdpa", num_hidden_layers=1), max_depth=3)
+    experts = CausalLMDrafter(fresh_target("qwen3-moe", "sdpa", num_hidden_layers=1), depth=3)
     alone = target.generate(**prompts, **GREEDY)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -480,7 +480,7 @@ def test_early_trees_equal_those_drafted_after_the_read(method: str, batch: str)
                 right = alone.gather(1, places.clamp(max=alone.shape[1] - 1))
                 below = (tree.depths == 1) & (len(seen) % 3 > 0)
                 token_ids = tree.token_ids.where(~below | (tree.token_ids == right), right)
-                return DraftTree.from_parents(token_ids, tree.parents, tree.max_depth, valid=tree.valid)
+                return DraftTree.from_parents(token_ids, tree.parents, tree.depth, valid=tree.valid)
 
             generator.draft = planted
             return generator

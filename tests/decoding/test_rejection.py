@@ -237,7 +237,7 @@ def test_greedy_call_ignores_draft_probs() -> None:
 
 def test_drafts_drawn_from_the_target_distribution_are_always_accepted() -> None:
     target = sampled_target()
-    drafter = make_causal_lm_chain(target, noise=0.0, max_depth=3)
+    drafter = make_causal_lm_chain(target, noise=0.0, depth=3)
     arguments = {"do_sample": True, "temperature": 0.7, "top_k": 4, "max_new_tokens": 17}
     target.generate(torch.tensor([PROMPT]), assistant_model=drafter, **arguments)
     assert drafter.stats.per_step_accepted == [[3, 3, 3, 3]]

@@ -73,7 +73,7 @@ def test_a_threshold_of_zero_is_none() -> None:
 @pytest.mark.parametrize("method", ["causal_lm_chain", "causal_lm_tree"])
 def test_a_draft_model_runs_no_further_than_the_settings_allow(method: str) -> None:
     target = make_target("llama", "sdpa")
-    drafter = drafter_of(method, target, max_depth=6)
+    drafter = drafter_of(method, target, depth=6)
     forwards = []
     drafter.model.register_forward_hook(lambda *each: forwards.append(1))
     one = {name: values[:1] for name, values in prompts().items()}

@@ -97,7 +97,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(method: str, target: PreTr
         (NGramDrafter, {"tree_budget": 7, "shortest_suffix": 5}, "shortest_suffix=5 is larger than longest_suffix=4"),
         (make_specbound, {"w_max": 2, "d_max": 2, "use_exit_layers": [3]}, "No exit is left: d_max=2"),
         (make_specbranch, {"k_max": 2, "lengths": "fixed", "selection": "a_priori"}, "but lengths='fixed'"),
-        (make_causal_lm, {"width": 2, "sample_drafts": 1}, "sample_drafts=1 must be True or False"),
+        (make_causal_lm, {"top_k": 2, "sample_drafts": 1}, "sample_drafts=1 must be True or False"),
         (make_dflash, {"tree_budget": 7, "compile_mode": "max"}, "compile_mode='max' must be one of"),
     ],
 )
@@ -155,7 +155,7 @@ def test_options_of_the_machine_are_not_saved_with_the_weights(target: PreTraine
 
 def test_options_of_a_draft_model_are_saved_in_its_config(target: PreTrainedModel, tmp_path: Path) -> None:
     drafter: Any = make_causal_lm(target)
-    drafter.set_options(method="causal_lm_chain", max_depth=2)
+    drafter.set_options(method="causal_lm_chain", depth=2)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path)
     assert isinstance(loaded, CausalLMDrafter)

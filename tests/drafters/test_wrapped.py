@@ -77,7 +77,7 @@ def test_a_peft_model_drafts_through_its_adapter(target: PreTrainedModel) -> Non
     without, kept_without = generated(target, small(target))
     tuned = get_peft_model(small(target).model, lora())
     adapt(tuned)
-    with_adapter, kept = generated(target, CausalLMDrafter(tuned.eval(), max_depth=3, tree_budget=9, width=3))
+    with_adapter, kept = generated(target, CausalLMDrafter(tuned.eval(), depth=3, tree_budget=9, top_k=3))
     assert with_adapter.tolist() == without.tolist() == alone.tolist()
     assert kept != kept_without
     branches = SpecBranchDrafter.from_models(tuned, target, speed_ratio=4.0, parallel=False)
@@ -87,7 +87,7 @@ def test_a_peft_model_drafts_through_its_adapter(target: PreTrainedModel) -> Non
 def test_a_compiled_draft_model_drafts_as_its_own_generate_would(target: PreTrainedModel) -> None:
     _, usual = generated(target, small(target))
     compiled: Any = torch.compile(small(target).model, backend="eager")
-    assert generated(target, CausalLMDrafter(compiled, max_depth=3, tree_budget=9, width=3))[1] == usual
+    assert generated(target, CausalLMDrafter(compiled, depth=3, tree_budget=9, top_k=3))[1] == usual
 
 
 def test_a_peft_model_with_virtual_tokens_is_refused(target: PreTrainedModel) -> None:

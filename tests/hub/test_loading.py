@@ -80,7 +80,7 @@ def test_options_are_set_while_it_is_loaded(folder: Path) -> None:
         ("medusa", {"tree_budget": 7}, {"tree_budget": 8}),
         ("specblock", {"tree_budget": 7, "num_blocks": 3, "branching": [3, 4, 5, 6]}, {"num_blocks": 1}),
         ("specbound", {"w_max": 2, "threshold": 0.25}, {"w_max": 3}),
-        ("causal_lm_tree", {"tree_budget": 7, "method": "causal_lm_chain"}, {"max_depth": 3}),
+        ("causal_lm_tree", {"tree_budget": 7, "method": "causal_lm_chain"}, {"depth": 3}),
     ],
 )
 def test_options_that_suit_a_checkpoint_come_with_it(

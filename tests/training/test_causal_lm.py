@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdec import load_drafter
 from hf_specdec.decoding.taps import decoder_layers
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.causal_lm.draft_model import with_whole_vocabulary
+from hf_specdec.drafters.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.training.causal_lm import DistillationStep, new_draft_model, take_vocabulary
 from tests.decoding.test_sampling import PROMPT, count, draw, enumerate_law, sampled_target
@@ -72,7 +72,7 @@ def test_sampled_output_follows_the_target_with_a_draft_vocabulary(draws: int) -
     sayable = torch.arange(0, target.config.vocab_size, 2)
     model = new_draft_model(target, 1, draft_vocab_size=len(sayable))
     take_vocabulary(model, target, sayable)
-    drafter = CausalLMDrafter(model.eval(), method="causal_lm_chain", max_depth=2)
+    drafter = CausalLMDrafter(model.eval(), method="causal_lm_chain", depth=2)
     drawn = draw(target, torch.tensor([PROMPT]), "plain", drafter, draws)
     assert_follows(count(drawn), enumerate_law(target, PROMPT, "plain"))
     assert drafter.stats.num_accepted_draft_tokens > 0

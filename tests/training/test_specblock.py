@@ -15,9 +15,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, Starts
 from hf_specdec.drafters.specblock.quality import rank_classes
-from hf_specdec.drafters.specblock.tree import Starts
 from hf_specdec.training.passes import block_masks
 from hf_specdec.training.specblock import (
     BlockLosses,
@@ -168,7 +167,8 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
         )
     )
     with torch.no_grad():
-        hidden, at = generator._append_pending(ids[:, root], generator._take_pending())
+        generator.read_committed(ids[:, root])
+        hidden, at = generator.last
         torch.testing.assert_close(hidden[:, 0], outputs[0].hidden[:, root - 1], rtol=1e-4, atol=1e-5)
         depth, zero = 0, torch.zeros(1, 1, dtype=torch.int64)
         held = torch.empty(1, 1, 0, dtype=torch.bool)
@@ -180,10 +180,10 @@ def test_a_chained_block_is_trained_as_it_is_drafted(target: PreTrainedModel, po
             starts = Starts(zero, zero.float(), zero + depth, seen, held, zero + cut - 1)
             hidden = drafter.block_hidden(
                 drafter.condition_of(hidden[:, :, cut - 1]),
-                generator._embed(ids[:, root + depth : root + depth + 1]),
+                generator.embed(ids[:, root + depth : root + depth + 1]),
                 at + depth if positions == "path" else at,
                 from_target=False,
-                mask=generator._path_mask(starts, generator.cache.longest, generator.cache.lengths),
+                mask=generator.path_mask(starts, generator.cache.longest, generator.cache.lengths),
                 cache=generator.cache,
             )
             generator.cache.continue_round(3)
@@ -206,9 +206,8 @@ def test_first_slot_is_scored_for_the_token_that_drafting_asks_for(target: PreTr
                       features)
         )  # fmt: skip
         with torch.no_grad():
-            nodes, _ = generator.grow(
-                DraftContext(ids[:, root], torch.tensor([root] * 2), ids, [root + 1] * 2, [True] * 2)
-            )
+            generator.draft(DraftContext(ids[:, root], torch.tensor([root] * 2), ids, [root + 1] * 2, [True] * 2))
+        nodes = generator.tree[1]
         # The row is the target's greedy text, so the token it chose after each place stands there.
         drafted = nodes.token_ids[:, 1 :: nodes.shape.width][:, :3]  # the chain
         hits = drafted == ids[:, root + 1 : root + 4]

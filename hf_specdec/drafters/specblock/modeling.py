@@ -1,9 +1,14 @@
 """SpecBlockDrafter: K dependent tokens per forward from each start, a reduced vocabulary, and a rank head.
 
+Config, options, layers and drafter. The config file has `model_type: "llama"` for every target, and calls the block
+size `diffspec_draft_token_num`. Fields that the published files lack default to the values with which these files
+reproduce their own numbers; the docstring of `SpecBlockConfig` says where paper and published code differ.
+
 The network of Section 3.1: condition, token and slot query are normalised and fused (Eq. 1, 2); decoder layers with a
-shift between slots (Eq. 3; `layers.py`), the drafter's own head and the rank head (Eq. 4) follow. The caller gives the
-attention mask. `candidates.py` chooses the starts and holds the state of a `generate` call; training is in
-`training/specblock/`. Sources: SpecBlock, Section 3.1 and Appendix B; shared facts on formats, section 7.
+shift between slots (Eq. 3), the drafter's own head and the rank head (Eq. 4) follow. The caller gives the attention
+mask. `drafting.py` chooses the starts, builds the tree and holds the state of a `generate` call; training is in
+`training/specblock/`. Sources: SpecBlock, Sections 3.1 and 3.2, Appendices A and B; shared facts on formats, section 7;
+shiweijiezero/SpecBlock.
 """
 
 from __future__ import annotations
@@ -12,22 +17,326 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.target import TargetModel
+from hf_specdec.drafters.attention import HeadProjections
+from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes
-from hf_specdec.drafters.specblock.configuration import SpecBlockConfig, SpecBlockOptions, default_target_layer_ids
-from hf_specdec.drafters.specblock.layers import KeyValueStore, SpecBlockInput, SpecBlockLayer, rank_features
-from hf_specdec.drafters.vocabulary import check_draft_to_target
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator
+from hf_specdec.drafters.vocabulary import check_draft_to_target, set_map
+
+ARCHITECTURE = "LlamaForCausalLMSpecBlock"
+DraftCondition = Literal["pre_norm", "normed"]
+RankState = Literal["normed", "pre_norm"]
+BlockPositions = Literal["start", "path"]
+MAX_BLOCKS = 64
+# The four buckets of Section 3.2; a rank above the last bound is in the last bucket.
+RANK_BOUNDS = (1, 4, 10)
+
+
+class SpecBlockConfig(TargetFields, LlamaConfig):
+    """The config of a Llama decoder and what SpecBlock adds.
+
+    Args:
+        diffspec_draft_token_num: K, tokens that one forward drafts from one start. Default 7, as in the published code;
+            the published checkpoints and the paper use 4.
+        rank_classes: buckets of the rank head.
+        draft_vocab_size: tokens that can be drafted; None for the complete vocabulary.
+        target_hidden_size: size of one target state; None for `hidden_size`.
+        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; None for the published
+            rule, see `default_target_layer_ids`.
+        draft_head_dim: None for `hidden_size // num_attention_heads`, which the published code always uses, even if the
+            file has another `head_dim`.
+        qk_norm: RMS norm on queries and keys, as in Qwen3 layers. The published drafters have none, even if the target
+            does; in Section 3.1 the layers have the target's own shape.
+        prefix_broadcast: whether all K slots receive condition and token, or only the first one (Table 2).
+        layer_wise_shift: whether Eq. 3 is applied between layers; if not, there are no `shift_proj` weights (Table 2).
+        draft_condition: the state of a slot that conditions a block that starts there: before or after the final norm.
+            The published code uses the former.
+        draft_condition_norm: whether the norm on conditions also applies to a drafter's own state (Eq. 2).
+        rank_state: the input state of the rank head. Eq. 4 has the last layer's; the published code reads it after the
+            final norm.
+        rank_features_top: the summary of the distribution is normalised over this many largest logits; None for all of
+            them, as in Appendix B. Published drafters were trained with 20; their inference code defaults to 10.
+        block_positions: rotary position of a later block's slots: "start", those of the first block (published), or
+            "path", the positions after the token at which the block starts.
+    """
+
+    def __init__(
+        self,
+        diffspec_draft_token_num: int = 7,
+        rank_classes: int = 4,
+        draft_vocab_size: int | None = None,
+        target_hidden_size: int | None = None,
+        target_layer_ids: list[int] | None = None,
+        draft_head_dim: int | None = None,
+        qk_norm: bool = False,
+        prefix_broadcast: bool = True,
+        layer_wise_shift: bool = True,
+        draft_condition: DraftCondition = "pre_norm",
+        draft_condition_norm: bool = True,
+        rank_state: RankState = "normed",
+        rank_features_top: int | None = 20,
+        block_positions: BlockPositions = "start",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.diffspec_draft_token_num = diffspec_draft_token_num
+        self.rank_classes = rank_classes
+        self.draft_vocab_size = self.vocab_size if draft_vocab_size is None else draft_vocab_size
+        self.target_hidden_size = self.hidden_size if target_hidden_size is None else target_hidden_size
+        self.target_layer_ids = target_layer_ids
+        self.draft_head_dim = draft_head_dim
+        self.head_dim = draft_head_dim or self.hidden_size // self.num_attention_heads
+        self.qk_norm = qk_norm
+        self.prefix_broadcast = prefix_broadcast
+        self.layer_wise_shift = layer_wise_shift
+        self.draft_condition = draft_condition
+        self.draft_condition_norm = draft_condition_norm
+        self.rank_state = rank_state
+        self.rank_features_top = rank_features_top
+        self.block_positions = block_positions
+        self.architectures = [ARCHITECTURE]
+
+    @property
+    def block_size(self) -> int:
+        """K: tokens that one forward drafts from one start; the start itself is not counted."""
+        return self.diffspec_draft_token_num
+
+    @property
+    def num_taps(self) -> int:
+        """Number of target states that are concatenated."""
+        return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
+
+    def check(self) -> None:
+        """Raises ValueError, naming the field, its value and its range, if the drafter cannot be built."""
+        self.check_sizes("diffspec_draft_token_num", "draft_vocab_size", where=" in this SpecBlock config")
+        self.check_sizes("rank_classes", least=2, where=" in this SpecBlock config")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; it must be an integer from 1 to vocab_size "
+                f"{self.vocab_size}, the target's vocabulary."
+            )
+        if self.rank_features_top is not None and self.rank_features_top < 2:
+            raise ValueError(f"rank_features_top is {self.rank_features_top!r}; it must be None or at least 2.")
+        kinds = {"draft_condition": DraftCondition, "rank_state": RankState, "block_positions": BlockPositions}
+        for field, kind in kinds.items():
+            if getattr(self, field) not in get_args(kind):
+                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be one of {list(get_args(kind))}.")
+        layers = self.target_layer_ids
+        if layers is not None and (not layers or not all(isinstance(layer, int) for layer in layers)):
+            raise ValueError(f"target_layer_ids is {layers!r}; it must be None or a list of 0-based layer numbers.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, in the published layout."""
+        fields = super().to_dict() | {"model_type": "llama", "architectures": [ARCHITECTURE]}
+        # Readers older than rope_parameters expect the base at the top level.
+        rope = fields.get("rope_parameters") or {}
+        return fields | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `save_pretrained` writes: fields that are None are omitted if None is their default."""
+        every = self.to_dict()
+        fields = super().to_diff_dict() | {key: every[key] for key in _ALWAYS_WRITTEN if key in every}
+        return {key: value for key, value in fields.items() if value is not None or key == "rank_features_top"}
+
+
+# Other readers have other defaults for these, or none.
+_ALWAYS_WRITTEN = (
+    "architectures", "diffspec_draft_token_num", "draft_vocab_size", "hidden_size", "model_type", "num_hidden_layers",
+    "rank_classes", "rank_features_top", "rope_theta", "vocab_size",
+)  # fmt: skip
+
+
+def default_target_layer_ids(num_target_layers: int) -> list[int]:
+    """Low, middle and top target layer if a file lists none: `hidden_states[2]`, `[n // 2]` and `[n - 3]`.
+
+    Example:
+        >>> default_target_layer_ids(32)
+        [1, 15, 28]
+    """
+    # Targets with too few layers for three different ones occur only in tests.
+    indices = (2, num_target_layers // 2, num_target_layers - 3)
+    return [min(max(1, index), num_target_layers) - 1 for index in indices]
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecBlockOptions(TreeOptions):
+    """Drafting options of a SpecBlock drafter.
+
+    Attributes:
+        tree_budget: see `TreeOptions`.
+        num_blocks: M, drafter forwards per round; at most 64, independent of the number at training.
+        branching: number of candidates of a slot for each predicted bucket, the chain's token included; with 0 neither
+            this nor later slots of the block have alternatives. `[2, 4, 10, 0]` (default; 2 everywhere if the rank head
+            does not have four buckets) and `[2, 4, 6, 4]` are the paper's two; equal numbers give a fixed top-k tree.
+        beam_width: number of candidates at the root, independent of its bucket, and most starts of the third and later
+            blocks; None for the root's bucket and no limit on starts.
+        max_starts: most starts of any block, the likeliest ones; None for no limit.
+        merge_duplicates: whether a path that two blocks draft is verified only once. The published code verifies both.
+    """
+
+    method = "specblock"
+    tree_budget: int | Literal["auto"] = "auto"
+    num_blocks: int = 2
+    branching: list[int]
+    beam_width: int | None = 10
+    max_starts: int | None = None
+    merge_duplicates: bool = True
+
+    @classmethod
+    def defaults(cls, config: Any = None) -> SpecBlockOptions:
+        """As for every drafter; `config` is a `SpecBlockConfig`."""
+        paper = [2, 4, 10, 0]
+        return cls(branching=paper if config.rank_classes == len(paper) else [2] * config.rank_classes)
+
+    def validate(self, config: Any = None) -> None:
+        """As for every drafter; `config` is a `SpecBlockConfig`."""
+        TreeOptions.validate(self, config)
+        self.check_integers(num_blocks=MAX_BLOCKS)
+        self.check_switches("merge_duplicates")
+        for name in ("beam_width", "max_starts"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1, or None for no limit.")
+        branching, classes = self.branching, config.rank_classes
+        if not isinstance(branching, (list, tuple)) or len(branching) != classes:
+            raise ValueError(
+                f"branching={branching!r} must have {classes} numbers, one per bucket of this drafter's rank head: "
+                f"ranks 1, up to {RANK_BOUNDS[1]}, up to {RANK_BOUNDS[2]}, above (for example [2, 4, 10, 0])."
+            )
+        if not all(type(width) is int and width >= 0 for width in branching):
+            raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
+
+
+class KeyValueStore(Protocol):
+    """The cache of the layers: a `TreeCache`, or at training a list with gradients."""
+
+    layers: Any
+
+
+class SpecBlockInput(nn.Module):
+    """Fuses condition, token and slot query into one state per slot (Eq. 1 and 2)."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.prefix_broadcast = config.prefix_broadcast
+        self.norms_draft_condition = config.draft_condition_norm
+        self.condition_proj = nn.Linear(config.num_taps * config.target_hidden_size, width, bias=False)
+        self.condition_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.token_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.query_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.position_queries = nn.Embedding(config.block_size, width)
+        self.fuse = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, conditions: Tensor, embeddings: Tensor, *, from_target: bool) -> Tensor:
+        """Conditions [batch, starts, taps * target_hidden, or hidden] -> [batch, starts, slots, hidden]."""
+        if from_target:
+            conditions = self.condition_proj(conditions)
+        if from_target or self.norms_draft_condition:
+            conditions = self.condition_norm(conditions)
+        # The prefix is the same for all slots of a start, so it is projected once.
+        prefix = torch.cat([conditions, self.token_norm(embeddings)], dim=-1)
+        shared, own = self.fuse.weight.split([prefix.shape[-1], conditions.shape[-1]], dim=1)
+        prefix = linear(prefix, shared).unsqueeze(2)
+        queries = linear(self.query_norm(self.position_queries.weight), own)
+        if not self.prefix_broadcast:
+            first = torch.zeros(len(queries), 1, dtype=prefix.dtype, device=prefix.device)
+            first[0] = 1
+            prefix = prefix * first
+        return prefix + queries
+
+
+class SpecBlockAttention(HeadProjections):
+    """Attention of all slots of all starts over the cache and each other, as the mask allows."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__(config, config.hidden_size, norms=config.qk_norm)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: KeyValueStore | None,
+        layer: int,
+    ) -> Tensor:
+        """[batch, starts * slots, hidden] -> the same; see `SpecBlockDrafter.block_hidden`."""
+        batch, length, _ = hidden.shape
+        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim))
+        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim))
+        values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
+        cos, sin = rotary
+        both = torch.cat([queries, keys], 2)  # one rotation for both: on a CPU small operations are mostly overhead
+        both = (both * cos + rotate_half(both) * sin).transpose(1, 2)
+        queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
+        if cache is not None:
+            keys, values = cache.layers[layer].update(keys, values)
+        attended = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+class SpecBlockLayer(nn.Module):
+    """A Llama decoder layer over the slots of all starts."""
+
+    def __init__(self, config: SpecBlockConfig) -> None:
+        super().__init__()
+        self.self_attn = SpecBlockAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, *attention_inputs: Any) -> Tensor:
+        """[batch, starts * slots, hidden] -> the same."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *attention_inputs)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> Tensor:
+    """The 15-number summary of a draft distribution (Appendix B).
+
+    Ten largest log-probabilities; logit gaps of the best to the second, third and fifth; probability of the best;
+    entropy. If the vocabulary has fewer than ten tokens, the least likely one is repeated.
+
+    Args:
+        logits: [..., draft_vocab] float32, or only the largest of them: `top`, and at least 10.
+        top: probabilities and entropy are normalised over this many largest logits; None for all.
+        ordered: whether `logits` are the largest ones, in descending order.
+
+    Returns:
+        [..., 15] float32, nats.
+
+    Example:
+        >>> rank_features(torch.tensor([3.0, 1.0, 0.0]), None)[10:13]
+        tensor([2., 3., 3.])
+    """
+    known = logits.shape[-1]
+    best = logits if ordered else logits.topk(min(known, max(10, top or known)), dim=-1).values
+    logprobs = best[..., : top or known].log_softmax(-1)
+    probs = logprobs.exp()
+    normaliser = best[..., :1] - logprobs[..., :1]
+    if best.shape[-1] < 10:
+        best = torch.cat([best, best[..., -1:].expand(*best.shape[:-1], 10 - best.shape[-1])], dim=-1)
+    profile, first = best[..., :10] - normaliser, best[..., :1]
+    gaps = first - best[..., 1:3], first - best[..., 4:5]
+    entropy = -(probs * logprobs).sum(-1, keepdim=True)
+    return torch.cat([profile, *gaps, probs[..., :1], entropy], dim=-1)
+
 
 NUM_RANK_FEATURES = 15
 RANK_HIDDEN = 256
@@ -201,33 +510,22 @@ class SpecBlockDrafter(PretrainedDrafter):
         Raises:
             ValueError: their number is not `draft_vocab_size`, they are not ascending, or one is out of range.
         """
-        if len(target_ids) != self.config.draft_vocab_size:
-            raise ValueError(
-                f"{len(target_ids)} target ids were given for a draft vocabulary of {self.config.draft_vocab_size}."
-            )
-        target_ids = target_ids.to(self.d2t.device)
-        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=self.d2t.device))
+        set_map(self.d2t, target_ids, self.config.vocab_size, name_of(self))
         self.check_vocabulary()
-        self.t2d.zero_()[target_ids] = True
+        self.t2d.zero_()[target_ids.to(self.t2d.device)] = True
 
     def check_vocabulary(self) -> None:
         """Raises ValueError if the draft vocabulary's map repeats a token, does not ascend, or is out of range."""
         ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        name = name_of(self)
-        way_out = "The map is damaged or of another drafter: download the checkpoint again, or leave the file out."
         steps = (ids.diff() <= 0).nonzero()
         if len(steps):
             index = int(steps[0])
             raise ValueError(
-                f"The draft vocabulary of {name!r} (d2t) is not increasing: draft id {index} is target id "
-                f"{int(ids[index])}, draft id {index + 1} is {int(ids[index + 1])}. {way_out}"
+                f"The draft vocabulary of {name_of(self)!r} (d2t) is not increasing: draft id {index} is target id "
+                f"{int(ids[index])}, draft id {index + 1} is {int(ids[index + 1])}. The map is damaged or of another "
+                "drafter: download the checkpoint again, or leave the file out."
             )
-        if int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(
-                f"The draft vocabulary of {name!r} (d2t) spans target ids {int(ids[0])} to {int(ids[-1])}, but the "
-                f"target's vocabulary ends at {self.config.vocab_size - 1} (vocab_size {self.config.vocab_size}). "
-                f"{way_out}"
-            )
+        check_draft_to_target(self.d2t, self.config.vocab_size, name_of(self))
 
     @classmethod
     def side_tensors(cls, folder: Path, name: str) -> dict[str, Tensor]:
@@ -291,8 +589,6 @@ class SpecBlockDrafter(PretrainedDrafter):
         return tuple(default_target_layer_ids(depth) if layers is None else layers)
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
-        from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
-
         return SpecBlockGenerator(self, target)
 
     def card_summary(self) -> str:

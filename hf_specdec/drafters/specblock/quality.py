@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdec.decoding.taps import tap_layer
-from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS
-from hf_specdec.drafters.specblock.modeling import SpecBlockDrafter
+from hf_specdec.drafters.specblock.modeling import RANK_BOUNDS, SpecBlockDrafter
 
 
 def rank_classes(logits: Tensor, token_ids: Tensor) -> Tensor:

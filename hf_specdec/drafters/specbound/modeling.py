@@ -112,10 +112,7 @@ class SpecBoundConfig(TargetFields, PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no heads can be built from this config."""
-        for field in ("num_target_layers", "hidden_size", "vocab_size", "lora_rank", "draft_vocab_size"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be an integer of at least 1.")
+        self.check_sizes("num_target_layers", "hidden_size", "vocab_size", "lora_rank", "draft_vocab_size")
         if self.head not in HEAD_KINDS:
             raise ValueError(f"head is {self.head!r}; it must be one of {list(HEAD_KINDS)}.")
         if self.draft_vocab_size > self.vocab_size:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.exchange import ChoiceRule
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.causal_lm.draft_model import DraftModel
+from hf_specdec.drafters.draft_model import DraftModel
 
 # Classes of H-RAD for the tokens that would be verified next (SpecBranch, Eq. 6).
 ALL_REJECT, CONFIDENCE, ALL_ACCEPT = 0, 1, 2

@@ -31,7 +31,7 @@ from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import NOT_SAVED, PausingOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
-from hf_specdec.drafters.registry import name_of, unknown_name
+from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.specbranch.drafting import CONFIDENCE
 from hf_specdec.drafters.specbranch.worker import SpecBranchGenerator
 from hf_specdec.drafters.wrapped import has_adapters, merged_adapters, unwrapped
@@ -100,12 +100,9 @@ class SpecBranchConfig(TargetFields, PreTrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError, naming the field, if no H-RAD can be built from this config."""
-        names = ("target_hidden_size", "num_target_layers", "num_feature_layers")
-        sizes = {name: getattr(self, name) for name in names}
-        sizes |= {f"h_rad_sizes[{index}]": size for index, size in enumerate(self.h_rad_sizes)}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1.")
+        self.check_sizes("target_hidden_size", "num_target_layers", "num_feature_layers")
+        if not all(type(size) is int and size >= 1 for size in self.h_rad_sizes):
+            raise ValueError(f"h_rad_sizes is {self.h_rad_sizes!r}; they must be integers of at least 1.")
         if self.num_feature_layers > self.num_target_layers:
             raise ValueError(
                 f"num_feature_layers={self.num_feature_layers} is larger than "
@@ -134,7 +131,7 @@ class SpecBranchOptions(PausingOptions):
             if it has none).
         min_certainty: H-RAD's classes "all reject" and "all accept" are used if their probability is at least this;
             else the draft model's confidence decides. With 0 the likeliest class is always used, as in Eq. 5.
-        max_depth: most tokens of a draft; the speed ratio is another limit.
+        depth: most tokens of a draft; the speed ratio is another limit.
         selection: `"posterior"`: H-RAD runs on a branch after the target has chosen it; `"a_priori"`: H-RAD runs while
             it is being drafted, on features of the previous round (Appendix G.2).
         candidates: in calls that sample, the tokens of a branch point are the likeliest ones (`"top_k"`) or sampled
@@ -151,7 +148,7 @@ class SpecBranchOptions(PausingOptions):
     lengths: Literal["h_rad", "confidence", "fixed"]
     min_confidence: float
     min_certainty: float = 0.6
-    max_depth: int = 16
+    depth: int = 16
     selection: Literal["posterior", "a_priori"] = "posterior"
     candidates: Literal["top_k", "drawn"] = "top_k"
     speed_ratio: float | None = field(default=None, metadata=NOT_SAVED)
@@ -165,14 +162,12 @@ class SpecBranchOptions(PausingOptions):
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `SpecBranchConfig`."""
         PausingOptions.validate(self, config)
-        self.check_integers(k_max=64, max_depth=256, worker_threads=1024)
-        for name, known in (
-            ("lengths", ("h_rad", "confidence", "fixed")),
-            ("selection", ("posterior", "a_priori")),
-            ("candidates", ("top_k", "drawn")),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), known)
+        self.check_integers(k_max=64, depth=256, worker_threads=1024)
+        self.check_choices(
+            lengths=("h_rad", "confidence", "fixed"),
+            selection=("posterior", "a_priori"),
+            candidates=("top_k", "drawn"),
+        )
         self.check_switches("hedge")
         if not isinstance(self.parallel, bool) and self.parallel != "auto":
             raise ValueError(f"parallel={self.parallel!r} must be True, False or 'auto'.")

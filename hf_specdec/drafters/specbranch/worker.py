@@ -27,6 +27,7 @@ from hf_specdec.decoding.state import RoundState
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.target import TargetModel, TargetOutput
 from hf_specdec.decoding.tree import DraftTree
+from hf_specdec.drafters.context import last_features
 from hf_specdec.drafters.specbranch.drafting import (
     ALL_ACCEPT,
     ALL_REJECT,
@@ -131,7 +132,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
         branches = options.k_max if self.parallel else 1
         plan = DraftingPlan(
-            most_tokens=options.max_depth,
+            most_tokens=options.depth,
             most_branches=branches,
             most_hedges=branches - 1 if options.hedge else 0,
             min_confidence=options.min_confidence,
@@ -282,13 +283,3 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         if draft_probs.is_cuda:
             draft_probs.record_stream(torch.cuda.current_stream(draft_probs.device))
         return draft_probs.to(self.device)
-
-
-def last_features(committed: Committed) -> Tensor:
-    """[batch, taps * hidden]: the target's features at the last token that a round, or the prefill, committed."""
-    assert committed.features is not None
-    features, counts = committed.features, committed.num_committed
-    if committed.tree is None:  # prompts are padded on the left
-        return features[:, -1]
-    last = torch.tensor([max(0, count - 1) for count in counts], device=features.device)
-    return features[torch.arange(len(counts), device=features.device), last]

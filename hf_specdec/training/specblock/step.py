@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_specdec.drafters.specblock.configuration import RANK_BOUNDS
-from hf_specdec.drafters.specblock.modeling import BlockOutput, SpecBlockDrafter
+from hf_specdec.drafters.specblock.modeling import RANK_BOUNDS, BlockOutput, SpecBlockDrafter
 from hf_specdec.drafters.vocabulary import check_same_size
 from hf_specdec.training.features import TargetReader, TargetStates
 from hf_specdec.training.passes import GradientStore, block_masks

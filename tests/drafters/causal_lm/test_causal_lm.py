@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import load_drafter
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.causal_lm import CausalLMDrafter
-from hf_specdec.drafters.causal_lm.stopping import acceptance_bound
+from hf_specdec.drafters.causal_lm import CausalLMDrafter, acceptance_bound
 from tests.methods import make_causal_lm, make_causal_lm_chain
 from tests.targets import FAMILIES, PROMPTS, fresh_target, make_target, tiny_tokenizer
 from tests.watched import Watched
@@ -80,7 +79,7 @@ def best_tree(model: PreTrainedModel, text: list[int], padding: int, budget: int
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed", "gpt2", "mistral-sliding"])
 def test_wide_trees_hold_the_likeliest_paths_there_are(family: str, batch: str) -> None:
     target, prompts = make_target(family, "sdpa"), PROMPTS[batch]()
-    drafter = make_causal_lm(target, tree_budget=6, width=6, max_depth=3)
+    drafter = make_causal_lm(target, tree_budget=6, top_k=6, depth=3)
     watched = Watched(drafter)
     target.generate(**prompts, **GREEDY, assistant_model=watched)
     assert sum(map(sum, watched.stats.per_step_accepted)) > 0
@@ -91,9 +90,7 @@ def test_wide_trees_hold_the_likeliest_paths_there_are(family: str, batch: str) 
                 assert paths_of(drafted.tree, row) == best_tree(drafter.model, text, padding, 6, 3)
 
 
-@pytest.mark.parametrize(
-    "options", [{"width": 1}, {"tree_budget": 1}, {"width": 2, "tree_budget": 30}, {"max_depth": 1}]
-)
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"tree_budget": 1}, {"top_k": 2, "tree_budget": 30}, {"depth": 1}])
 @pytest.mark.usefixtures("whole_batch")
 def test_narrow_trees_keep_to_their_width_budget_and_depth(options: dict[str, int]) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
@@ -103,13 +100,13 @@ def test_narrow_trees_keep_to_their_width_budget_and_depth(options: dict[str, in
     assert target.generate(**prompts, **GREEDY, assistant_model=watched).tolist() == alone.tolist()
     for tree in watched.trees:
         assert tree.num_nodes <= 1 + drafter.options.tree_budget
-        assert int(tree.depths.max()) <= drafter.options.max_depth
+        assert int(tree.depths.max()) <= drafter.options.depth
         for row in range(3):
             children = [path[:-1] for path in paths_of(tree, row)]
-            for depth in range(drafter.options.max_depth):
+            for depth in range(drafter.options.depth):
                 expanded = {path for path in children if len(path) == depth}
-                assert len(expanded) <= drafter.options.width
-                assert all(children.count(path) <= drafter.options.width for path in expanded)
+                assert len(expanded) <= drafter.options.top_k
+                assert all(children.count(path) <= drafter.options.top_k for path in expanded)
 
 
 @pytest.mark.each_value
@@ -117,7 +114,7 @@ def test_narrow_trees_keep_to_their_width_budget_and_depth(options: dict[str, in
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_draft(family: str, method: str) -> None:
     target, prompts = make_target(family, FAMILIES[family][2][-1]), PROMPTS["batch of one"]()
-    drafter = make_causal_lm(target, noise=0.0, method=method, width=6, tree_budget=40)
+    drafter = make_causal_lm(target, noise=0.0, method=method, top_k=6, tree_budget=40)
     alone = target.generate(**prompts, **GREEDY)
     assert target.generate(**prompts, **GREEDY, assistant_model=drafter).tolist() == alone.tolist()
     # The draft model is the target: its greedy chain is accepted whole, and is mostly among the likeliest paths.
@@ -127,7 +124,7 @@ def test_every_family_can_draft(family: str, method: str) -> None:
 @pytest.mark.parametrize("method", ["causal_lm_chain", "causal_lm_tree"])
 def test_a_round_costs_one_forward_per_level(method: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    drafter = make_causal_lm(target, method=method, max_depth=4, width=9, tree_budget=64)
+    drafter = make_causal_lm(target, method=method, depth=4, top_k=9, tree_budget=64)
     widths: list[int] = []
 
     def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -311,8 +308,8 @@ def test_sizes_are_not_compared_with_a_target_whose_weights_are_no_parameters() 
     ("options", "message"),
     [
         ({"method": "tree"}, "Unknown method 'tree'.*Known: 'causal_lm_chain', 'causal_lm_tree'"),
-        ({"max_depth": 0}, "max_depth=0 must be an integer from 1 to 256"),
-        ({"width": 1.5}, "width=1.5 must be an integer"),
+        ({"depth": 0}, "depth=0 must be an integer from 1 to 256"),
+        ({"top_k": 1.5}, "top_k=1.5 must be an integer"),
         ({"min_confidence": 0.0}, "min_confidence=0.0 must be above 0 and at most 1, or None"),
         ({"min_acceptance": 2}, "min_acceptance=2 must be above 0 and at most 1, or None"),
         ({"entropy_weight": -1}, "entropy_weight=-1 must be a positive number"),
@@ -336,9 +333,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_folder_of_a_plain_language_model_gives_a_drafter(folder: Path) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
-    drafter = load_drafter(folder, target, method="causal_lm_chain", max_depth=2)
+    drafter = load_drafter(folder, target, method="causal_lm_chain", depth=2)
     assert isinstance(drafter, CausalLMDrafter)
-    assert (drafter.method, drafter.options.max_depth, drafter.dtype) == ("causal_lm_chain", 2, torch.float64)
+    assert (drafter.method, drafter.options.depth, drafter.dtype) == ("causal_lm_chain", 2, torch.float64)
     assert drafter.name_or_path == str(folder)
     assert not drafter.model.training
     stored = load_file(folder / "model.safetensors")
@@ -354,7 +351,7 @@ def test_saved_draft_model_loads_and_drafts_the_same(tmp_path: Path) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
     drafter = make_causal_lm(target)
     drafter.save_pretrained(tmp_path)
-    loaded = load_drafter(tmp_path, target, max_depth=3, tree_budget=9, width=3)
+    loaded = load_drafter(tmp_path, target, depth=3, tree_budget=9, top_k=3)
     for each in (drafter, loaded):
         target.generate(**prompts, **GREEDY, assistant_model=each)
     assert loaded.stats.per_step_accepted == drafter.stats.per_step_accepted
@@ -364,8 +361,8 @@ def test_bad_folders_and_pairs_raise_before_weights_are_read(folder: Path) -> No
     (folder / "model.safetensors").rename(folder / "elsewhere")
     with pytest.raises(ValueError, match=r"has a vocabulary of 64, but target .* has one of 80"):
         load_drafter(folder, fresh_target("llama", "sdpa", vocab_size=80))
-    with pytest.raises(ValueError, match="max_depth=0 must be"):
-        load_drafter(folder, max_depth=0)
+    with pytest.raises(ValueError, match="depth=0 must be"):
+        load_drafter(folder, depth=0)
     with pytest.raises(FileNotFoundError, match=r"has neither model.safetensors nor"):
         load_drafter(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -45,7 +45,7 @@ def test_the_language_model_of_an_image_text_class_drafts(family: str, tied: boo
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     whole.save_pretrained(tmp_path)
     target = fresh_target("llama", "sdpa", torch.float32)
-    drafter = load_drafter(tmp_path, target, max_depth=3)
+    drafter = load_drafter(tmp_path, target, depth=3)
     assert isinstance(drafter, CausalLMDrafter)
     ids = torch.tensor([[3, 9, 4, 1, 7, 5, 8, 6]])
     with torch.no_grad():

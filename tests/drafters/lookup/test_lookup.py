@@ -32,10 +32,10 @@ def index_of(tokens: list[int], longest: int = 4) -> SuffixIndex:
 
 
 def tree_of(
-    tokens: list[int], tree_budget: int, max_depth: int, longest: int = 4
+    tokens: list[int], tree_budget: int, depth: int, longest: int = 4
 ) -> tuple[list[int], list[int], list[float]]:
     matches = find([index_of(tokens, longest)], tokens[-longest:], shortest=1)
-    return continuation_tree(tokens[-1], matches, tree_budget, max_depth)
+    return continuation_tree(tokens[-1], matches, tree_budget, depth)
 
 
 def paths_of(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
@@ -166,19 +166,19 @@ def _beginnings(index: SuffixIndex) -> list[int]:
 
 def test_continuation_of_the_longest_match_comes_first() -> None:
     text = [1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3]
-    assert paths_of(*tree_of(text, tree_budget=1, max_depth=1)[:2]) == {(7,)}
-    assert paths_of(*tree_of(text, tree_budget=2, max_depth=1)[:2]) == {(7,), (8,)}
+    assert paths_of(*tree_of(text, tree_budget=1, depth=1)[:2]) == {(7,)}
+    assert paths_of(*tree_of(text, tree_budget=2, depth=1)[:2]) == {(7,), (8,)}
 
 
 def test_continuations_that_begin_alike_share_their_nodes() -> None:
-    tree = tree_of([5, 1, 2, 3, 5, 1, 2, 4, 5], tree_budget=9, max_depth=3)
+    tree = tree_of([5, 1, 2, 3, 5, 1, 2, 4, 5], tree_budget=9, depth=3)
     assert paths_of(*tree[:2]) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4)}
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 7, 100])
 def test_every_budget_gives_a_tree_without_repeated_siblings(budget: int) -> None:
     tokens = torch.randint(0, 3, (80,), generator=torch.Generator().manual_seed(0)).tolist()
-    token_ids, parents, logprobs = tree_of(tokens, budget, max_depth=6)
+    token_ids, parents, logprobs = tree_of(tokens, budget, depth=6)
     assert len(token_ids) <= 1 + budget
     assert (token_ids[0], parents[0]) == (tokens[-1], -1)
     assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
@@ -189,13 +189,13 @@ def test_every_budget_gives_a_tree_without_repeated_siblings(budget: int) -> Non
 
 
 def test_alternatives_share_what_one_text_gives_alone() -> None:
-    one = tree_of([1, 2, 3, 7, 9, 5, 1, 2, 3], tree_budget=1, max_depth=1)
-    two = tree_of([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], tree_budget=2, max_depth=1, longest=3)
+    one = tree_of([1, 2, 3, 7, 9, 5, 1, 2, 3], tree_budget=1, depth=1)
+    two = tree_of([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], tree_budget=2, depth=1, longest=3)
     assert (one[0][1:], sorted(two[0][1:])) == ([7], [7, 8])
     assert math.exp(one[2][1]) < 1.0  # one place is no certainty
     assert math.exp(two[2][1]) == math.exp(two[2][2]) < math.exp(one[2][1])
     # Matches of one token are worth less than longer ones.
-    short = tree_of([9, 3, 7, 8, 5, 1, 2, 3], tree_budget=1, max_depth=1)
+    short = tree_of([9, 3, 7, 8, 5, 1, 2, 3], tree_budget=1, depth=1)
     assert short[2][1] < one[2][1]
 
 
@@ -224,7 +224,7 @@ def drafted(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
 def test_rows_of_a_batch_are_looked_up_in_their_own_text_without_padding() -> None:
     # The second row's padding would be a match of its end-of-text root, followed by more padding.
     sequences = torch.tensor([[4, 5, 6, 7, 8, 4, 9], [0, 0, 0, 5, 3, 0, 9]])
-    generator = generator_of(max_depth=2)
+    generator = generator_of(depth=2)
     begin(generator, sequences[:, :5], padding=[0, 3])
     tree = generator.draft(context_of(sequences, [6, 6]))
     assert drafted(tree, 0) == {(5,), (5, 6)}
@@ -234,7 +234,7 @@ def test_rows_of_a_batch_are_looked_up_in_their_own_text_without_padding() -> No
 
 def test_rows_that_grew_by_different_numbers_of_tokens_and_finished_rows() -> None:
     sequences = torch.tensor([[1, 2, 3, 1, 9, 9], [4, 5, 6, 7, 4, 5], [1, 1, 1, 1, 9, 9]])
-    generator = generator_of(max_depth=1)
+    generator = generator_of(depth=1)
     begin(generator, sequences[:, :3], padding=[0, 0, 0])
     generator.draft(context_of(sequences, [3, 3, 3]))
     tree = generator.draft(context_of(sequences, [4, 6, 4], [True, True, False]))
@@ -268,9 +268,9 @@ def test_a_prompt_given_as_embeddings_is_no_obstacle() -> None:
     [
         ({"longest_suffix": 0}, "longest_suffix=0 must be an integer from 1 to 32"),
         ({"tree_budget": 10**6}, "tree_budget=1000000 must be an integer from 1 to 1024"),
-        ({"max_depth": 2.5}, "max_depth=2.5 must be an integer"),
+        ({"depth": 2.5}, "depth=2.5 must be an integer"),
         ({"shortest_suffix": 5}, "shortest_suffix=5 is larger than longest_suffix=4; set"),
-        ({"max_dept": 5}, "Unknown drafting option 'max_dept'. Did you mean 'max_depth'"),
+        ({"dept": 5}, "Unknown drafting option 'dept'. Did you mean 'depth'"),
     ],
 )
 def test_bad_options_raise(options: dict[str, Any], message: str) -> None:

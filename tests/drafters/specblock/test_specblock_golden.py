@@ -19,9 +19,8 @@ from hf_specdec.decoding.cache import TreeCache
 from hf_specdec.decoding.generator import Committed, DraftContext
 from hf_specdec.decoding.state import Counts
 from hf_specdec.drafters.specblock import SpecBlockConfig, SpecBlockDrafter
-from hf_specdec.drafters.specblock.candidates import SpecBlockGenerator
-from hf_specdec.drafters.specblock.layers import rank_features
-from hf_specdec.drafters.specblock.tree import cut
+from hf_specdec.drafters.specblock.drafting import SpecBlockGenerator, cut
+from hf_specdec.drafters.specblock.modeling import rank_features
 from tests.test_golden import golden, metadata, part_of
 
 STATES = {"rtol": 1e-4, "atol": 2e-5}
@@ -260,7 +259,8 @@ def test_trees_equal_those_of_the_published_builder(file: Path, case: dict[str, 
     classes: list[Tensor] = []
     drafter.rank_head.register_forward_hook(lambda module, args, output: classes.append(output.argmax(-1).flatten()))
     generator.observe(outcome_of(tensors["input.hidden_states"][:, :used], tensors["input.input_ids"][:, :used]))
-    nodes, finite = generator.grow(context_at(tensors["input.input_ids"][:, used - 1], used))
+    drafted = generator.draft(context_at(tensors["input.input_ids"][:, used - 1], used))
+    nodes, finite = generator.tree[1], drafted.finite
     assert finite.all()
     depth = case["max_blocks"] * drafter.config.block_size
     tree, kept = cut(nodes, case["total_tokens"], depth, merge=False, finite=finite)

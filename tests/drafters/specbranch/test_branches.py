@@ -78,7 +78,7 @@ def test_every_way_of_drafting_gives_the_targets_tokens(way: str, batch: str, no
 def test_in_turn_it_is_plain_speculative_sampling(batch: str) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS[batch]()
     settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    chain = make_causal_lm_chain(target, noise=0.01, max_depth=4)
+    chain = make_causal_lm_chain(target, noise=0.01, depth=4)
     target.generate(**prompts, **settings, assistant_model=chain)
     drafter = make_specbranch(target, noise=0.01, **WAYS["in turn"])
     target.generate(**prompts, **settings, assistant_model=drafter)
@@ -214,7 +214,7 @@ def test_with_hedges_h_rad_is_asked_only_where_no_branch_was_chosen(batch: str, 
 @pytest.mark.parametrize(("kind", "asked"), [(ALL_ACCEPT, 3), (ALL_REJECT, 0)])
 def test_with_hedges_h_rad_says_how_much_is_drafted_after_a_miss(kind: int, asked: int) -> None:
     target, prompts = make_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    drafter = make_specbranch(target, noise=0.0, max_depth=3)
+    drafter = make_specbranch(target, noise=0.0, depth=3)
     always_says(drafter, kind)
     target.generate(**prompts, max_new_tokens=14, do_sample=False, assistant_model=drafter)
     first, *others = stats_of(drafter).per_step_accepted[0]

@@ -139,7 +139,7 @@ def test_inspecting_a_pair_reports_a_draft_model_that_is_not_there(place: str | 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"k_max": 0}, "k_max=0 must be an integer from 1 to 64"),
-    ({"max_depth": 0}, "max_depth=0 must be an integer"),
+    ({"depth": 0}, "depth=0 must be an integer"),
     ({"worker_threads": True}, "worker_threads=True must be an integer"),
     ({"lengths": "hrad"}, "Unknown lengths 'hrad'. Did you mean 'h_rad'?"),
     ({"selection": "prior"}, "Unknown selection 'prior'"),

@@ -90,7 +90,7 @@ def test_an_interrupt_ends_promptly_and_leaves_nothing(drafter: SpecBranchDrafte
 
 def test_an_interrupted_thread_stops_at_its_next_forward() -> None:
     target, prompts = fresh_target("llama", "sdpa"), PROMPTS["batch of one"]()
-    drafter = with_switches(max_depth=256, speed_ratio=200.0, lengths="fixed")
+    drafter = with_switches(depth=256, speed_ratio=200.0, lengths="fixed")
     switches: Any = drafter.draft_model
     switches.config.max_position_embeddings = 2048
     seen: list[int] = []
