@@ -91,6 +91,7 @@ def markdown(records: Iterable[Record]) -> str:
     for cell in cells((record for record in records if isinstance(record, Call)), environment):
         parts += [f"## {cell.title}", "", table([[form(own) for form in COLUMNS.values()] for own in cell.figures]), ""]
         compared = [own for own in cell.figures if own.speedup is not None]
+        parts += ["```text", *chart({own.variant: own.speedup.median for own in compared if own.speedup}), "```", ""]
         groups = list(dict.fromkeys(group for own in compared for group in own.speedup_by_group))
         if len(groups) > 1:
             rows = [[own.variant, *(speedup(own.speedup_by_group.get(group)) for group in groups)] for own in compared]
@@ -107,6 +108,18 @@ def markdown(records: Iterable[Record]) -> str:
     for own in (record for record in records if isinstance(record, Table)):
         parts += [f"## {own.variant}: {own.title}", "", table(own.rows, own.columns), ""]
     return "\n".join([*parts, LEGEND, ""])
+
+
+def chart(speedups: dict[str, float]) -> list[str]:
+    """Bars of the speedups over plain decoding, the largest first; a bar of 20 characters is 1x.
+
+    Example:
+        >>> chart({"ngram": 0.5, "ddtree": 1.25})
+        ['ddtree  █████████████████████████ 1.25x', 'ngram   ██████████ 0.50x']
+    """
+    widest = max(map(len, speedups), default=0)
+    ordered = sorted(speedups.items(), key=lambda item: -item[1])
+    return [f"{name:{widest}}  {'█' * round(20 * value)} {value:.2f}x" for name, value in ordered]
 
 
 def environment_of(records: Sequence[Record]) -> Environment:
