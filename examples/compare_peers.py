@@ -1,12 +1,14 @@
-"""Compare this library with plain decoding, transformers' own methods and two other libraries.
+"""Compare this library with plain decoding, transformers' own methods and four other libraries.
 
-    pip install flashspec economize    # optional: what is not installed is left out, with a message
+    pip install flashspec economize openvino-genai llama-cpp-python    # optional: others are left out, with a message
     python examples/compare_peers.py --target T --draft-model D --prompts P.jsonl --drafter examples/smollm2-135m/dflash
 
 Every prompt is decoded by all of them in turn, in one process; ratios are computed per prompt, and medians are
 reported. All use the same target and draft model; each drafts with its own default settings. The other libraries cannot
 read a draft model of this library with a cut vocabulary, so it gets a row for each other token, which it never drafts.
-`--json` stores the figures.
+With `--gguf`, runtimes with kernels of their own read the target from that file, and keep its weights in 4 bits: their
+output is not that of the target in floating point, but their speed is what else a user could have. `--json` stores the
+figures.
 """
 
 from __future__ import annotations
@@ -124,6 +126,66 @@ def of_economize(model: Any, draft_model: Any, tokenizer: Any) -> Decode:
     return decode
 
 
+def of_openvino(gguf: Path, **settings: int) -> Decode:
+    """OpenVINO GenAI on a CPU; with `num_assistant_tokens` and `max_ngram_size`, its own prompt look-up."""
+    import numpy
+    import openvino
+    import openvino_genai
+
+    pipeline = openvino_genai.LLMPipeline(str(gguf), "CPU", **({"prompt_lookup": True} if settings else {}))
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.do_sample = new_tokens, temperature > 0
+        if temperature:
+            config.temperature, config.top_k = temperature, 2**31 - 1
+        for name, value in settings.items():
+            setattr(config, name, value)
+        ids = numpy.array(prompt)
+        inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
+        return torch.tensor(pipeline.generate(inputs, config).tokens[0])
+
+    return decode
+
+
+def of_llama_cpp(gguf: Path, num_pred_tokens: int = 0) -> Decode:
+    """llama-cpp-python on a CPU; with `num_pred_tokens`, its own prompt look-up."""
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=num_pred_tokens) if num_pred_tokens else None
+    model = Llama(str(gguf), n_ctx=2048, n_threads=torch.get_num_threads(), draft_model=draft, verbose=False)
+
+    def decode(prompt: Tensor, new_tokens: int, temperature: float) -> Tensor:
+        written: list[int] = []
+        for token in model.generate(prompt[0].tolist(), temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
+            written.append(token)
+            if token == model.token_eos() or len(written) == new_tokens:
+                break
+        return torch.tensor(written)
+
+    return decode
+
+
+def with_gguf(gguf: Path, console: Console) -> dict[str, Decode]:
+    """All that read the target from a GGUF file, with its weights in 4 bits, plain and with their own look-ups."""
+    found: dict[str, Decode] = {}
+    for package, plain, look_up in (
+        (
+            "openvino-genai",
+            lambda: of_openvino(gguf),
+            lambda: of_openvino(gguf, num_assistant_tokens=5, max_ngram_size=3),
+        ),
+        ("llama-cpp-python", lambda: of_llama_cpp(gguf), lambda: of_llama_cpp(gguf, num_pred_tokens=2)),
+    ):
+        try:
+            name = f"{package} {importlib.metadata.version(package)}, 4-bit weights"
+            found |= {name: plain(), f"{name}, prompt look-up": look_up()}
+        except ImportError as error:
+            console.print(f"{package} is left out: {error}")
+    return found
+
+
 def with_draft_model(draft_model: Any, model: Any, tokenizer: Any, console: Console) -> dict[str, Decode]:
     """All that draft with a language model, which has a row for each of the target's tokens, since they need that."""
     found = {"transformers, assisted": of_transformers(model, assistant_model=draft_model)}
@@ -145,6 +207,8 @@ def contestants(arguments: argparse.Namespace, model: Any, tokenizer: Any, conso
     if arguments.draft_model is not None:
         own = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=model.dtype).eval()
         found |= with_draft_model(with_whole_vocabulary(own, model.config.vocab_size), model, tokenizer, console)
+    if arguments.gguf is not None:
+        found |= with_gguf(arguments.gguf, console)
     loaded = [variant for spec in arguments.drafter for variant in variants.load(spec, model)]
     return found | {f"hf_specdec, {variant.name}": of_drafter(model, variant) for variant in variants.distinct(loaded)}
 
@@ -156,6 +220,7 @@ def main() -> None:
         "--draft-model", help="small language model: Hub id or folder; without it, what needs one is left out"
     )
     parser.add_argument("--drafter", action="append", default=[], help="of this library, as in `hf-specdec bench`")
+    parser.add_argument("--gguf", type=Path, help="the target as a GGUF file, for runtimes with kernels of their own")
     parser.add_argument("--prompts", required=True, help="JSONL file or set, as in `hf-specdec bench`")
     parser.add_argument("--num-prompts", type=int, help="groups taking turns; default: all")
     parser.add_argument("--new-tokens", type=int, default=128)
