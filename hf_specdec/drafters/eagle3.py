@@ -29,7 +29,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
 
 from hf_specdec.decoding.cache import TreeCache
@@ -41,7 +40,7 @@ from hf_specdec.decoding.masks import additive
 from hf_specdec.decoding.modules import apply_head, check_table, table_rows
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
-from hf_specdec.drafters.attention import HeadProjections
+from hf_specdec.drafters.attention import CachedAttention, DraftLayer
 from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.context import CommittedReader, NewTokens, behind_committed
 from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
@@ -170,44 +169,13 @@ class Eagle3Options(TreeOptions):
         self.check_integers(depth=MAX_DEPTH, top_k=MAX_TOP_K)
 
 
-class Eagle3Attention(HeadProjections):
-    """Causal attention with inputs of size `in_size` and outputs of size `hidden_size`."""
-
-    def __init__(self, config: Eagle3Config, in_size: int) -> None:
-        super().__init__(config, in_size, norms=config.qk_norm)
-
-    def forward(
-        self,
-        inputs: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        is_causal: bool,
-        cache: TreeCache | None,
-        layer: int,
-    ) -> Tensor:
-        """[batch, seq, in_size] -> [batch, seq, hidden]; see `Eagle3Drafter.forward`."""
-        batch, seq, _ = inputs.shape
-        queries = self.q_norm(self.q_proj(inputs).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
-        keys = self.k_norm(self.k_proj(inputs).view(batch, seq, -1, self.head_dim)).transpose(1, 2)
-        values = self.v_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        cos, sin = (part.unsqueeze(1) for part in rotary)
-        queries = queries * cos + rotate_half(queries) * sin
-        keys = keys * cos + rotate_half(keys) * sin
-        if cache is not None:
-            keys, values = cache.layers[layer].update(keys, values)
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=is_causal, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, seq, -1))
-
-
 class Eagle3FirstLayer(nn.Module):
     """EAGLE-3's own layer: attention over [embedding ; state], each with its own norm."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = Eagle3Attention(config, 2 * config.hidden_size)
+        self.self_attn = CachedAttention(config, 2 * config.hidden_size, norms=config.qk_norm)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -222,29 +190,13 @@ class Eagle3FirstLayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama layer, for drafters with more than one layer."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.self_attn = Eagle3Attention(config, config.hidden_size)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, states: Tensor, *attention_inputs: Any) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        states = states + self.self_attn(self.input_layernorm(states), *attention_inputs)
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-
 class Eagle3Network(PretrainedDrafter):
     """EAGLE-3's layers with head and fusion of target states; subclasses define how they draft."""
 
     config: Eagle3Config
     d2t: Tensor
     base_model_prefix = ""
-    _no_split_modules: ClassVar = ["Eagle3FirstLayer", "Eagle3Layer"]
+    _no_split_modules: ClassVar = ["Eagle3FirstLayer", "DraftLayer"]
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -261,7 +213,7 @@ class Eagle3Network(PretrainedDrafter):
                 [LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps)]
             )
         self.fc = nn.Linear(joined, hidden, bias=False)
-        further = [Eagle3Layer(config) for _ in range(1, config.num_hidden_layers)]
+        further = [DraftLayer(config) for _ in range(1, config.num_hidden_layers)]
         self.layers = nn.ModuleList([Eagle3FirstLayer(config), *further])
         self.norm = LlamaRMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
@@ -310,7 +262,8 @@ class Eagle3Network(PretrainedDrafter):
         Returns:
             [batch, seq, hidden], before the final norm; their `logits` are for the token after each pair's token.
         """
-        rotary = self.rotary_emb(embeddings, position_ids)
+        cos, sin = self.rotary_emb(embeddings, position_ids)
+        rotary = cos.unsqueeze(2), sin.unsqueeze(2)
         first, *further = self.layers
         states = first(embeddings, states, rotary, mask, is_causal, cache, 0)
         for index, layer in enumerate(further, start=1):

@@ -17,18 +17,18 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
 from hf_specdec.decoding.modules import apply_head
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.drafters.attention import HeadProjections
+from hf_specdec.drafters.attention import DraftLayer, KeyValueStore
 from hf_specdec.drafters.config import TargetFields
 from hf_specdec.drafters.options import TreeOptions
 from hf_specdec.drafters.pretrained import PretrainedDrafter
@@ -221,12 +221,6 @@ class SpecBlockOptions(TreeOptions):
             raise ValueError(f"branching={branching!r} must be integers of at least 0: candidates per bucket.")
 
 
-class KeyValueStore(Protocol):
-    """The cache of the layers: a `TreeCache`, or at training a list with gradients."""
-
-    layers: Any
-
-
 class SpecBlockInput(nn.Module):
     """Fuses condition, token and slot query into one state per slot (Eq. 1 and 2)."""
 
@@ -258,53 +252,6 @@ class SpecBlockInput(nn.Module):
             first[0] = 1
             prefix = prefix * first
         return prefix + queries
-
-
-class SpecBlockAttention(HeadProjections):
-    """Attention of all slots of all starts over the cache and each other, as the mask allows."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__(config, config.hidden_size, norms=config.qk_norm)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: KeyValueStore | None,
-        layer: int,
-    ) -> Tensor:
-        """[batch, starts * slots, hidden] -> the same; see `SpecBlockDrafter.block_hidden`."""
-        batch, length, _ = hidden.shape
-        queries = self.q_norm(self.q_proj(hidden).view(batch, length, -1, self.head_dim))
-        keys = self.k_norm(self.k_proj(hidden).view(batch, length, -1, self.head_dim))
-        values = self.v_proj(hidden).view(batch, length, -1, self.head_dim).transpose(1, 2)
-        cos, sin = rotary
-        both = torch.cat([queries, keys], 2)  # one rotation for both: on a CPU small operations are mostly overhead
-        both = (both * cos + rotate_half(both) * sin).transpose(1, 2)
-        queries, keys = both.split([queries.shape[2], keys.shape[2]], 1)
-        if cache is not None:
-            keys, values = cache.layers[layer].update(keys, values)
-        attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
-        )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
-
-
-class SpecBlockLayer(nn.Module):
-    """A Llama decoder layer over the slots of all starts."""
-
-    def __init__(self, config: SpecBlockConfig) -> None:
-        super().__init__()
-        self.self_attn = SpecBlockAttention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden: Tensor, *attention_inputs: Any) -> Tensor:
-        """[batch, starts * slots, hidden] -> the same."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), *attention_inputs)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 def rank_features(logits: Tensor, top: int | None, *, ordered: bool = False) -> Tensor:
@@ -373,7 +320,7 @@ class SpecBlockDrafter(PretrainedDrafter):
     options_class = SpecBlockOptions
     options: SpecBlockOptions
     base_model_prefix = ""
-    _no_split_modules: ClassVar = ["SpecBlockLayer"]
+    _no_split_modules: ClassVar = ["DraftLayer"]
     # The embedding is a frozen copy of the target's: official checkpoints omit it, some savers include it.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
     side_files: ClassVar[tuple[str, ...]] = (VOCABULARY_FILE,)
@@ -383,7 +330,7 @@ class SpecBlockDrafter(PretrainedDrafter):
         super().__init__(config)
         width = config.hidden_size
         self.input_layer = SpecBlockInput(config)
-        self.layers = nn.ModuleList([SpecBlockLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([DraftLayer(config) for _ in range(config.num_hidden_layers)])
         shifts = config.num_hidden_layers - 1 if config.layer_wise_shift else 0
         self.shift_proj = nn.ModuleList([nn.Linear(2 * width, width, bias=False) for _ in range(shifts)])
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
@@ -455,7 +402,8 @@ class SpecBlockDrafter(PretrainedDrafter):
             if index > 0 and self.shift_proj:
                 before = torch.cat([hidden[:, :, :1], hidden[:, :, :-1]], dim=2)
                 hidden = self.shift_proj[index - 1](torch.cat([hidden, before], dim=-1))
-            hidden = layer(hidden.flatten(1, 2), rotary, mask, cache, index).unflatten(1, (starts, slots))
+            hidden = layer(hidden.flatten(1, 2), rotary, mask, mask is None, cache, index)
+            hidden = hidden.unflatten(1, (starts, slots))
         return hidden
 
     def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
