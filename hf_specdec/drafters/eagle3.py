@@ -195,7 +195,6 @@ class Eagle3Network(PretrainedDrafter):
 
     config: Eagle3Config
     d2t: Tensor
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["Eagle3FirstLayer", "DraftLayer"]
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$"]
 

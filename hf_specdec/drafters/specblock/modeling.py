@@ -319,7 +319,6 @@ class SpecBlockDrafter(PretrainedDrafter):
     config: SpecBlockConfig
     options_class = SpecBlockOptions
     options: SpecBlockOptions
-    base_model_prefix = ""
     _no_split_modules: ClassVar = ["DraftLayer"]
     # The embedding is a frozen copy of the target's: official checkpoints omit it, some savers include it.
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"rotary_emb\.inv_freq$", r"^input_layer\.embed_tokens\."]
