@@ -29,17 +29,21 @@ class Bundle:
         name: of the target in records, where a folder is one of this machine.
         folder: of the drafters.
         prompts: JSONL.
+        dtype: in which the target is published, if the folder has another one.
     """
 
     target: str
     name: str
     folder: Path
     prompts: Path
+    dtype: str | None = None
 
 
 _TINY = str(EXAMPLES / "tiny-code/target")
 TINY = Bundle(_TINY, _TINY, EXAMPLES / "tiny-code", EXAMPLES / "tiny-code/prompts.jsonl")
-ASSISTANT = Bundle(smollm2.HUB_ID, smollm2.HUB_ID, EXAMPLES / "smollm2-135m", EXAMPLES / "smollm2-135m/held_out.jsonl")
+ASSISTANT = Bundle(
+    smollm2.HUB_ID, smollm2.HUB_ID, EXAMPLES / "smollm2-135m", EXAMPLES / "smollm2-135m/held_out.jsonl", "bfloat16"
+)
 
 
 def bundle_of(model: str | None, line: Callable[[str], None]) -> Bundle | None:

@@ -31,12 +31,12 @@ def wide_console(width: int = 120) -> Console:
     return console
 
 
-def load_target(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load_target(name: str, dtype: torch.dtype | str | None = None) -> tuple[Any, Any]:
     """Target and tokenizer, on `DEVICE`.
 
     Args:
         name: Hub id or folder.
-        dtype: of the weights; None for bfloat16 on CUDA and float32 elsewhere.
+        dtype: of the weights, "auto" for the checkpoint's own; None for bfloat16 on CUDA and float32 elsewhere.
     """
     dtype = dtype or (torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(DEVICE).eval()

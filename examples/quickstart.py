@@ -34,23 +34,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from hf_specdec.benchmark import variants
+from hf_specdec.benchmark.calls import keep_faster_number_type
 from hf_specdec.benchmark.prompts import load_prompts
 from hf_specdec.benchmark.variants import Variant
 from hf_specdec.visualize import Trace, terminal_text
 
-# A row each.
-DRAFTERS = (
-    "dflash:method=dflash",
-    "dflash:method=ddtree",
-    "dspark:method=dspark",
-    "specblock",
-    "specbound",
-    "eagle3",
-    "draft-lm:method=causal_lm_chain",
-    "specbranch",
-)
+# A row each; with --all the others, too.
+DRAFTERS = ("dflash:method=ddtree", "specblock", "eagle3", "draft-lm:method=causal_lm_chain")
+OTHERS = ("dflash:method=dflash", "dspark:method=dspark", "specbound", "specbranch")
 MERGED = "dflash"  # with the look-up, into one tree
 PLAIN = "plain"
+PACKED = variants.PACKED
 SAMPLED = 0.7
 TEMPERATURES = (0.0, SAMPLED)
 WARM_UP_TOKENS = 8
@@ -80,26 +74,28 @@ Figures = dict[float, dict[str, dict[str, Any]]]  # by temperature and variant
 
 
 def variants_of(
-    model: Any, drafters: list[str] | None, draft_model: str | None, folder: Path | None
+    model: Any, drafters: list[str] | None, draft_model: str | None, folder: Path | None, everything: bool = False
 ) -> dict[str, Variant]:
     """Plain decoding, transformers' assisted generation where there is a draft model, and the drafters.
 
     Args:
         model: the target.
         drafters: that were asked for; None for those in `folder`.
-        draft_model: for assisted generation; None for the one in `folder`, if any.
+        draft_model: for assisted generation; None for the one in `folder`, if any, with `everything`.
         folder: of bundled drafters.
+        everything: all bundled drafters, all look-ups and assisted generation, not only the first ones.
     """
     bundled = drafters is None and folder is not None
-    found = [Variant(PLAIN, "plain")]
-    if draft_model is None and bundled and (folder / "draft-lm").is_dir():
+    found = [Variant(PLAIN, "plain"), *([Variant(PACKED, "packed")] if variants.can_pack(model) else [])]
+    if draft_model is None and bundled and everything and (folder / "draft-lm").is_dir():
         draft_model = str(folder / "draft-lm")
     if draft_model is not None:
         found.append(variants.stock_assisted(draft_model, model))
     # The look-up shows how much of what is said has been said before, which any drafter gains by.
-    specs = drafters or ["ngram", "suffix"]
+    specs = drafters or ["ngram", *(["suffix"] if everything else [])]
     if bundled:
-        specs += [str(folder / each) for each in DRAFTERS if (folder / each.split(":")[0]).is_dir()]
+        named = [*DRAFTERS, *(OTHERS if everything else ())]
+        specs += [str(folder / each) for each in named if (folder / each.split(":")[0]).is_dir()]
         specs += [f"{folder / MERGED}+suffix"] if (folder / MERGED).is_dir() else []
     loaded = [variant for spec in specs for variant in variants.load(spec, model)]
     if bundled:  # one row per checkpoint: the method it leads with
@@ -118,8 +114,9 @@ def generate(
     variant.begin()
     drafting = {} if variant.drafter is None else {"assistant_model": variant.drafter}
     torch.manual_seed(0)
-    started = time.perf_counter()
-    output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **variant.arguments, **drafting)
+    with variant.products(model):
+        started = time.perf_counter()
+        output = model.generate(**inputs, max_new_tokens=new_tokens, **sampling, **variant.arguments, **drafting)
     if output.is_cuda:
         torch.cuda.synchronize()
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - started
@@ -210,15 +207,26 @@ def measure_while_it_fits(
     return measured, False
 
 
-def summary(calls: Sequence[Call], plain: Sequence[Call], groups: Sequence[str]) -> dict[str, Any]:
-    """The figures of one variant at one temperature, with plain decoding of the same prompts, which are of `groups`."""
+def summary(
+    calls: Sequence[Call], plain: Sequence[Call], packed: Sequence[Call] | None, groups: Sequence[str]
+) -> dict[str, Any]:
+    """The figures of one variant at one temperature.
+
+    Args:
+        calls: of the variant.
+        plain: of plain decoding, for the same prompts.
+        packed: of plain decoding with packed weights; None if that was not measured.
+        groups: of the prompts.
+    """
     ratios = [own.rate / base.rate for own, base in zip(calls, plain, strict=True)]
+    over_packed = [own.rate / base.rate for own, base in zip(calls, packed or (), strict=False)]
     seconds, rounds = sum(call.seconds for call in calls), sum(call.rounds for call in calls)
     return {
         "tokens_per_s": round(sum(call.tokens for call in calls) / seconds, 1),
         "speedup": round(statistics.median(ratios), 3),
         "speedup_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]] if len(ratios) > 2 else [],
         "slowest_prompt": round(min(ratios), 3),
+        "speedup_over_packed": round(statistics.median(over_packed), 3) if over_packed else None,
         "mean_acceptance_length": round(sum(call.committed for call in calls) / rounds, 3) if rounds else None,
         "drafting_share": round(sum(call.draft_s for call in calls) / seconds, 3) if rounds else None,
         "acceptance_by_group": acceptance_by_group(calls, groups) if rounds and any(groups) else {},
@@ -240,26 +248,46 @@ def report(console: Console, measured: Sequence[Prompt], names: Sequence[str], g
     figures: Figures = {}
     for temperature in TEMPERATURES:
         table = Table(title="greedy" if temperature == 0 else f"temperature {temperature}")
-        headings = ("method", "tokens/s", "speedup", "quartiles", "mean acceptance length", "drafting", "identical")
+        headings = (
+            "method", "tokens/s", "speedup", "quartiles", "slowest", "same products", "mean acceptance length",
+            "drafting", "identical",
+        )  # fmt: skip
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "method" else "right")
         calls = {name: [prompt[name, temperature] for prompt in measured] for name in names}
-        figures[temperature] = {name: summary(calls[name], calls[PLAIN], groups) for name in names}
+        figures[temperature] = {name: summary(calls[name], calls[PLAIN], calls.get(PACKED), groups) for name in names}
         for name, row in figures[temperature].items():
             if temperature == 0:
                 row["identical"] = all(call.identical for call in calls[name])
-            tau, share = row["mean_acceptance_length"], row["drafting_share"]
+            tau, share, over_packed = (
+                row[key] for key in ("mean_acceptance_length", "drafting_share", "speedup_over_packed")
+            )
             table.add_row(
                 name,
                 f"{row['tokens_per_s']:.0f}",
                 f"{row['speedup']:.2f}x",
                 "-".join(f"{quartile:.2f}" for quartile in row["speedup_quartiles"]),
+                f"{row['slowest_prompt']:.2f}x",
+                "-" if over_packed is None or name == PACKED else f"{over_packed:.2f}x",
                 "-" if tau is None else f"{tau:.2f}",
                 "-" if share is None else f"{share:.0%}",
                 ("yes" if row["identical"] else "NO") if temperature == 0 else "",
             )
         console.print(table)
     return figures
+
+
+def verdict(figures: Figures, drafting: Sequence[str]) -> str:
+    """In words: what was fastest, and whether drafting pays on this machine. `drafting` are the variants that draft."""
+    parts = []
+    for temperature, rows in figures.items():
+        best = max(drafting, key=lambda name: rows[name]["speedup"])
+        speedup, over_packed = rows[best]["speedup"], rows[best]["speedup_over_packed"]
+        same = "" if over_packed is None else f", {over_packed:.2f}x with the same products"
+        how = "greedy" if temperature == 0 else f"at temperature {temperature}"
+        pays = "pays" if (over_packed or speedup) > 1 else "does not pay"
+        parts.append(f"{how}, {best} is fastest ({speedup:.2f}x plain{same}), and drafting {pays}")
+    return f"On this machine: {'; '.join(parts)}."
 
 
 def record_beside_weights(found: dict[str, Variant], record: dict[str, Any]) -> None:
@@ -326,7 +354,9 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         help="end loading and measuring by then, with as many prompts as fit (default: 2.25; none with --num-prompts)",
     )
     parser.add_argument("--num-prompts", type=int, help="measure this many; 0 for all (default: those that fit)")
-    parser.add_argument("--new-tokens", type=int, help="per prompt (default: 40; with --num-prompts 128)")
+    parser.add_argument("--new-tokens", type=int, help="per prompt (default: 64; with --num-prompts 128)")
+    parser.add_argument("--all", action="store_true", help="measure every bundled drafter and look-up")
+    parser.add_argument("--dtype", help="of the target (default: its own, or float32 where that is faster on this CPU)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="write the figures into the drafters' folders and cards")
     arguments = parser.parse_args(argv)
@@ -340,7 +370,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.minutes is None:
         arguments.minutes = 2.25 if arguments.num_prompts is None else math.inf
     if arguments.new_tokens is None:
-        arguments.new_tokens = 40 if arguments.num_prompts is None else 128
+        arguments.new_tokens = 64 if arguments.num_prompts is None else 128
     return arguments
 
 
@@ -358,16 +388,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         bundle = bundle_of(arguments.model, line)
         name = bundle.target if bundle is not None else arguments.model
         asked = load_prompts(arguments.prompts or str(bundle.prompts), arguments.num_prompts or None)
-        model, tokenizer = load_target(name)
+        model, tokenizer = load_target(name, arguments.dtype or (bundle and bundle.dtype) or "auto")
         chat = bool(tokenizer.chat_template)
-        found = variants_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder)
+        prompts = [inputs_of(tokenizer, prompt).to(DEVICE) for prompt in asked]
+        if DEVICE == "cpu" and torch.get_num_threads() > 1:
+            threads = choose_threads(lambda: generate(model, prompts[0], Variant(PLAIN, "plain"), 0.0, 2)[1])
+            line(f"decoding with {threads} thread(s): plain decoding is quickest so")
+        if arguments.dtype is None and (choice := keep_faster_number_type(model, prompts[0])) is not None:
+            line(choice)
+        found = variants_of(model, arguments.drafter, arguments.draft_model, bundle and bundle.folder, arguments.all)
     except (OSError, ValueError) as error:  # what was asked for is not there, or does not fit together
         sys.exit(f"quickstart.py: {error}")
-    prompts = [inputs_of(tokenizer, prompt).to(DEVICE) for prompt in asked]
     line(f"loaded target {name} and {len(found)} variants, {DEVICE}")
-    if DEVICE == "cpu" and torch.get_num_threads() > 1:
-        threads = choose_threads(lambda: generate(model, prompts[0], Variant(PLAIN, "plain"), 0.0, 2)[1])
-        line(f"decoding with {threads} thread(s): plain decoding is quickest so")
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
         task = progress.add_task("")
 
@@ -395,6 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
     drafting = {name: row["speedup"] for name, row in figures[SAMPLED].items() if found[name].drafter is not None}
+    console.print(verdict(figures, list(drafting)), markup=False, highlight=False)
     quickest = max(drafting, key=drafting.__getitem__)
     shown = prompts[: 1 if chat else SHOWN_SAMPLES]
     new_tokens = max(ANSWER_TOKENS, arguments.new_tokens) if chat else arguments.new_tokens

@@ -45,7 +45,7 @@ from hf_specdec.decoding.replay import recording, replaying
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.support import TreesRefusedError, can_be_cut_back, chains_refused, check_supported
 from hf_specdec.decoding.target import TargetModel
-from hf_specdec.decoding.trial import check_trees, why_no_chains
+from hf_specdec.decoding.trial import check_trees, why_no_chains, why_not_same_bits
 from hf_specdec.drafters.base import Drafter, check_is_drafter
 from hf_specdec.drafters.call_settings import CallSettings, report_unused
 
@@ -378,10 +378,16 @@ def _decode_trees(
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     layer_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     records = TokenRecords(generation_config, len(input_ids), model_kwargs.get(cache_name(model)), layer_types)
+    if drafter.options.same_bits:
+        trouble = why_not_same_bits(model, len(input_ids), padded=_is_padded(model_kwargs.get("attention_mask")))
+        stats.same_bits = trouble is None
+        if trouble is not None:
+            _warn_of_rounding(trouble)
     target = TargetModel(
         model,
         drafter.feature_layers(model),
         compile_mode=drafter.options.compile_mode,
+        same_bits=stats.same_bits,
         output_attentions=records.keeps_attentions,
         output_hidden_states=records.keeps_hidden_states,
     )
@@ -406,10 +412,16 @@ def _decode_trees(
         return decoding.run()
 
 
+def _warn_of_rounding(reason: str) -> None:
+    warnings.warn(
+        f"same_bits=True has no effect: {reason}. The output is the target's own up to rounding.", stacklevel=2
+    )
+
+
 def _decode_plainly(model: PreTrainedModel, drafter: Drafter, reason: str, *args: Any, **kwargs: Any) -> Any:
     """Runs the host's decoding without drafts, with the arguments of `_assisted_decoding`; warns with `reason`."""
     warnings.warn(f"{reason}; the output is not affected.", stacklevel=2)
-    stats = drafter.stats = SpeculationStats(method=drafter.method)
+    stats = drafter.stats = SpeculationStats(method=drafter.method, same_bits=True)
     stats.begin(args[0] if args else kwargs["input_ids"])
     started = time.perf_counter()
     output = sample(model, *args, **kwargs)
@@ -443,6 +455,8 @@ def _decode_chains(
     """
     stats = drafter.stats = SpeculationStats(method=drafter.method)
     stats.begin(input_ids)
+    if drafter.options.same_bits:
+        _warn_of_rounding("transformers' own loop verifies several tokens under one mask")
     target = TargetModel(model, drafter.feature_layers(model))
     chains = HostChains(
         target,

@@ -31,7 +31,7 @@ from hf_specdec.drafters.specbranch import SpecBranchDrafter
 
 def make_dflash(target: PreTrainedModel, *, method: str = "dflash", seed: int = 0, **settings: Any) -> DFlashDrafter:
     """A random DFlash drafter that fits `target`; `settings` are fields of its config or drafting options."""
-    options = {name: settings.pop(name) for name in ("tree_budget",) if name in settings}
+    options = {"tree_budget": settings.pop("tree_budget", 16)}
     config = dflash_config(target, DFlashConfig, **settings)
     torch.manual_seed(seed)
     drafter = DFlashDrafter(config).eval()
@@ -179,7 +179,7 @@ def make_mtp(target: PreTrainedModel, *, seed: int = 0, **options: Any) -> MTPDr
     norms = {f"{name}.{key}": tensor.clone() for key, tensor in base.norm.state_dict().items() for name in "ehf"}
     tensors |= {"join.weight": joined, **norms}
     layout = Layout("e", "h", "join", "f", ("layer.",), zero_first=True)
-    return MTPDrafter(target, layout, tensors, **{"depth": 3, "top_k": 3, **options})
+    return MTPDrafter(target, layout, tensors, **{"depth": 3, "top_k": 3, "tree_budget": 16, **options})
 
 
 def make_gemma4_assistant(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> Gemma4AssistantDrafter:
@@ -283,7 +283,14 @@ def make_specbranch(
 ) -> SpecBranchDrafter:
     """The same draft model beside the target, with a random H-RAD."""
     model = make_causal_lm(target, noise=noise, seed=seed).model
-    defaults = {"speed_ratio": 4.0, "k_max": 3, "min_confidence": 0.05, "min_certainty": 0.0}
+    defaults = {
+        "pauses": False,
+        "parallel": True,
+        "speed_ratio": 4.0,
+        "k_max": 3,
+        "min_confidence": 0.05,
+        "min_certainty": 0.0,
+    }
     torch.manual_seed(seed)
     return SpecBranchDrafter.from_models(model, target, h_rad=h_rad, **(defaults | options))
 
@@ -291,7 +298,7 @@ def make_specbranch(
 def make_specbound(target: PreTrainedModel, *, seed: int = 0, **settings: Any) -> SpecBoundDrafter:
     """Exit heads on `target` with random updates, low enough a threshold that they draft; `settings` as above."""
     names = ("threshold", "alpha", "w_max", "d_max", "use_exit_layers", "learn_refusals")
-    options = {"threshold": 0.1} | {name: settings.pop(name) for name in names if name in settings}
+    options = {"pauses": False, "threshold": 0.1} | {name: settings.pop(name) for name in names if name in settings}
     depth, vocab = target.config.num_hidden_layers, target.get_input_embeddings().num_embeddings
     shape = {
         "num_target_layers": depth,

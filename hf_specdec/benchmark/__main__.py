@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-compiled", dest="compiled", action="store_false", help="omit the compiled baseline; the report says so"
     )
     how.add_argument("--device", help="device of the target (default: the accelerator that torch finds, else the CPU)")
-    how.add_argument("--dtype", help="of the target (default: bfloat16 on cuda, else float32)")
+    how.add_argument("--dtype", help="of the target (default: its own, or float32 where that is faster on this CPU)")
     how.add_argument("--attention", help="implementation of the target's attention (default: the model's own)")
     out = options.add_argument_group("output")
     out.add_argument(

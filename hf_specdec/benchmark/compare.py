@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_specdec
 from hf_specdec.benchmark import records, variants
+from hf_specdec.benchmark.calls import keep_faster_number_type
 from hf_specdec.benchmark.floor import copy_bandwidth, weight_bytes
 from hf_specdec.benchmark.prompts import NAMED_SETS, Prompt, load_prompts, render
 from hf_specdec.benchmark.records import Environment, Note, Record
@@ -81,7 +82,8 @@ def benchmark(
         compile_backend: of `torch.compile`, for the compiled baseline.
         compiled: whether that baseline is measured.
         device: of a target given by its name.
-        dtype: of a target given by its name; None for bfloat16 on cuda, else float32.
+        dtype: of a target given by its name; None for the checkpoint's own, or float32 where plain decoding is faster
+            so on this CPU.
         attention: implementation of the attention of a target given by its name.
         output: folder of the reports.
         command: for the report, how the run was started.
@@ -125,7 +127,10 @@ def benchmark(
     rendered = [(render(prompt, tokenizer, chat=settings.chat, thinking=thinking), prompt) for prompt in texts]
 
     notes: list[Record] = []
-    compared = variants.baselines(compile_backend)
+    if isinstance(target, str) and dtype is None:
+        choice = keep_faster_number_type(model, tokenise(tokenizer, [rendered[0][0]], chat=settings.chat))
+        notes += [] if choice is None else [Note(choice)]
+    compared = variants.baselines(model, compile_backend)
     if not compiled:
         compared.pop()
         notes.append(Note(f"{variants.COMPILED} was omitted because of --no-compiled."))
@@ -237,7 +242,7 @@ def _load_target(
     name: str, device: str | None, dtype: str | None, attention: str | None, drafters: Sequence[Any] | None
 ) -> PreTrainedModel:
     place = usable_device(device)
-    dtype = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    dtype = dtype or "auto"
     if dtype != "auto":
         floating_dtype(dtype)  # raises with the known names
     implementation = {} if attention is None else {"attn_implementation": attention}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_specdec.benchmark.records import Call, Environment
-from hf_specdec.benchmark.variants import COMPILED, PLAIN
+from hf_specdec.benchmark.variants import COMPILED, PACKED, PLAIN
 from hf_specdec.decoding.stats import STAGES
 
 # The stages of a round; the rest of a call is the prefill, and the work of generate before and after the loop.
@@ -56,6 +56,7 @@ class Figures:
         variant: its name.
         tokens_per_s: all new tokens over all time, by repeat.
         speedup: over plain eager, by prompt; None for plain eager itself.
+        speedup_packed: over plain with packed weights; None if that was not measured.
         speedup_compiled: over plain compiled; None if that was not measured.
         speedup_by_group: by prompt group.
         ttft_s: time to first token.
@@ -75,6 +76,7 @@ class Figures:
     variant: str
     tokens_per_s: Spread
     speedup: Spread | None
+    speedup_packed: Spread | None
     speedup_compiled: Spread | None
     speedup_by_group: dict[str, Spread]
     ttft_s: Spread
@@ -123,11 +125,11 @@ def _cell(temperature: float, batch_size: int, calls: list[Call], environment: E
     by_variant: dict[str, list[Call]] = {}
     for call in calls:
         by_variant.setdefault(call.variant, []).append(call)
-    plain, compiled = by_variant.get(PLAIN, []), by_variant.get(COMPILED, [])
+    baselines = {name: by_variant.get(name, []) for name in (PLAIN, PACKED, COMPILED)}
     figures: list[Figures] = []
     sweeps: dict[str, list[tuple[int, Figures]]] = {}
     for own in by_variant.values():
-        made = figures_of(own, plain, compiled, environment)
+        made = figures_of(own, baselines, environment)
         if own[0].swept_from is None:
             figures.append(made)
         else:
@@ -157,12 +159,16 @@ def ranked(figures: list[Figures]) -> list[Figures]:
     return [dataclasses.replace(own, rank=ranks[own.variant]) for own in figures]
 
 
-def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], environment: Environment) -> Figures:
+def _over(baseline: list[Call], calls: list[Call]) -> Spread | None:
+    ratios = list(speedups_by_prompt(calls, baseline).values())
+    return Spread.of(ratios) if ratios and calls[0].variant != baseline[0].variant else None
+
+
+def figures_of(calls: list[Call], baselines: dict[str, list[Call]], environment: Environment) -> Figures:
     """One variant's figures from its calls and those of the baselines in the same cell."""
     is_plain = calls[0].variant == PLAIN
     seconds = sum(call.seconds for call in calls)
-    speedups = speedups_by_prompt(calls, plain)
-    by_compiled = speedups_by_prompt(calls, compiled)
+    speedups = speedups_by_prompt(calls, baselines[PLAIN])
     rounds = [accepted for call in calls for row in call.per_round for accepted in row]
     forwards = sum(call.num_target_forwards for call in calls)
     drafted = sum(call.num_draft_tokens for call in calls)
@@ -181,7 +187,8 @@ def figures_of(calls: list[Call], plain: list[Call], compiled: list[Call], envir
         variant=calls[0].variant,
         tokens_per_s=Spread.of(rates_by_repeat(calls)),
         speedup=None if is_plain or not speedups else Spread.of(list(speedups.values())),
-        speedup_compiled=Spread.of(list(by_compiled.values())) if by_compiled else None,
+        speedup_packed=_over(baselines[PACKED], calls),
+        speedup_compiled=_over(baselines[COMPILED], calls),
         speedup_by_group={group: Spread.of(values) for group, values in groups.items()},
         ttft_s=Spread.of([call.ttft_s for call in calls]),
         tpot_s=Spread.of(tpots) if tpots else None,

@@ -46,6 +46,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "rank": lambda own: str(own.rank),
     "tokens/s": lambda own: _of(own.tokens_per_s, lambda value: f"{value:.0f}"),
     "speedup over eager": lambda own: speedup(own.speedup),
+    "over packed": lambda own: "-" if own.speedup_packed is None else f"{own.speedup_packed.median:.2f}x",
     "over compiled": lambda own: "-" if own.speedup_compiled is None else f"{own.speedup_compiled.median:.2f}x",
     "mean acceptance length": lambda own: (
         "-" if own.mean_acceptance_length is None else f"{own.mean_acceptance_length:.2f}"
@@ -65,12 +66,14 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 LEGEND = (
     "Rank: by tokens/s; variants whose repeats overlap share one. Tokens/s: all new tokens over the time of whole "
     "calls, prefill included; median over repeats. Speedup: by prompt, in the same repeat; median over prompts "
-    "(quartiles). Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled over "
-    "rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so compare it "
-    "only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the time to read "
-    "the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per further token. "
-    "Peak MB: memory above the memory in use before a call, on the longest prompts. Identical: greedy output equal to "
-    "plain eager decoding's, token for token; gap: between the target's two best logits at the first difference."
+    "(quartiles). Over packed: over plain decoding with the packed weights that rounds use on a CPU, so without their"
+    " part of the speedup. Mean acceptance length: tokens per round, bonus token included, prefill excluded, pooled "
+    "over rounds. Draft acceptance rate: accepted over drafted tokens; on trees most nodes are alternatives, so "
+    "compare it only at equal budgets. Drafting: share of the whole time. Round / floor: time of a round over the "
+    "time to read the target's weights once at the bandwidth of a copy. TTFT: time to first token; TPOT: time per "
+    "further token. Peak MB: memory above the memory in use before a call, on the longest prompts. Identical: greedy "
+    "output equal to plain eager decoding's, token for token; gap: between the target's two best logits at the first "
+    "difference."
 )
 
 
@@ -88,6 +91,7 @@ def markdown(records: Iterable[Record]) -> str:
     for cell in cells((record for record in records if isinstance(record, Call)), environment):
         parts += [f"## {cell.title}", "", table([[form(own) for form in COLUMNS.values()] for own in cell.figures]), ""]
         compared = [own for own in cell.figures if own.speedup is not None]
+        parts += ["```text", *chart({own.variant: own.speedup.median for own in compared if own.speedup}), "```", ""]
         groups = list(dict.fromkeys(group for own in compared for group in own.speedup_by_group))
         if len(groups) > 1:
             rows = [[own.variant, *(speedup(own.speedup_by_group.get(group)) for group in groups)] for own in compared]
@@ -104,6 +108,18 @@ def markdown(records: Iterable[Record]) -> str:
     for own in (record for record in records if isinstance(record, Table)):
         parts += [f"## {own.variant}: {own.title}", "", table(own.rows, own.columns), ""]
     return "\n".join([*parts, LEGEND, ""])
+
+
+def chart(speedups: dict[str, float]) -> list[str]:
+    """Bars of the speedups over plain decoding, the largest first; a bar of 20 characters is 1x.
+
+    Example:
+        >>> chart({"ngram": 0.5, "ddtree": 1.25})
+        ['ddtree  █████████████████████████ 1.25x', 'ngram   ██████████ 0.50x']
+    """
+    widest = max(map(len, speedups), default=0)
+    ordered = sorted(speedups.items(), key=lambda item: -item[1])
+    return [f"{name:{widest}}  {'█' * round(20 * value)} {value:.2f}x" for name, value in ordered]
 
 
 def environment_of(records: Sequence[Record]) -> Environment:

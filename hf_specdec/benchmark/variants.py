@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from transformers import CompileConfig, PreTrainedModel
 
 import hf_specdec
+from hf_specdec.decoding.packed import DTYPES, PackedLinears
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.draft_model import with_whole_vocabulary
 from hf_specdec.drafters.registry import WEIGHTLESS, method_of
@@ -26,6 +28,7 @@ from hf_specdec.hub.loading import load_drafter
 
 BUNDLED = Path(hf_specdec.__file__).parents[1] / "examples" / "tiny-code"
 PLAIN = "plain, eager"
+PACKED = "plain, packed"
 COMPILED = "plain, compiled"
 ASSISTED = "stock assisted"
 
@@ -36,7 +39,7 @@ class Variant:
 
     Attributes:
         name: unique.
-        kind: "plain" and "assisted" are transformers' own.
+        kind: "plain", "packed" and "assisted" are transformers' own; "packed" with packed weights.
         arguments: for `generate`.
         drafter: passed to `generate` as assistant.
         settings: drafting options, set before each call, because variants may share a drafter.
@@ -46,7 +49,7 @@ class Variant:
     """
 
     name: str
-    kind: Literal["plain", "assisted", "drafter"]
+    kind: Literal["plain", "packed", "assisted", "drafter"]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     drafter: Drafter | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -60,16 +63,36 @@ class Variant:
             self.drafter.set_options(**self.settings)
             self.drafter.forget()
 
+    def products(self, model: PreTrainedModel) -> AbstractContextManager[object]:
+        """A context for its calls: with packed weights, or none."""
+        if self.kind != "packed":
+            return nullcontext()
+        packed = PackedLinears([model])
+        packed.pack_all()
+        return packed
 
-def baselines(backend: str = "inductor") -> list[Variant]:
-    """Plain `generate` with defaults, and compiled with a static cache by this backend of `torch.compile`."""
+
+def baselines(target: PreTrainedModel, backend: str = "inductor") -> list[Variant]:
+    """Plain `generate`, on a CPU also with packed weights, and compiled with a static cache.
+
+    Args:
+        target: the model.
+        backend: of `torch.compile`.
+    """
+    packed = [Variant(PACKED, "packed")] if can_pack(target) else []
     everywhere = CompileConfig(backend=backend)
     # By default generate compiles only on accelerators; the second baseline is compiled on every device.
     everywhere._compile_all_devices = True
     return [
         Variant(PLAIN, "plain"),
+        *packed,
         Variant(COMPILED, "plain", {"cache_implementation": "static", "compile_config": everywhere}),
     ]
+
+
+def can_pack(target: PreTrainedModel) -> bool:
+    """Whether rounds may run a target's products with packed weights."""
+    return target.device.type == "cpu" and target.dtype in DTYPES
 
 
 def stock_assisted(name: str, target: PreTrainedModel) -> Variant:

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_specdec.decoding.devices import abilities
 from hf_specdec.decoding.host import attention_of, cache_layers, looks_attention_up, set_attention
+from hf_specdec.decoding.layers.nodes import NodesOfRound, current_nodes
 
 TREE_ATTENTION = "hf_specdec_tree"
 
@@ -117,12 +118,41 @@ def tree_attention_forward(
     Returns:
         [batch, nodes, heads, value_dim], and None in place of attention weights.
     """
+    nodes = current_nodes()
+    if nodes is not None and nodes.alone:
+        return attend_alone(module, query, key, value, nodes, dropout=dropout, scaling=scaling, **kwargs), None
     if attention_mask is None or dropout or not attention_mask.dtype.is_floating_point or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     attended = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )
     return attended.transpose(1, 2).contiguous(), None
+
+
+def attend_alone(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, nodes: NodesOfRound, **settings: Any
+) -> Tensor:
+    """The attention of each node by itself, as plain decoding computes it: one query, over the entries of its path.
+
+    Args:
+        module: the attention layer.
+        query: [batch, heads, nodes, head_dim].
+        key: [batch, kv_heads, entries, head_dim].
+        value: [batch, kv_heads, entries, value_dim].
+        nodes: of this forward.
+        settings: other arguments of the host.
+
+    Returns:
+        [batch, nodes, heads, value_dim].
+    """
+    attended = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    for path in nodes.paths():
+        queries = query[path.row, :, path.nodes].transpose(0, 1).unsqueeze(2)
+        keys, values = path.entries_of(key), path.entries_of(value)
+        mask = None if path.mask is None else path.mask.expand(len(queries), 1, 1, -1)
+        output, _ = sdpa_attention_forward(module, queries, keys, values, mask, **settings)
+        attended[path.row, path.nodes] = output.squeeze(1)
+    return attended
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention_forward)

@@ -101,7 +101,7 @@ class SpeculativeDecoding:
         root_ids = self.sequences.ids[:, max(0, input_ids.shape[1] - 1)]  # a prompt may consist of embeddings only
         self.state = RoundState(root_ids, torch.zeros_like(root_ids))
         self.generator = make_generator(target)
-        self.packed = PackedLinears(networks if target.is_compiled else (target.model, *networks))
+        self.packed = PackedLinears(networks if target.is_compiled or target.same_bits else (target.model, *networks))
         cache = model_kwargs.get(target.cache_name)
         self.returns_cache = generation_config.return_dict_in_generate or (cache is not None and host.is_callers(cache))
 

@@ -9,8 +9,8 @@ tokens per second:
 
 Seconds are measured on the rounds themselves. The drafter's probabilities are calibrated by how often drafts with such
 a probability were accepted recently. If even the best n gives fewer tokens per second than rounds without a draft,
-drafting is disabled for some rounds and then tried again, with exponential back-off. Every choice affects only the
-speed: any part of a tree is a tree, and the target decides as always.
+drafting is disabled for some rounds and then tried again (`Pauses`). All of this is kept for later calls. Every choice
+affects only the speed: any part of a tree is a tree, and the target decides as always.
 Verifying the likeliest prefixes is DDTree, arXiv 2604.12989, Proposition 2; the comparison with time is our own.
 """
 
@@ -36,7 +36,8 @@ from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.decoding.tree import DraftTree
 
 MOST_NODES = 64  # upper limit of "auto"
-FIRST_SIZES = (64, 16, 4)  # nodes of the first rounds, to measure how the time depends on them
+FIRST_SIZES = (4, 0, 4, 0, 16)  # drafted nodes of the first rounds, to measure how the time depends on them
+DEAR = 3.0  # the last of them is left out if such a round may take more than this many plain ones
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # nats
 
 
@@ -53,6 +54,7 @@ class RoundTimes:
         """Records a measured round; 0 nodes means that nothing was drafted."""
         if nodes == 0:
             self._skipped.append(seconds)
+            self._line = None
             return
         bucket = draft_size(nodes)
         seen = self._drafted.setdefault(bucket, deque(maxlen=9))
@@ -69,11 +71,6 @@ class RoundTimes:
         return statistics.median_low(self._skipped) if self._skipped else None
 
     @property
-    def num_skipped(self) -> int:
-        """Number of stored rounds without a draft."""
-        return len(self._skipped)
-
-    @property
     def line(self) -> tuple[float, float]:
         """Seconds of a round without drafted nodes, and of each further node; needs one measured round."""
         if self._line is None:
@@ -87,6 +84,8 @@ class RoundTimes:
 
     def _fit(self) -> tuple[float, float]:
         points = list(self._points.values())
+        if len(points) == 1 and self.skipped is not None:  # too steep, since this point has no time of a draft
+            points.append((0, self.skipped, points[0][2]))
         weight = sum(count for _, _, count in points)
         mean_nodes = sum(nodes * count for nodes, _, count in points) / weight
         mean_s = sum(seconds * count for _, seconds, count in points) / weight
@@ -140,22 +139,132 @@ class Calibration:
         return self.probabilities([logprob])[0]
 
 
+class Pauses:
+    """Whether drafting pays: which of the rounds of all calls with one target draft.
+
+    The tokens and seconds of recent drafted rounds are compared with rounds without a draft. Where those would have
+    written more, drafting pauses, each time for twice as long; a longer run of drafted rounds ends the doubling. What
+    drafting saves is added to a balance, in rounds without a draft. A negative balance begins a pause, and prolongs it:
+    each round of it adds `MAY_LOSE`, which therefore is the share of the time that trying again costs.
+    """
+
+    FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds
+    # Decay per drafted round, of tokens and seconds. Acceptance fluctuates over tens of rounds: with a shorter memory,
+    # drafting would be disabled and enabled with each fluctuation, and always too late.
+    MEMORY = 0.98
+    CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # assumed rounds, and their gain, before measured ones
+    MAY_LOSE = 0.02
+    FIRST_BALANCE, LARGEST_BALANCE = 2.0, 5.0  # the least is the largest with a minus
+    RESERVE = 1.0  # below 0, so that a single rejected draft after a pause does not begin the next one
+
+    def __init__(self) -> None:
+        self.drafting, self.probing = True, False
+        self._balance = self.FIRST_BALANCE
+        self._pause, self._rest = self.FIRST_PAUSE, 0
+        self._since_skipped = self._num_consecutive = 0
+        self._tokens = self._seconds = 0.0
+        self._credit = self.CREDIT
+
+    def note_skipped(self) -> None:
+        """Records a round without a draft."""
+        self._save(self.MAY_LOSE)
+        self._since_skipped = 0
+        self._rest -= 1
+        if not self.drafting and self._rest <= 0 and self._balance >= 0:
+            self.resume()
+
+    def note_drafted(self, tokens: float, seconds: float, skipped: float) -> None:
+        """Records a round that drafted, and decides whether the next one does.
+
+        Args:
+            tokens: that it wrote, per row.
+            seconds: that it took.
+            skipped: seconds of a round without a draft.
+        """
+        self._save(tokens - seconds / skipped)
+        self._tokens = self.MEMORY * self._tokens + tokens
+        self._seconds = self.MEMORY * self._seconds + seconds
+        self._credit *= self.MEMORY
+        self._num_consecutive += 1
+        self._since_skipped += 1
+        self.probing = False
+        gain = (self._tokens + self.CREDITED_GAIN * self._credit) * skipped / (self._seconds + self._credit * skipped)
+        if gain < 1 or self._balance < -self.RESERVE:
+            self._pause_for(self._pause)
+            self._pause = min(2 * self._pause, self.LONGEST_PAUSE)
+            self.probing = True
+        elif self._num_consecutive >= 8:
+            self._pause = self.FIRST_PAUSE
+            if gain < 1.3 and self._since_skipped >= 32:
+                self._pause_for(1)  # to measure a round without a draft again
+
+    def note_first(self, rounds: Sequence[tuple[float, float]], skipped: float) -> None:
+        """Records the tokens and seconds of the first drafted rounds, of which only the fastest was not disturbed."""
+        fastest = min(seconds for _, seconds in rounds)
+        self._save(sum(tokens - fastest / skipped for tokens, _ in rounds))
+        if self._balance < -self.RESERVE:
+            self._pause_for(self._pause)
+            self.probing = True
+
+    def resume(self) -> None:
+        """Enables drafting for the next round."""
+        self.drafting = True
+        if self.probing:
+            # Measurements before the pause do not count any more, and a single rejected draft must not decide.
+            self._tokens = self._seconds = 0.0
+            self._credit, self._num_consecutive = self.CREDIT_AFTER_REST, 0
+
+    def _save(self, rounds: float) -> None:
+        self._balance = max(-self.LARGEST_BALANCE, min(self.LARGEST_BALANCE, self._balance + rounds))
+
+    def _pause_for(self, rounds: int) -> None:
+        self.drafting, self._rest = False, rounds
+
+
 class BudgetKnowledge:
     """What calls with one target and one number of rows have measured, shared with later calls."""
 
     def __init__(self) -> None:
         self.times = RoundTimes()
         self.calibration = Calibration()
-        self.rounds = 0
+        self.pauses = Pauses()
+        self.sizes_to_try = list(FIRST_SIZES)
+        self._first: list[tuple[float, float]] = []  # tokens and seconds of the first drafted rounds
         # Running mean of the acceptance probability of the first, second, ... node of a row.
         self.curve: list[float] = []
         # Sizes of recent trees after the cut; doubled if the tree was not cut.
-        self.recent: deque[int] = deque([MOST_NODES], maxlen=8)
+        self.recent: deque[int] = deque([FIRST_SIZES[-1]], maxlen=8)
 
     @property
     def first_size(self) -> int | None:
-        """Nodes of the next round if it is one of the first, for measurement; None for later ones."""
-        return FIRST_SIZES[self.rounds % len(FIRST_SIZES)] if self.rounds < 2 * len(FIRST_SIZES) else None
+        """Drafted nodes of the next round if it is one of the first, for measurement; None for later ones."""
+        return self.sizes_to_try[0] if self.sizes_to_try else None
+
+    def note_round(self, nodes: int, tokens: float | None, seconds: float) -> None:
+        """Records a finished round, and decides whether the next one drafts.
+
+        Args:
+            nodes: drafted; 0 for a round without a draft.
+            tokens: written, per row; None if no row was active.
+            seconds: that it took.
+        """
+        self.times.note(nodes, seconds)
+        if not nodes:
+            self.pauses.note_skipped()
+        if not self.sizes_to_try:
+            if nodes and tokens is not None:
+                assert self.times.skipped is not None, "it was measured in one of the first rounds"
+                self.pauses.note_drafted(tokens, seconds, self.times.skipped)
+            return
+        self.sizes_to_try.pop(0)
+        if nodes and tokens is not None and len(self.sizes_to_try):
+            self._first.append((tokens, seconds))
+        if len(self.sizes_to_try) == 1:
+            assert self.times.skipped is not None
+            if self._first:
+                self.pauses.note_first(self._first, self.times.skipped)
+            if self.times.of(self.sizes_to_try[0]) > DEAR * self.times.skipped:
+                self.sizes_to_try = []
 
     def note_curve(self, probabilities: list[float]) -> None:
         """Records the acceptance probabilities of one row's nodes, in order."""
@@ -254,43 +363,33 @@ class AutoBudget(Always):
         knowledge: of earlier calls; this call adds to it.
         stats: of the call.
 
-    Attributes:
-        drafting: whether the next round drafts.
-        probing: whether it drafts only to test whether drafting gains again.
     """
 
     waits = True
 
-    FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds
-    # Decay per drafted round, of tokens and seconds. Acceptance fluctuates over tens of rounds: with a shorter memory,
-    # drafting would be disabled and enabled with each fluctuation, and always too late.
-    MEMORY = 0.98
-    CREDIT, CREDIT_AFTER_REST, CREDITED_GAIN = 10.0, 3.0, 1.2  # assumed rounds, and their gain, before measured ones
-
     def __init__(self, knowledge: BudgetKnowledge, stats: SpeculationStats) -> None:
         self.knowledge, self.stats = knowledge, stats
-        self.drafting, self.probing = True, False
-        self._pause, self._rest = self.FIRST_PAUSE, 0
-        self._since_skipped = 0
-        self._tokens = self._seconds = 0.0
-        self._credit = self.CREDIT
-        self._num_consecutive = 0
         self._late: tuple[Tensor, Tensor, list[int]] | None = None
         self._fewer_rows = False
         self._began = 0.0  # of the latest round
         self._last: tuple[DraftTree, Tensor, list[int]] | None = None  # its result, once it was read
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the next round drafts."""
+        return self.knowledge.pauses.drafting and self.knowledge.first_size != 0
 
     def draft(self, generator: TreeCandidateGenerator, context: DraftContext) -> DraftTree:
         now = time.perf_counter()
         if self._last is not None:  # the time between two drafts is that of a round
             self.note(*self._last, now - self._began)
         if self._fewer_rows:  # a smaller batch has other times: try drafting
-            self.resume()
+            self.knowledge.pauses.resume()
         self._began, self._last, self._fewer_rows = now, None, False
         if not self.drafting:
             self.stats.num_undrafted_steps += sum(context.active)
             return DraftTree.root_only(context.root_ids)
-        self.stats.num_probe_steps += sum(context.active) if self.probing else 0
+        self.stats.num_probe_steps += sum(context.active) if self.knowledge.pauses.probing else 0
         limit = self.node_limit if context.node_limit is None else min(self.node_limit, context.node_limit)
         return self.cut(generator.draft(replace(context, node_limit=limit)), context.active)
 
@@ -313,11 +412,11 @@ class AutoBudget(Always):
 
     def cut(self, tree: DraftTree, active: list[bool]) -> DraftTree:
         """The part of `tree` with the most tokens per second; all of it without path probabilities."""
-        most = tree.num_nodes - 1
+        most = min(tree.num_nodes - 1, self.node_limit)
         if tree.path_logprobs is None or not most:
             return tree
         if self.knowledge.first_size is not None:
-            return tree.first_nodes(min(most, self.knowledge.first_size))
+            return tree.first_nodes(most)
         if not abilities(tree.path_logprobs.device).host_memory:
             # Reading the tree's probabilities would need a sync: use the mean of recent rounds.
             gains = self.knowledge.curve[:most]
@@ -325,7 +424,7 @@ class AutoBudget(Always):
         else:
             probabilities = self.knowledge.calibration.probabilities
             logprobs = zip(tree.path_logprobs.tolist(), active, strict=True)
-            rows = [probabilities(row[1:]) for row, is_active in logprobs if is_active]
+            rows = [probabilities(row[1 : 1 + most]) for row, is_active in logprobs if is_active]
             gains = rows[0]
             if len(rows) > 1:
                 gains = [sum(column) / len(rows) for column in itertools.zip_longest(*rows, fillvalue=0.0)]
@@ -350,24 +449,13 @@ class AutoBudget(Always):
 
     def note(self, tree: DraftTree, path: Tensor, num_accepted: list[int], seconds: float) -> None:
         """Records a finished round and its seconds, and decides whether the next one drafts."""
-        drafted = self.drafting
-        nodes = tree.num_nodes - 1 if drafted else 0
-        if drafted and not nodes:
-            return  # a look-up without a match: neither a draft nor a skipped round
-        self.knowledge.times.note(nodes, seconds)
-        if drafted:
+        nodes = tree.num_nodes - 1
+        if self.drafting:
+            if not nodes:
+                return  # a look-up without a match: neither a draft nor a skipped round
             self._calibrate(tree, path, num_accepted)
-            was_first = self.knowledge.first_size is not None
-            self.knowledge.rounds += 1
-            self._since_skipped += 1
-            accepted = [count for count in num_accepted if count >= 0]
-            if accepted and not was_first:  # the first rounds have arbitrary sizes, and are slow
-                self._decide(1 + sum(accepted) / len(accepted), seconds)
-        else:
-            self._since_skipped = 0
-            self._rest -= 1
-            if self._rest <= 0:
-                self.resume()
+        accepted = [count for count in num_accepted if count >= 0]
+        self.knowledge.note_round(nodes, 1 + sum(accepted) / len(accepted) if accepted else None, seconds)
 
     def _calibrate(self, tree: DraftTree, path: Tensor, num_accepted: list[int]) -> None:
         """Updates the calibration. Device tensors are copied without waiting, and read one round later."""
@@ -388,36 +476,3 @@ class AutoBudget(Always):
                 calibration.note(row[1:], {node - 1 for node in nodes[1 : 1 + count]})
                 if learns_curve:
                     self.knowledge.note_curve(calibration.probabilities(row[1:]))
-
-    def _decide(self, tokens: float, seconds: float) -> None:
-        """After a drafted round: continues drafting, or disables it for some rounds."""
-        self._tokens = self.MEMORY * self._tokens + tokens
-        self._seconds = self.MEMORY * self._seconds + seconds
-        self._credit *= self.MEMORY
-        self._num_consecutive += 1
-        self.probing = False
-        skipped = self.knowledge.times.skipped
-        if skipped is None or self.knowledge.times.num_skipped < 3:
-            if self._num_consecutive >= 2:
-                self._pause_for(3)  # to measure rounds without a draft
-            return
-        gain = (self._tokens + self.CREDITED_GAIN * self._credit) * skipped / (self._seconds + self._credit * skipped)
-        if gain < 1:
-            self._pause_for(self._pause)
-            self._pause = min(2 * self._pause, self.LONGEST_PAUSE)
-            self.probing = True
-        elif self._num_consecutive >= 8:
-            self._pause = self.FIRST_PAUSE
-            if gain < 1.3 and self._since_skipped >= 32:
-                self._pause_for(1)
-
-    def _pause_for(self, rounds: int) -> None:
-        self.drafting, self._rest = False, rounds
-
-    def resume(self) -> None:
-        """Enables drafting for the next round."""
-        self.drafting = True
-        if self.probing:
-            # Measurements before the pause do not count any more, and a single rejected draft must not decide.
-            self._tokens = self._seconds = 0.0
-            self._credit, self._num_consecutive = self.CREDIT_AFTER_REST, 0

@@ -55,6 +55,8 @@ class SpeculationStats(Observer):
             this can include one forward after the last round, whose result is discarded.
         num_layers_run: forwards of single decoder layers of the target in rounds, over any number of rows and nodes. A
             layer that the drafter runs and the verification reuses counts once.
+        same_bits: whether all logits were computed with the bits of plain decoding (option `same_bits`); if not, they
+            are the same up to rounding.
         total_time_s: seconds of the whole call, prefill included.
         ahead_time_s: seconds of drafting in rounds that draft in parallel with the target; see `overlap_efficiency`.
         ahead_verify_s: seconds of the target in those rounds.
@@ -79,6 +81,7 @@ class SpeculationStats(Observer):
     num_probe_steps: int = 0
     num_target_forwards: int = 0
     num_layers_run: int = 0
+    same_bits: bool = False
     total_time_s: float = 0.0
     ahead_time_s: float = 0.0
     ahead_verify_s: float = 0.0

@@ -33,6 +33,7 @@ from hf_specdec.decoding.masks import node_mask, ranges_of, whole_prefix_mask
 from hf_specdec.decoding.modules import runs_in_inference_mode
 from hf_specdec.decoding.next_step import NextStep, check_attended, next_step
 from hf_specdec.decoding.rotary import rotary_limits
+from hf_specdec.decoding.same_bits import most_rows
 from hf_specdec.decoding.state import Counts
 from hf_specdec.decoding.static_verify import StaticVerify, capacity_for
 from hf_specdec.decoding.support import TreesRefusedError, bound_rows, check_supported
@@ -102,6 +103,7 @@ class TargetModel:
             input of the first layer, `num_hidden_layers` the output of the final norm.
         compile_mode: "reduce-overhead" captures `verify` in CUDA graphs, one per shape, and elsewhere compiles it with
             `torch.compile`; both happen once per model.
+        same_bits: nodes are verified with the bits of plain decoding, see `same_bits.py`; the model must allow it.
         output_attentions: whether forwards return attention weights.
         output_hidden_states: whether forwards return hidden states of all layers.
 
@@ -110,7 +112,7 @@ class TargetModel:
         num_layers_run: forwards of single decoder layers since the prefill, for any number of rows and nodes.
         output_options: the requested outputs besides logits.
         bound_rows: the fixed number of rows of every forward, if there is one (`support.bound_rows`).
-        own_attention: a context for each forward of nodes, in which layers use `tree_attention` if possible.
+        own_attention: a context in which layers use `tree_attention` if possible.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class TargetModel:
         feature_layers: Sequence[int] = (),
         *,
         compile_mode: CompileMode = "none",
+        same_bits: bool = False,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> None:
@@ -140,6 +143,7 @@ class TargetModel:
         # A family's own attention code may need contiguous keys; a product over several rows copies them anyway.
         self.copies_entries = host.has_own_attention(model)
         self.own_attention = tree_attention(self.config) if usable(model) else nullcontext()
+        self.same_bits = same_bits
         self.runs_in_inference_mode = runs_in_inference_mode(model)
         self.compiles = compile_mode == "reduce-overhead"
         self.static: StaticVerify | None = None
@@ -372,6 +376,13 @@ class TargetModel:
         positions = self.position_offset.unsqueeze(1) + entries
         return positions, None if self.prompt_mask is None else self.prompt_mask[:, self.prefilled]
 
+    def text_mask(self, length: int) -> Tensor | None:
+        """[batch, length] bool: which of the first tokens of each row's text are not padding; None for all."""
+        if self.prompt_mask is None:
+            return None
+        mask = self.prompt_mask[:, self.entry_offset :]
+        return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=True)
+
     def root_positions(self) -> Tensor:
         """[batch] int64, position ids of the next token to be committed."""
         return self.position_offset + self.cache.lengths
@@ -412,7 +423,9 @@ class TargetModel:
         return torch.stack([limit.reach(root_positions) for limit in self.rotary_limits]).amin(0)
 
     def within_reach(self, tree: DraftTree, root_positions: Tensor) -> DraftTree:
-        """The same tree without nodes that would change the rotary frequencies of the round (`decoding/rotary.py`)."""
+        """The same tree without nodes that would change rotary frequencies (`rotary.py`) or bits (`same_bits.py`)."""
+        if self.same_bits:
+            tree = tree.first_nodes(most_rows(self.model) // len(tree.token_ids) - 1)
         if not self.rotary_limits:
             return tree
         return tree.up_to_depth(self._reach(root_positions) - root_positions)
@@ -498,8 +511,7 @@ class TargetModel:
             extra["logits_to_keep"] = 1
         if self.takes_positions:
             extra["position_ids"] = self.step.on_axes(position_ids)
-        node_context = self._on_nodes(tree, first) if self.steps_on_nodes else nullcontext()
-        with self.inference_mode(position_ids.device), self.own_attention, node_context:
+        with self.inference_mode(position_ids.device), self.on_nodes(tree, first):
             outputs = self.forward(
                 self.model,
                 input_ids=token_ids,
@@ -515,12 +527,16 @@ class TargetModel:
         )
         return output.without_padding(nodes) if padding else output
 
+    def on_nodes(self, tree: DraftTree, first: int) -> AbstractContextManager[None]:
+        """A context for forwards of the nodes of a tree from `first` on."""
+        return self._giving_nodes(tree, first) if self.steps_on_nodes or self.same_bits else self.own_attention
+
     @contextmanager
-    def _on_nodes(self, tree: DraftTree, first: int) -> Iterator[None]:
-        """A context that gives the current nodes to the layers that need them."""
+    def _giving_nodes(self, tree: DraftTree, first: int) -> Iterator[None]:
+        """Layers that need the current nodes find them."""
         prefix = Prefix(self.cache.lengths, self.cache.node_start, self.prompt_mask)
-        with ExitStack() as contexts:
-            nodes = contexts.enter_context(on_nodes(tree, first, prefix))
+        with self.own_attention, ExitStack() as contexts:
+            nodes = contexts.enter_context(on_nodes(tree, first, prefix, alone=self.same_bits))
             if self.model in STEPPED:
                 contexts.enter_context(stepping(self.model))
             for module, hook in places.counting(self.model):

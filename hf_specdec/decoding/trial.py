@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria
 
-from hf_specdec.decoding import host
+from hf_specdec.decoding import host, same_bits
 from hf_specdec.decoding.generator import Committed, DraftContext, TreeCandidateGenerator
 from hf_specdec.decoding.layers import standins
 from hf_specdec.decoding.layers.entries import EntriesLayer
@@ -54,6 +54,37 @@ def check_trees(model: PreTrainedModel, *, padded: bool = False) -> None:
 def why_no_chains(model: PreTrainedModel, *, padded: bool = False) -> str | None:
     """Why the host's own loop cannot verify chains on a target, determined by running one; None if it can."""
     return _why_no_chains(model) or (_why_no_padded_chains(model) if padded else None)
+
+
+def why_not_same_bits(model: PreTrainedModel, rows: int, *, padded: bool = False) -> str | None:
+    """Why trees cannot be verified with the bits of plain decoding, determined by running one; None if they can.
+
+    Args:
+        model: the target, whose trees are those of plain decoding within rounding (`check_trees`).
+        rows: of the batch.
+        padded: whether prompts have left padding.
+    """
+    trouble = same_bits.why_not(model) or _why_no_same_bits(model) or (_why_no_padded_bits(model) if padded else None)
+    if trouble is None and same_bits.most_rows(model) < 2 * rows:
+        return f"with this target and processor, at most {same_bits.most_rows(model)} rows and nodes get them at once"
+    return trouble
+
+
+@once_per_model
+def _why_no_same_bits(model: PreTrainedModel) -> str | None:
+    return _compare_bits(model, 0)
+
+
+@once_per_model
+def _why_no_padded_bits(model: PreTrainedModel) -> str | None:
+    return _compare_bits(model, PADDING)
+
+
+def _compare_bits(model: PreTrainedModel, padding: int) -> str | None:
+    with undisturbed(model):
+        if torch.equal(_tree(model, padding, same_bits=True), _plain_tree(model, padding)):
+            return None
+    return f"in a trial, nodes of a tree got other bits from target {type(model).__name__} than plain decoding"
 
 
 def _needs_trial(model: PreTrainedModel) -> bool:
@@ -148,9 +179,9 @@ def _tokens(model: PreTrainedModel, padding: int = 0) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def _tree(model: PreTrainedModel, padding: int) -> Tensor:
+def _tree(model: PreTrainedModel, padding: int, *, same_bits: bool = False) -> Tensor:
     """Logits [nodes, vocab] of the nodes of a tree."""
-    target, (prompt, drafts, mask) = TargetModel(model), _tokens(model, padding)
+    target, (prompt, drafts, mask) = TargetModel(model, same_bits=same_bits), _tokens(model, padding)
     tree = DraftTree.from_lists([drafts.tolist()] * len(prompt), [list(PARENTS)] * len(prompt), device=drafts.device)
     length = PROMPT + len(PARENTS)
     with target.tapping():

@@ -21,7 +21,7 @@ from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.trace import Trace
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.growth import marginal_notes
-from hf_specdec.drafters.options import DrafterOptions, TreeOptions
+from hf_specdec.drafters.options import DrafterOptions
 
 
 class Drafter(ABC):
@@ -123,11 +123,11 @@ class Drafter(ABC):
         return ()
 
     def drafting_policy(self, model: PreTrainedModel, batch: int, stats: SpeculationStats) -> Always:
-        """The policy of one call: verifies complete trees, unless `tree_budget` is "auto".
+        """The policy of one call: if the options allow pauses, drafts while that pays, and as much as pays.
 
         Measured times and probabilities are shared by all calls with this target and this number of rows.
         """
-        if not isinstance(self.options, TreeOptions) or self.options.tree_budget != "auto":
+        if not self.options.pauses:
             return Always()
         by_target = _KNOWLEDGE.setdefault(self, weakref.WeakKeyDictionary())
         knowledge = by_target.setdefault(model, {}).setdefault((self.method, batch), BudgetKnowledge())

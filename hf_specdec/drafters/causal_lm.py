@@ -93,7 +93,7 @@ class CausalLMOptions(TreeOptions):
 
     method: str = "causal_lm_tree"
     depth: int = 5
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
     top_k: int = 4
     sample_drafts: bool = True
     min_confidence: float | None = None
@@ -445,11 +445,11 @@ class DraftModelGenerator(TreeCandidateGenerator):
     def _prefill(self, token_ids: Tensor) -> None:
         drafter = self.drafter
         length, device = token_ids.shape[1], drafter.model.device
-        mask = self.target.prompt_mask
-        if mask is not None:  # its length differs if a cache was continued with only the new tokens
-            mask = mask.to(device) if mask.shape[1] == length else None
+        mask = self.target.text_mask(length)
         # Drafted nodes may use all positions of the model.
-        drafter.prefill_for_drafting(token_ids.to(device), mask, self.num_positions or sys.maxsize)
+        drafter.prefill_for_drafting(
+            token_ids.to(device), None if mask is None else mask.to(device), self.num_positions or sys.maxsize
+        )
         room = length + 256
         if drafter.compiles:  # buffers with the target's capacity suffice for the whole call
             room = max(room, self.target.cache.capacity - graphs.NODE_BUCKETS[-1])

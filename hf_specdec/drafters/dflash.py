@@ -289,7 +289,7 @@ class DFlashOptions(TreeOptions):
     """
 
     method: str = "ddtree"
-    tree_budget: int | Literal["auto"] = 64
+    tree_budget: int | Literal["auto"] = "auto"
     block_size: int | None = None
 
     def validate(self, config: Any = None) -> None:

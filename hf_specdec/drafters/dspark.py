@@ -101,7 +101,7 @@ class DSparkOptions(TreeOptions):
     METHODS: ClassVar[tuple[str, str]] = (TREE, CHAIN)
 
     method: str = TREE
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
     block_size: int | None = None
 
     def validate(self, config: Any = None) -> None:

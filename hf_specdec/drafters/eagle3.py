@@ -162,7 +162,7 @@ class Eagle3Options(TreeOptions):
     method = "eagle3"
     depth: int = 8
     top_k: int = 10
-    tree_budget: int | Literal["auto"] = 59
+    tree_budget: int | Literal["auto"] = "auto"
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)

@@ -196,7 +196,7 @@ class Gemma4AssistantOptions(Eagle3Options):
     method = "gemma4_assistant"
     depth: int = 4
     top_k: int = 4
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
 
 
 Rotary = tuple[Tensor, Tensor]

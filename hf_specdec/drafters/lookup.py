@@ -345,7 +345,7 @@ class NGramOptions(TreeOptions):
     method = "ngram"
     longest_suffix: int = 4
     shortest_suffix: int = 1
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
     depth: int = 10
 
     def validate(self, config: Any = None) -> None:

@@ -98,7 +98,7 @@ class MedusaOptions(TreeOptions):
     """
 
     method: str = "ddtree"
-    tree_budget: int | Literal["auto"] = 63
+    tree_budget: int | Literal["auto"] = "auto"
     rank_accuracies: list[list[float]] | None = None
 
     def validate(self, config: Any = None) -> None:

@@ -374,7 +374,7 @@ class MergedOptions(TreeOptions):
     """
 
     method = "merged"
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
 
 
 class Knowledge:

@@ -242,7 +242,7 @@ class MTPOptions(Eagle3Options):
     method = "mtp"
     depth: int = 4
     top_k: int = 4
-    tree_budget: int | Literal["auto"] = 16
+    tree_budget: int | Literal["auto"] = "auto"
 
 
 def check_supported(target: PreTrainedModel, layout: Layout) -> None:

@@ -34,22 +34,32 @@ class DrafterOptions:
     Attributes:
         compile_mode: "reduce-overhead" captures the target's forwards in CUDA graphs, and the drafter's if its shapes
             are static; on a CPU it compiles the target's with `torch.compile`. "none" does neither. Not saved.
+        same_bits: the target's logits are computed with the bits of plain decoding where a trial finds that possible
+            (`decoding/same_bits.py`): in low precision, near ties then never differ. Else a call warns with the
+            reason, and is exact up to rounding as always. `stats.same_bits` says which it was. Rounds take longer. Not
+            saved.
 
     Example:
         >>> options = DrafterOptions()
         >>> options.replace(compile_mode="reduce-overhead")
-        DrafterOptions(compile_mode='reduce-overhead')
+        DrafterOptions(compile_mode='reduce-overhead', same_bits=False)
         >>> options.replace(compile_mod="none")
         Traceback (most recent call last):
-        ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? Known: 'compile_mode'.
+        ValueError: Unknown drafting option 'compile_mod'. Did you mean 'compile_mode'? ...
     """
 
     compile_mode: CompileMode = field(default="none", metadata=NOT_SAVED)
+    same_bits: bool = field(default=False, metadata=NOT_SAVED)
 
     @property
     def method(self) -> str:
         """Name of the drafting method: a class attribute, or a field if the drafter offers several."""
         raise NotImplementedError(f"{type(self).__name__} names no method.")
+
+    @property
+    def pauses(self) -> bool:
+        """Whether drafting pauses while it does not pay."""
+        return False
 
     @classmethod
     def names(cls) -> list[str]:
@@ -117,6 +127,12 @@ class DrafterOptions:
         """
         if self.compile_mode not in COMPILE_MODES:
             raise ValueError(f"compile_mode={self.compile_mode!r} must be one of {list(COMPILE_MODES)}.")
+        self.check_switches("same_bits")
+        if self.same_bits and self.compile_mode != "none":
+            raise ValueError(
+                f"same_bits=True was given with compile_mode={self.compile_mode!r}, but compiled forwards have bits of "
+                'their own: use compile_mode="none".'
+            )
 
     def check_integers(self, **most: int) -> None:
         """Raises ValueError unless each of these options is an integer from 1 to the given one."""
@@ -144,8 +160,9 @@ class TreeOptions(DrafterOptions):
     """Options of drafters whose draft may have any number of nodes.
 
     Attributes:
-        tree_budget: most drafted nodes of a tree, root not counted; at most 1024, or `"auto"`, which chooses up to 64
-            from measured times of drafting and verifying and the acceptance rate.
+        tree_budget: most drafted nodes of a tree, root not counted; at most 1024. Or `"auto"`, the default: up to 64,
+            chosen from measured times of drafting and verifying and the acceptance rate, and no draft while drafting
+            does not pay.
     """
 
     tree_budget: int | Literal["auto"]
@@ -155,11 +172,30 @@ class TreeOptions(DrafterOptions):
         """Most nodes of a tree: `tree_budget`, or the upper limit of "auto"."""
         return MOST_NODES if self.tree_budget == "auto" else self.tree_budget
 
+    @property
+    def pauses(self) -> bool:
+        return self.tree_budget == "auto"
+
     def validate(self, config: Any = None) -> None:
         DrafterOptions.validate(self, config)  # `super()` does not work in classes with slots before Python 3.14
         budget = self.tree_budget
         if budget != "auto" and (type(budget) is not int or not 1 <= budget <= MAX_TREE_BUDGET):
             raise ValueError(f"tree_budget={budget!r} must be an integer from 1 to {MAX_TREE_BUDGET}, or 'auto'.")
+
+
+@dataclass(slots=True, kw_only=True)
+class PausingOptions(DrafterOptions):
+    """Options of drafters that choose the length of their drafts themselves.
+
+    Attributes:
+        pauses: whether drafting pauses while it does not pay, by measured times; False drafts in every round.
+    """
+
+    pauses: bool = True
+
+    def validate(self, config: Any = None) -> None:
+        DrafterOptions.validate(self, config)
+        self.check_switches("pauses")
 
 
 def is_number(value: object) -> bool:

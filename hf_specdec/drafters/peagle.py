@@ -70,7 +70,7 @@ class PEagleOptions(TreeOptions):
     """
 
     method: str = "ddtree"
-    tree_budget: int | Literal["auto"] = 59
+    tree_budget: int | Literal["auto"] = "auto"
 
     def validate(self, config: Any = None) -> None:
         TreeOptions.validate(self, config)

@@ -59,6 +59,8 @@ class LosslessReport:
             (`replay.drawn_p_value`); None if no draft came with its distribution.
         dtype: the target's own.
         precision: in which logits were compared, and `differences` measured; None if no higher one works.
+        same_bits: whether all greedy calls had the bits of plain decoding (option `same_bits`); then no difference is a
+            near tie.
         own_difference: how much the target's own logits of a token differ between two plain forwards that contain other
             tokens besides, in a precision in which rounding cannot explain it; None if they do not.
         left_out: what was not checked, and why.
@@ -75,6 +77,7 @@ class LosslessReport:
     drawn_p_value: float | None = None
     dtype: torch.dtype | None = None
     precision: torch.dtype | None = None
+    same_bits: bool = False
     own_difference: float | None = None
     left_out: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -82,7 +85,7 @@ class LosslessReport:
     @property
     def greedy(self) -> bool:
         """Whether greedy output was the target's, except at near ties."""
-        if self.own_difference is not None:  # it makes every token a near tie
+        if self.same_bits or self.own_difference is not None:  # no token is a near tie, or every one
             return not self.differences
         return all(difference.is_near_tie for difference in self.differences.values())
 
@@ -157,11 +160,13 @@ class LosslessReport:
     def _kind_of(self, difference: Difference) -> str:
         if self.own_difference is not None:
             return "not to be judged, as the target's own forwards differ"
+        if self.same_bits:
+            return "with the same bits, there are no near ties"
         return "a near tie" if difference.is_near_tie else "NOT a near tie"
 
     def _greedy_verdict(self) -> str:
         if not self.differences:
-            return "identical"
+            return f"identical ({'the same bits' if self.same_bits else 'the same up to rounding'})"
         if self.greedy:
             return f"identical up to {len(self.differences)} near ties"
         return "DIFFERENT"
@@ -340,6 +345,7 @@ def _compare_greedy(
 ) -> None:
     config = settings(model, do_sample=False, max_new_tokens=max_new_tokens)
     committed = rounds = 0
+    report.same_bits = True
     for index, prompt in enumerate(prompts):
         if index and time.perf_counter() > until:
             break
@@ -347,6 +353,7 @@ def _compare_greedy(
             generate(model, prompt, config, each)[prompt.ids.shape[1] :].tolist() for each in (None, drafter)
         )
         assert drafter.stats is not None, "a call leaves its statistics"
+        report.same_bits &= drafter.stats.same_bits
         committed += drafter.stats.num_accepted_draft_tokens + drafter.stats.num_spec_steps
         rounds += drafter.stats.num_spec_steps
         report.num_prompts += 1

@@ -17,7 +17,7 @@ from hf_specdec.benchmark import benchmark, calls, records
 from hf_specdec.benchmark.__main__ import main
 from hf_specdec.benchmark.calls import compare, generate, lengths
 from hf_specdec.benchmark.records import Call, Environment, Note, Record, Table
-from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PLAIN, Variant
+from hf_specdec.benchmark.variants import ASSISTED, BUNDLED, COMPILED, PACKED, PLAIN, Variant
 from hf_specdec.drafters.lookup import NGramDrafter
 from hf_specdec.drafters.registry import WEIGHTLESS, register
 from tests.methods import make_dflash
@@ -190,7 +190,7 @@ def test_the_bundled_target_given_by_its_path_brings_its_drafters_and_prompts_to
         "causal_lm_chain",
         "causal_lm_tree",
     }
-    assert {call.variant for call in made if isinstance(call, Call)} == {PLAIN, ASSISTED, *methods}
+    assert {call.variant for call in made if isinstance(call, Call)} == {PLAIN, PACKED, ASSISTED, *methods}
 
 
 def test_without_a_compiler_the_second_baseline_is_missing_and_the_report_says_so(folder: Path, tmp_path: Path) -> None:

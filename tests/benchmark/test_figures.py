@@ -13,7 +13,7 @@ from hf_specdec.benchmark.figures import (
     rates_by_repeat,
     speedups_by_prompt,
 )
-from hf_specdec.benchmark.variants import COMPILED, PLAIN
+from hf_specdec.benchmark.variants import COMPILED, PACKED, PLAIN
 from tests.benchmark.samples import call, environment
 
 
@@ -33,7 +33,7 @@ def test_tokens_per_second_count_the_whole_call_of_every_row() -> None:
 
 
 def test_figures_of_known_rounds() -> None:
-    plain, compiled = [call(PLAIN)], [call(COMPILED, seconds=0.8)]
+    baselines = {PLAIN: [call(PLAIN)], PACKED: [call(PACKED, seconds=0.75)], COMPILED: [call(COMPILED, seconds=0.8)]}
     own = call(
         "own",
         seconds=0.5,
@@ -42,8 +42,10 @@ def test_figures_of_known_rounds() -> None:
         num_target_forwards=4,
         stages_s={"prefill": 0.09, "draft": 0.1, "tree": 0.02, "verify": 0.2, "accept": 0.04, "commit": 0.04},
     )
-    figures = figures_of([own], plain, compiled, environment(weight_bytes=10_000_000, copy_bytes_per_s=1e9))
+    figures = figures_of([own], baselines, environment(weight_bytes=10_000_000, copy_bytes_per_s=1e9))
     assert figures.speedup == Spread(2.0, 2.0, 2.0)
+    assert figures.speedup_packed is not None
+    assert figures.speedup_packed.median == pytest.approx(1.5)
     assert figures.speedup_compiled is not None
     assert figures.speedup_compiled.median == pytest.approx(1.6)
     assert figures.mean_acceptance_length == 2.0
@@ -59,7 +61,7 @@ def test_figures_of_known_rounds() -> None:
 def test_ways_that_their_repeats_cannot_tell_apart_share_a_rank() -> None:
     def of(variant: str, *rates: float) -> Figures:
         calls = [call(variant, repeat=repeat, seconds=10 / rate) for repeat, rate in enumerate(rates)]
-        return figures_of(calls, [], [], environment())
+        return figures_of(calls, {PLAIN: [], PACKED: [], COMPILED: []}, environment())
 
     figures = ranked([of("slow", 90, 100), of("quick", 200, 210), of("near", 195, 201), of("mean", 150, 160)])
     assert {own.variant: own.rank for own in figures} == {"quick": 1, "near": 1, "mean": 3, "slow": 4}
@@ -67,7 +69,7 @@ def test_ways_that_their_repeats_cannot_tell_apart_share_a_rank() -> None:
 
 
 def test_the_baseline_has_no_speedup_and_no_rounds() -> None:
-    figures = figures_of([call(PLAIN)], [call(PLAIN)], [], environment())
+    figures = figures_of([call(PLAIN)], {PLAIN: [call(PLAIN)], PACKED: [], COMPILED: []}, environment())
     assert figures.speedup is None
     assert figures.speedup_compiled is None
     assert figures.mean_acceptance_length is None

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
-from hf_specdec.benchmark import variants
+from hf_specdec.benchmark import calls, variants
 from hf_specdec.drafters.registry import WEIGHTLESS
 from tests.methods import make_dflash, make_medusa
-from tests.targets import make_target
+from tests.targets import fresh_target, make_target, one_prompt
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def test_ways_of_one_drafter_share_it_and_set_their_own_options(folder: Path, ta
 
 def test_a_sweep_varies_the_budget_of_leading_methods_only(folder: Path, target: PreTrainedModel) -> None:
     own = variants.distinct([*variants.load(str(folder / "a-drafter"), target), *variants.load("ngram", target)])
-    swept = variants.sweep([*variants.baselines(), *own], [2, 4])
+    swept = variants.sweep([*variants.baselines(make_target()), *own], [2, 4])
     assert [(variant.name, variant.swept_from, variant.settings["tree_budget"]) for variant in swept] == [
         ("ddtree @ 2", "ddtree", 2),
         ("ddtree @ 4", "ddtree", 4),
@@ -80,3 +82,20 @@ def test_options_are_python_values_and_unknown_ones_raise(target: PreTrainedMode
         variants.parse("me/x:31")
     with pytest.raises(ValueError, match="Unknown drafting option 'tree_budgt'. Did you mean 'tree_budget'"):
         variants.load("ngram:tree_budgt=3", target)
+
+
+@pytest.mark.parametrize("faster", [torch.bfloat16, torch.float32])
+def test_a_target_stays_in_its_number_type_unless_float32_is_faster(
+    faster: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = fresh_target(dtype=torch.bfloat16)
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+
+    def timed(model: Any, *arguments: Any) -> Any:
+        return None, 1.0 if model.dtype == faster else 2.0, None
+
+    monkeypatch.setattr(calls, "generate", timed)
+    said = calls.keep_faster_number_type(target, one_prompt())
+    assert target.dtype == faster
+    assert said.startswith(f"number type: {str(faster).removeprefix('torch.')}, ")
+    assert all(torch.equal(weight.to(torch.bfloat16), before[name]) for name, weight in target.state_dict().items())

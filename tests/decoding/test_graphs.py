@@ -527,7 +527,8 @@ def test_drafts_after_skipped_rounds_equal_those_of_the_eager_forward() -> None:
 
         def note(self, *arguments: Any) -> None:
             self.rounds = getattr(self, "rounds", 0) + 1
-            self.drafting = self.rounds % 12 in (0, 1, 3)
+            self.knowledge.sizes_to_try = []
+            self.knowledge.pauses.drafting = self.rounds % 12 in (0, 1, 3)
 
     target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
     drafter = METHODS["ddtree"](target)

@@ -29,6 +29,32 @@ class Prefix:
     prompt_mask: Tensor | None
 
 
+@dataclass(frozen=True)
+class Paths:
+    """Some nodes of one row whose paths have one length, with the cache entries that each of them attends to.
+
+    Attributes:
+        row: of the batch.
+        nodes: [nodes] int64, as indices into the nodes of the forward.
+        entries: [nodes, length] int64, in the order of the text; None if that is the first `length` for all of them.
+        length: number of entries that each attends to.
+        mask: [length] bool, False at padding; None if plain decoding passes no mask.
+    """
+
+    row: int
+    nodes: Tensor
+    entries: Tensor | None
+    length: int
+    mask: Tensor | None
+
+    def entries_of(self, stored: Tensor) -> Tensor:
+        """[batch, heads, all, dim] -> [nodes, heads, length, dim], for each node its own."""
+        own = stored[self.row]
+        if self.entries is None:
+            return own[:, : self.length].expand(len(self.nodes), -1, -1, -1)
+        return own.index_select(1, self.entries.flatten()).unflatten(1, self.entries.shape).transpose(0, 1)
+
+
 class NodesOfRound:
     """The nodes of the current forward, and the layer that is being computed.
 
@@ -36,15 +62,17 @@ class NodesOfRound:
         tree: of the round.
         first: nodes before this one were run by earlier forwards of the round.
         prefix: the entries before the nodes.
+        alone: whether each node attends as in plain decoding, see `same_bits.py`.
 
     Attributes:
         layer: the cache layer with states that was last used by the forward; None before the first.
     """
 
-    def __init__(self, tree: DraftTree, first: int, prefix: Prefix) -> None:
-        self.tree, self.first, self.prefix = tree, first, prefix
+    def __init__(self, tree: DraftTree, first: int, prefix: Prefix, alone: bool = False) -> None:
+        self.tree, self.first, self.prefix, self.alone = tree, first, prefix, alone
         self.layer: Any = None
         self._cached: dict[Any, Tensor] = {}  # tensors that all layers of a forward share
+        self._paths: list[Paths] | None = None
 
     def entries(self, device: torch.device) -> Tensor:
         """[batch, new] int64: the cache entry that each new node would have in plain decoding."""
@@ -100,6 +128,27 @@ class NodesOfRound:
             self._cached[key] = index.where(steps <= counts, counts - steps)
         return self._cached[key]
 
+    def paths(self) -> list[Paths]:
+        """All nodes of the forward, grouped by row and length of path; on the device of the tree."""
+        if self._paths is None:
+            self._paths = [paths for row in range(len(self.tree.token_ids)) for paths in self._paths_of_row(row)]
+        return self._paths
+
+    def _paths_of_row(self, row: int) -> Iterator[Paths]:
+        prefix, length = self.prefix, int(self.prefix.lengths[row])
+        sees = self.tree.ancestor_mask[row, self.first :]
+        steps = sees.sum(-1)
+        for count in steps.unique().tolist():
+            nodes = (steps == count).nonzero().squeeze(1)
+            own = prefix.entries + sees[nodes].nonzero()[:, 1].view(len(nodes), count)
+            entries = torch.cat([torch.arange(length).expand(len(nodes), -1), own], 1)
+            is_first = bool((entries == torch.arange(length + count)).all())
+            mask = None
+            if prefix.prompt_mask is not None:
+                mask = torch.ones(length + count, dtype=torch.bool)
+                mask[: prefix.prompt_mask.shape[1]] = prefix.prompt_mask[row]
+            yield Paths(row, nodes, None if is_first else entries, length + count, mask)
+
     def parents(self, device: torch.device) -> Tensor:
         """[batch, nodes] int64; -1 for the root."""
         return self.columns(2, device)[..., 0]
@@ -113,9 +162,9 @@ _CURRENT = _Current()
 
 
 @contextmanager
-def on_nodes(tree: DraftTree, first: int, prefix: Prefix) -> Iterator[NodesOfRound]:
+def on_nodes(tree: DraftTree, first: int, prefix: Prefix, *, alone: bool = False) -> Iterator[NodesOfRound]:
     """In this context, forwards of this thread run on the nodes of `tree` from `first` on."""
-    nodes = _CURRENT.nodes = NodesOfRound(tree, first, prefix)
+    nodes = _CURRENT.nodes = NodesOfRound(tree, first, prefix, alone)
     try:
         yield nodes
     finally:

@@ -189,7 +189,7 @@ class SpecBlockOptions(TreeOptions):
     """
 
     method = "specblock"
-    tree_budget: int | Literal["auto"] = 60
+    tree_budget: int | Literal["auto"] = "auto"
     num_blocks: int = 2
     branching: list[int]
     beam_width: int | None = 10

@@ -281,7 +281,7 @@ class PendingChain:
             entries = self.cache.longest + stop
             masks = {kind: mask[:, :, nodes, :entries] for kind, mask in self._masks.items()}
         target.num_layers_run += last - first
-        with self.cache.writing_after(start), target.own_attention:
+        with self.cache.writing_after(start), target.on_nodes(self._template.first_nodes(stop - 1), start):
             return self.slices.run(
                 states,
                 first,
@@ -473,7 +473,8 @@ class EarlyExitGenerator(PendingGenerator):
             self.refused = [set() for _ in committed.token_ids]
         if not self.drafter.options.learn_refusals:
             return
-        for refused, chain, num_accepted in zip(self.refused, self.chains, committed.num_accepted, strict=False):
+        chains, self.chains = self.chains, []  # after a round without a draft there are none
+        for refused, chain, num_accepted in zip(self.refused, chains, committed.num_accepted, strict=False):
             pairs = list(itertools.pairwise(chain))
             refused.difference_update(pairs[:num_accepted])
             refused.update(pairs[num_accepted : num_accepted + 1])  # later pairs follow a rejected token

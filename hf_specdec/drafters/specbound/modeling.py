@@ -27,7 +27,7 @@ from hf_specdec.decoding.logits_process import AnnealedConfidenceLogitsProcessor
 from hf_specdec.decoding.modules import apply_head, has_plain_weight
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.options import DrafterOptions, is_number
+from hf_specdec.drafters.options import PausingOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.registry import name_of
 from hf_specdec.drafters.shapes import check_shapes, way_out
@@ -148,7 +148,7 @@ def paper_depth(num_target_layers: int, exit_layers: Sequence[int]) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class SpecBoundOptions(DrafterOptions):
+class SpecBoundOptions(PausingOptions):
     """Drafting options of exit heads; `SpecBoundDrafter.calibrate` chooses them for heads and machine.
 
     The fields of the same names in the config are the defaults, and what is saved.
@@ -176,11 +176,11 @@ class SpecBoundOptions(DrafterOptions):
     @classmethod
     def defaults(cls, config: Any = None) -> SpecBoundOptions:
         """As for every drafter; `config` is a `SpecBoundConfig`."""
-        return cls(**{name: getattr(config, name) for name in cls.names() if name != "compile_mode"})
+        return cls(**{name: getattr(config, name) for name in cls.names() if name not in PausingOptions.names()})
 
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `SpecBoundConfig`."""
-        DrafterOptions.validate(self, config)
+        PausingOptions.validate(self, config)
         self.check_switches("learn_refusals")
         self.check_integers(w_max=1024)
         num_layers, heads, chosen = config.num_target_layers, config.exit_layers, self.use_exit_layers
@@ -424,7 +424,8 @@ class SpecBoundDrafter(PretrainedDrafter):
     def store_options(self) -> None:
         """As for every drafter; also sets the config's own fields for the options."""
         for name, value in self.options.to_dict(self.config).items():
-            setattr(self.config, name, value)
+            if hasattr(self.config, name):
+                setattr(self.config, name, value)
         super().store_options()
 
     # Card and checks.

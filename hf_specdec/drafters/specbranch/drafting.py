@@ -263,13 +263,12 @@ class BranchDrafting:
         self.cache_update: tuple[list[list[int]], list[list[int]]] | None = None
 
     @torch.no_grad()
-    def start(self, texts: list[list[int]], prompt_mask: Tensor | None, seed: int) -> None:
+    def start(self, texts: list[list[int]], mask: Tensor | None, seed: int) -> None:
         """Runs the draft model over all texts without their last token.
 
         Args:
             texts: per row all tokens so far, root included.
-            prompt_mask: [batch, seq] bool, False at padding of the prompt; ignored unless its length is that of the
-                shortest text without the root; None for no padding.
+            mask: [batch, shortest text - 1] bool, False at padding; None for no padding.
             seed: of all samples of this call.
         """
         self.rows = [Row(list(text)) for text in texts]
@@ -277,9 +276,8 @@ class BranchDrafting:
         device = self.drafter.model.device
         length = min(map(len, texts)) - 1  # further tokens of longer rows are run in the first round
         token_ids = torch.tensor([text[:length] for text in texts], device=device)
-        mask = None if prompt_mask is None or prompt_mask.shape[1] != length else prompt_mask.to(device)
         # Drafted nodes may use all positions of the model.
-        self.drafter.prefill_for_drafting(token_ids, mask, self.num_positions)
+        self.drafter.prefill_for_drafting(token_ids, None if mask is None else mask.to(device), self.num_positions)
         self.drafter.begin_rounds(length + 256)
         # By row and cache entry of the round: token, depth and ancestors.
         self.token_ids = np.zeros((len(texts), 64), dtype=np.int64)
@@ -324,6 +322,12 @@ class BranchDrafting:
         above = [[row.nodes[row.nodes[node].parent].prediction for node in row.chain] for row in self.rows]
         draft_probs = [[each.draft_probs for each in row if each and each.draft_probs is not None] for row in above]
         return Chains(tokens, _padded(draft_probs), [row.finite for row in self.rows])
+
+    @torch.no_grad()
+    def skip(self, emitted: Sequence[list[int]], signals: Sequence[Signals]) -> None:
+        """As `draft`, in a round that verifies no drafts: only updates the rows."""
+        self._update_rows(emitted, [row.active for row in self.rows], signals)
+        self._update_cache()
 
     @torch.no_grad()
     def draft_ahead(self, signals: Sequence[Signals]) -> Branches:

@@ -22,12 +22,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_specdec.decoding.generator import TreeCandidateGenerator
+from hf_specdec.decoding.modules import home_of
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.drafters.base import Drafter
 from hf_specdec.drafters.card import is_hub_id
 from hf_specdec.drafters.causal_lm import CausalLMDrafter
 from hf_specdec.drafters.config import TargetFields
-from hf_specdec.drafters.options import NOT_SAVED, DrafterOptions, is_number
+from hf_specdec.drafters.options import NOT_SAVED, PausingOptions, is_number
 from hf_specdec.drafters.pretrained import PretrainedDrafter
 from hf_specdec.drafters.publishing import one_layout
 from hf_specdec.drafters.registry import name_of
@@ -110,12 +111,13 @@ class SpecBranchConfig(TargetFields, PreTrainedConfig):
 
 
 @dataclass(slots=True, kw_only=True)
-class SpecBranchOptions(DrafterOptions):
+class SpecBranchOptions(PausingOptions):
     """Drafting options of a draft model that runs in parallel with the target.
 
     Attributes:
         parallel: whether the draft model runs during verification, in a thread, on CUDA with its own stream. If not,
-            and on devices without streams, the same code drafts serially, as in speculative sampling (SpS).
+            and on devices without streams, the same code drafts serially, as in speculative sampling (SpS). `"auto"`:
+            in parallel on two devices; on one, where both share cores, as it is faster, which one call of each shows.
         k_max: most branches at a branch point; the number falls with the draft model's confidence there (Eq. 7).
         hedge: whether k_max - 1 branches are also drafted from nodes within the chain that is being verified, so that a
             rejection there does not waste all parallel drafts. A chosen branch is then verified completely, and
@@ -140,7 +142,7 @@ class SpecBranchOptions(DrafterOptions):
     """
 
     method = "specbranch"
-    parallel: bool = True
+    parallel: bool | Literal["auto"] = "auto"
     k_max: int = 6
     hedge: bool = True
     lengths: Literal["h_rad", "confidence", "fixed"]
@@ -159,14 +161,16 @@ class SpecBranchOptions(DrafterOptions):
 
     def validate(self, config: Any = None) -> None:
         """As for every drafter; `config` is a `SpecBranchConfig`."""
-        DrafterOptions.validate(self, config)
+        PausingOptions.validate(self, config)
         self.check_integers(k_max=64, depth=256, worker_threads=1024)
         self.check_choices(
             lengths=("h_rad", "confidence", "fixed"),
             selection=("posterior", "a_priori"),
             candidates=("top_k", "drawn"),
         )
-        self.check_switches("parallel", "hedge")
+        self.check_switches("hedge")
+        if not isinstance(self.parallel, bool) and self.parallel != "auto":
+            raise ValueError(f"parallel={self.parallel!r} must be True, False or 'auto'.")
         for name in ("min_confidence", "min_certainty"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= 1:
@@ -240,6 +244,8 @@ class SpecBranchDrafter(PretrainedDrafter):
         # Not a submodule: its weights are stored in separate files, mostly in another repo.
         self.__dict__["_pair"] = None
         self._measured: tuple[weakref.ref[PreTrainedModel], float] | None = None
+        # Seconds per token of the latest call in parallel, and of the latest in turn, with this target.
+        self._paces: tuple[weakref.ref[PreTrainedModel], dict[bool, float]] | None = None
         self.post_init()
 
     @classmethod
@@ -423,6 +429,21 @@ class SpecBranchDrafter(PretrainedDrafter):
     def keep_speed_ratio(self, model: PreTrainedModel, ratio: float) -> None:
         """Stores what was measured with a target."""
         self._measured = weakref.ref(model), ratio
+
+    def runs_parallel(self, model: PreTrainedModel) -> bool:
+        """Whether the next call with a target drafts while it verifies: the option, or what was faster."""
+        if self.options.parallel != "auto":
+            return self.options.parallel
+        if self.draft_model is None or home_of(model.get_input_embeddings()) != self.draft_model.device:
+            return True
+        paces = self._paces[1] if self._paces is not None and self._paces[0]() is model else {}
+        return next((way for way in (True, False) if way not in paces), min(paces, key=paces.__getitem__, default=True))
+
+    def keep_pace(self, model: PreTrainedModel, parallel: bool, seconds_per_token: float) -> None:
+        """Stores how fast a call was."""
+        if self._paces is None or self._paces[0]() is not model:
+            self._paces = weakref.ref(model), {}
+        self._paces[1][parallel] = seconds_per_token
 
     def candidate_generator(self, target: TargetModel) -> TreeCandidateGenerator:
         return SpecBranchGenerator(self, target)

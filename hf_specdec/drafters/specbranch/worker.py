@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.drafter, self.target, self.options = drafter, target, drafter.options
         # Without hedges the paper retains a part of a chosen branch only to branch there. With them it is verified
         # completely: verifying more tokens never reduces what is accepted.
-        self.hedged = self.options.parallel and self.options.hedge and self.options.k_max > 1
+        self.parallel = drafter.runs_parallel(target.model)
+        self.hedged = self.parallel and self.options.hedge and self.options.k_max > 1
         self.drafting: BranchDrafting | None = None  # before the first draft
         self.thread: DraftingThread | None = None  # None drafts serially
         self.threads_before: int | None = None
@@ -91,9 +93,11 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.last: Committed | None = None  # the latest commit, with the features that H-RAD reads
         self.signals: list[Signals] = []
         self.chains: Chains | None = None
+        self.has_drafted = False  # in this round
         self.embeddings: Any = target.model.get_input_embeddings()
         self.device = home_of(self.embeddings)  # an offloaded model says "meta"
         self.overlap = SpeculationStats()
+        self.began = time.perf_counter()
 
     def observe(self, committed: Committed) -> None:
         self.last = committed
@@ -108,7 +112,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         assert self.drafting is not None
         self.signals = self._signals(context, self.drafting)
         chains: Chains = self._call(self.drafting.draft, self.emitted, context.active, self.signals)
-        self.chains = chains
+        self.chains, self.has_drafted = chains, True
         token_ids = [[root, *tokens] for root, tokens in zip(context.root_ids.tolist(), chains.tokens, strict=True)]
         tree = DraftTree.from_lists(
             token_ids,
@@ -126,7 +130,7 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         assert draft_model is not None, "check_target requires it"
         assert self.last is not None, "the prefill has been observed"
         texts = [row[:length] for row, length in zip(context.sequences.tolist(), context.lengths, strict=True)]
-        branches = options.k_max if options.parallel else 1
+        branches = options.k_max if self.parallel else 1
         plan = DraftingPlan(
             most_tokens=options.depth,
             most_branches=branches,
@@ -141,12 +145,12 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         seed = int(torch.randint(2**62, ())) if context.choice.do_sample else 0
         can = abilities(draft_model.device)
         # transformers' own loop verifies outside of `verify`, and without streams both would share one queue.
-        if options.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
+        if self.parallel and self.host_loop is None and (can.host_memory or can.works_ahead):
             self.thread = DraftingThread(draft_model.device, options.worker_threads)
             if self.device.type == "cpu" == draft_model.device.type:
                 self._share_cores()
         self.emitted = [[] for _ in texts]
-        self._call(drafting.start, texts, self.target.prompt_mask, seed)
+        self._call(drafting.start, texts, self.target.text_mask(min(context.lengths) - 1), seed)
         ratio = self.drafter.speed_ratio_of(self.target.model)
         if ratio is None:
             ratio = self._seconds_per_verification(context) / self._call(drafting.seconds_per_forward)
@@ -160,6 +164,16 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         self.threads_before = torch.get_num_threads()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, min(self.threads_before, cores - self.options.worker_threads)))
+
+    @contextmanager
+    def _cores(self, num_threads: int | None) -> Iterator[None]:
+        """In this context the target runs in so many threads; None for no change."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _seconds_per_verification(self, context: DraftContext, nodes: int = 6, repeats: int = 3) -> float:
         """T_p: the median time of a verification of a few nodes. Nothing is committed."""
@@ -203,6 +217,11 @@ class SpecBranchGenerator(TreeCandidateGenerator):
 
     def verify(self, target: TargetModel, tree: DraftTree, state: RoundState) -> TargetOutput:
         """Verifies while the thread drafts branches after the chains."""
+        has_drafted, self.has_drafted = self.has_drafted, False
+        if self.drafting is not None and not has_drafted:  # a round that skips drafting, with all cores
+            self._call(self.drafting.skip, self.emitted, self.signals)
+            with self._cores(self.threads_before):
+                return target.verify(tree, state.root_positions)
         if self.thread is None or self.drafting is None:
             return target.verify(tree, state.root_positions)
         # The target's own time: on a CPU without the time that the drafter takes of this thread's core.
@@ -245,6 +264,8 @@ class SpecBranchGenerator(TreeCandidateGenerator):
         stats.num_path_kept += counters.path_kept
         stats.peak_draft_entries = max(stats.peak_draft_entries, counters.peak_entries)
         stats.speed_ratio = self.speed_ratio
+        if num_tokens := stats.num_accepted_draft_tokens + stats.num_spec_steps:
+            self.drafter.keep_pace(self.target.model, self.parallel, (time.perf_counter() - self.began) / num_tokens)
 
     def close(self) -> None:
         try:

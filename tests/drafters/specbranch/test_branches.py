@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_specdec.decoding.exchange import GREEDY, ChoiceRule
+from hf_specdec.decoding.policies import AutoBudget
 from hf_specdec.decoding.stats import SpeculationStats
 from hf_specdec.drafters.specbranch import SpecBranchDrafter
 from hf_specdec.drafters.specbranch.drafting import (
@@ -405,3 +407,37 @@ def test_measuring_the_draft_model_leaves_nothing_behind() -> None:
     assert measured.rows == not_measured.rows
     assert measured.counters == not_measured.counters
     assert measured.random.get_state().equal(not_measured.random.get_state())
+
+
+def test_auto_tries_both_ways_and_keeps_the_faster_one() -> None:
+    target = make_target("llama", "sdpa")
+    drafter = make_specbranch(target, noise=0.01, parallel="auto")
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    alone = target.generate(**PROMPTS["batch of one"](), **settings)
+
+    def runs_parallel() -> bool:
+        output = target.generate(**PROMPTS["batch of one"](), **settings, assistant_model=drafter)
+        assert output.tolist() == alone.tolist()
+        return stats_of(drafter).ahead_wall_s > 0
+
+    assert [runs_parallel(), runs_parallel()] == [True, False]
+    drafter.keep_pace(target, False, 1e3)
+    assert runs_parallel()
+    drafter.keep_pace(target, False, 0.0)
+    assert not runs_parallel()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pauses_change_no_token_and_no_later_draft(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that skip drafting, the first ones too, leave the draft model with the text as it is."""
+    target, prompts = make_target("llama", "sdpa"), PROMPTS["ragged batch of three"]()
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    alone = target.generate(**prompts, **settings)
+    drafter = make_specbranch(target, noise=0.0, **{**WAYS[way], "pauses": True})
+    rounds = itertools.count()
+    monkeypatch.setattr(AutoBudget, "note", lambda self, *arguments: None)
+    monkeypatch.setattr(AutoBudget, "drafting", property(lambda self: next(rounds) % 5 > 1))
+    assert target.generate(**prompts, **settings, assistant_model=drafter).tolist() == alone.tolist()
+    assert stats_of(drafter).num_undrafted_steps > 0
+    # The draft model is the target: whatever it drafts is accepted.
+    assert stats_of(drafter).num_accepted_draft_tokens == stats_of(drafter).num_draft_tokens > 0

@@ -144,7 +144,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lengths": "hrad"}, "Unknown lengths 'hrad'. Did you mean 'h_rad'?"),
     ({"selection": "prior"}, "Unknown selection 'prior'"),
     ({"candidates": "topk"}, "Unknown candidates 'topk'. Did you mean 'top_k'?"),
-    ({"parallel": 1}, "parallel=1 must be True or False"),
+    ({"parallel": 1}, "parallel=1 must be True, False or 'auto'"),
     ({"min_confidence": 1.5}, "min_confidence=1.5 must be from 0 to 1"),
     ({"speed_ratio": 0}, "speed_ratio=0 must be a positive number"),
     ({"selection": "a_priori", "lengths": "confidence"}, "uses H-RAD, but lengths='confidence'"),

@@ -1,0 +1,110 @@
+"""`same_bits`: logits of rounds with the bits of plain decoding, in low precision."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from hf_specdec.decoding import same_bits
+from hf_specdec.verification import verify_lossless
+from tests.methods import METHODS
+from tests.scripted import random_trees
+from tests.targets import PROMPTS, fresh_target, make_target
+
+# Widths that the option requires.
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 20,
+    "do_sample": False,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+
+
+def wide_target(dtype: torch.dtype, family: str = "llama", seed: int = 3) -> Any:
+    target = fresh_target(family, "sdpa", dtype, seed, **WIDE)
+    if same_bits._alike_rows(target) < 16:
+        pytest.skip(f"on this processor, the rows of a product in {dtype} depend on each other")
+    return target
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_trees_have_the_bits_of_plain_decoding(dtype: torch.dtype, family: str, prompt: str) -> None:
+    for seed in range(3):
+        target, prompts = wide_target(dtype, family, seed), PROMPTS[prompt]()
+        plain = target.generate(**prompts, **SETTINGS)
+        drafter = random_trees(plain.sequences, nodes=16, seed=seed)
+        drafter.set_options(same_bits=True)
+        assisted = target.generate(**prompts, **SETTINGS, assistant_model=drafter)
+        assert drafter.stats is not None
+        assert drafter.stats.same_bits
+        assert drafter.stats.num_accepted_draft_tokens > 0
+        assert assisted.sequences.tolist() == plain.sequences.tolist()
+        assert all(map(torch.equal, assisted.logits, plain.logits))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_the_bits_of_plain_decoding(method: str) -> None:
+    target, prompts = wide_target(torch.bfloat16), PROMPTS["batch of one"]()
+    plain = target.generate(**prompts, **SETTINGS)
+    drafter = METHODS[method](target)
+    drafter.set_options(same_bits=True)
+    assisted = target.generate(**prompts, **SETTINGS, assistant_model=drafter)
+    assert drafter.stats is not None
+    assert drafter.stats.same_bits
+    assert all(map(torch.equal, assisted.logits, plain.logits))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("llama", {}, "multiples of 64"),
+        ("qwen3-mixed", WIDE, "a part of the text"),
+        ("qwen3-moe", WIDE, "of an unknown kind"),
+    ],
+)
+def test_call_without_the_same_bits_says_why(family: str, settings: dict[str, int], reason: str) -> None:
+    target, prompts = make_target(family, "sdpa", torch.bfloat16, **settings), PROMPTS["batch of one"]()
+    drafter = random_trees(target.generate(**prompts, max_new_tokens=4, do_sample=False))
+    drafter.set_options(same_bits=True)
+    with pytest.warns(UserWarning, match=f"same_bits=True has no effect.*{reason}.*up to rounding"):
+        target.generate(**prompts, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    assert drafter.stats is not None
+    assert not drafter.stats.same_bits
+
+
+def test_no_call_has_the_same_bits_unless_asked() -> None:
+    target, prompts = make_target("llama", "sdpa", torch.bfloat16, **WIDE), PROMPTS["batch of one"]()
+    drafter = random_trees(target.generate(**prompts, max_new_tokens=4, do_sample=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**prompts, max_new_tokens=4, do_sample=False, assistant_model=drafter)
+    assert drafter.stats is not None
+    assert not drafter.stats.same_bits
+
+
+def test_compiled_forwards_are_refused() -> None:
+    drafter = random_trees(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="compile_mode='reduce-overhead', but compiled"):
+        drafter.set_options(same_bits=True, compile_mode="reduce-overhead")
+
+
+def test_report_says_which_of_the_two_it_was() -> None:
+    target = wide_target(torch.bfloat16)
+    drafter = METHODS["ngram"](target)
+    assert "(the same up to rounding)" in str(verify_lossless(target, drafter, max_new_tokens=8, verbose=False))
+    drafter.set_options(same_bits=True)
+    report = verify_lossless(target, drafter, max_new_tokens=8, verbose=False)
+    assert report.same_bits
+    assert "identical (the same bits)" in str(report)
