@@ -41,7 +41,7 @@ from hf_specdec.decoding.modules import apply_head, check_table, table_rows
 from hf_specdec.decoding.target import TargetModel
 from hf_specdec.decoding.tree import DraftTree
 from hf_specdec.drafters.attention import CachedAttention, DraftLayer
-from hf_specdec.drafters.config import TargetFields
+from hf_specdec.drafters.config import FeatureFields
 from hf_specdec.drafters.context import CommittedReader, NewTokens, behind_committed
 from hf_specdec.drafters.growth import best_tree, captured_tree, grow_levels, path_notes
 from hf_specdec.drafters.options import TreeOptions
@@ -62,29 +62,13 @@ MAX_DEPTH = 64
 MAX_TOP_K = 128
 
 
-def default_target_layer_ids(num_target_layers: int) -> list[int]:
-    """Target layers that EAGLE-3 reads if a checkpoint lists none: one near the start, the middle, one near the end.
-
-    As indices of `output_hidden_states` they are 2, n // 2 and n - 3; the output of layer i has index i + 1.
-
-    Example:
-        >>> default_target_layer_ids(32)
-        [1, 15, 28]
-    """
-    return [1, num_target_layers // 2 - 1, num_target_layers - 4]
-
-
-class Eagle3Config(TargetFields, LlamaConfig):
+class Eagle3Config(FeatureFields, LlamaConfig):
     """The config of a Llama decoder (usually with one layer) and what EAGLE-3 adds.
 
     `vocab_size` is the target's. The input of the first layer is the concatenation of embedding and state, so its q, k
     and v projections have twice the input size; further layers are Llama layers.
 
     Args:
-        draft_vocab_size: rows of the drafter's head; None for the complete vocabulary.
-        target_layer_ids: 0-based target layers whose outputs are concatenated in this order; -1 is the input of the
-            first layer. None for `default_target_layer_ids` of the target.
-        target_hidden_size: the target's hidden size; None for `hidden_size`.
         qk_norm: whether each head's queries and keys are normalised before RoPE.
         norm_before_residual: whether the residual of the first layer is the normalised state.
         norm_before_fc: one norm over the concatenated target states.
@@ -98,9 +82,6 @@ class Eagle3Config(TargetFields, LlamaConfig):
 
     def __init__(
         self,
-        draft_vocab_size: int | None = None,
-        target_layer_ids: list[int] | None = None,
-        target_hidden_size: int | None = None,
         qk_norm: bool = False,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
@@ -111,9 +92,6 @@ class Eagle3Config(TargetFields, LlamaConfig):
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"num_hidden_layers": 1} | kwargs)
-        self.draft_vocab_size = self.vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.target_layer_ids = target_layer_ids
-        self.target_hidden_size = self.hidden_size if target_hidden_size is None else target_hidden_size
         self.qk_norm = qk_norm
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
@@ -124,29 +102,9 @@ class Eagle3Config(TargetFields, LlamaConfig):
         self.architectures = [ARCHITECTURE]
 
     def check(self) -> None:
-        """Raises ValueError, naming the field, if no drafter can be built from this config."""
-        if not isinstance(self.draft_vocab_size, int) or not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size!r}; it must be an integer from 1 to vocab_size "
-                f"{self.vocab_size}, the target's vocabulary."
-            )
-        layers = self.target_layer_ids
-        if layers is not None and (
-            not isinstance(layers, list) or not layers or not all(isinstance(layer, int) for layer in layers)
-        ):
-            raise ValueError(f"target_layer_ids is {layers!r}; it must be a list of 0-based layer numbers, or absent.")
+        super().check()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both true, but a checkpoint has at most one of them.")
-
-    @property
-    def num_taps(self) -> int:
-        """Number of target states that are concatenated."""
-        return 3 if self.target_layer_ids is None else len(self.target_layer_ids)
-
-    @property
-    def maps_vocabulary(self) -> bool:
-        """Whether draft ids differ from target ids."""
-        return self.draft_vocab_size != self.vocab_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -286,10 +244,7 @@ class Eagle3Network(PretrainedDrafter):
         return draft_ids + self.d2t[draft_ids] if self.config.maps_vocabulary else draft_ids
 
     def feature_layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        layers = self.config.target_layer_ids
-        if layers is None:
-            layers = default_target_layer_ids(model.config.get_text_config(decoder=True).num_hidden_layers)
-        return tuple(layers)
+        return self.config.layers_of(model)
 
     def card_facts(self) -> dict[str, str]:
         config = self.config
